@@ -1,0 +1,5 @@
+"""Which pixels did the model go by? The public names load when they are first used."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
