@@ -1,0 +1,284 @@
+"""The one interface of all methods, and their registry.
+
+`attribute` reads the images, settles the target, borrows the model and checks the result: once, here. A method writes
+`explain`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import MethodError, NonFiniteError, did_you_mean
+from .explanation import Explanation, Setting, Sign
+from .images import Batch, ImagesLike, read
+from .model import borrowed, reference, unwrap
+from .preprocess import PreprocessLike, as_preprocess
+from .rectifiers import Coverage
+from .selection import Selection
+from .targets import TargetLike
+from .trace import Evidence, Trace
+
+METHODS: dict[str, type[Attribution]] = {}
+"""Every method by its name. Classes enter by themselves when they are defined."""
+
+_Choice = TypeVar("_Choice")
+
+
+class Finding(NamedTuple):
+    """What a method found on a batch, for one target."""
+
+    values: Tensor  # (N, C, H, W) at the input or (N, 1, h, w) at a layer
+    scores: Tensor  # (N,)
+    coverage: Coverage | None = None
+    layer: str | None = None
+    residual: Tensor | None = None
+
+
+class Attribution(ABC):
+    """A method that gives every pixel its part in a score.
+
+    A subclass with a `name` enters the registry, and with it the command line, the tables and the tests.
+
+    Args:
+        model: Any `torch.nn.Module`. It is left bit for bit as it was.
+        preprocess: How a picture becomes the model's input: a `Preprocess`, a torchvision preset, timm's pretrained
+            configuration, or any function from picture to tensor. By default `model.preprocess`.
+        categories: The class names in the order of the output. By default `model.categories`.
+    """
+
+    name: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
+    """What one call takes, in passes of the model."""
+    sign: ClassVar[Sign] = "signed"
+    """How the method's authors read the values."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        name = cls.__dict__.get("name", "")
+        if not name:
+            return
+        known = METHODS.get(name)
+        # A notebook cell that is run again defines the same class once more.
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f'{cls.__qualname__}: the name "{name}" belongs to {known.__module__}.{known.__qualname__}')
+        METHODS[name] = cls
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        preprocess: PreprocessLike | None = None,
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        self.model = unwrap(model)
+        preprocess = preprocess if preprocess is not None else getattr(self.model, "preprocess", None)
+        self.preprocess = None if preprocess is None else as_preprocess(preprocess)
+        categories = categories if categories is not None else getattr(self.model, "categories", None)
+        self.categories = None if categories is None else tuple(categories)
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """The options of this method: the arguments of its constructor that are not about the model."""
+        return {name: _plain(getattr(self, name)) for name in type(self).options()}
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """The names of the options, in the order of the constructor."""
+        about_the_model = ("self", "model", "layer", "layers", "preprocess", "categories")
+        return [name for name in inspect.signature(cls.__init__).parameters if name not in about_the_model]
+
+    def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
+        """Explain one image or several.
+
+        Args:
+            image: A path, PIL picture, uint8 array (H, W, 3), or a list of these; or the model's own normalised input
+                as a float tensor (C, H, W) or (N, C, H, W).
+            target: A class index or name, one of them per image, a function of the model's output, or None for the
+                top class of each image.
+
+        Raises:
+            ImageError: The image cannot be read or is not what the model takes.
+            TargetError: The target does not fit the model's output.
+            LayerError: The layer does not exist, is not run, or has no spatial output.
+            NotApplicableError: The method says nothing about this model.
+            NonFiniteError: NaN or infinity in the input, the score or the values.
+        """
+        return self.attribute_classes(image, [target])[0]
+
+    def attribute_classes(self, image: ImagesLike, targets: Sequence[TargetLike]) -> list[Explanation]:
+        """One explanation for each of several targets of the same image or images, where possible from one forward.
+
+        Args:
+            image: As for `attribute`.
+            targets: Several targets, each as for `attribute`.
+        """
+        if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
+            raise MethodError(f"expected a list of targets, got {targets!r}; for a single one use attribute")
+        batch = self.read(image)
+        selections = [Selection(target, len(batch.tensor), self.categories) for target in targets]
+        with borrowed(self.model):
+            findings = self.explain_each(batch.tensor, selections)
+        return [self.explanation(*pair, batch) for pair in zip(findings, selections, strict=True)]
+
+    @abstractmethod
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        """The values and scores of a batch: the only thing a method writes.
+
+        The model is in evaluation mode, gradients are enabled, and `target(output)` gives the scores.
+
+        Args:
+            x: (N, C, H, W) the model's input. Not to be changed.
+            target: The function from the model's output to scores (N,).
+        """
+
+    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+        """The findings for several targets; methods that can share a forward among them do it here."""
+        return [self.explain(x, target) for target in targets]
+
+    def read(self, image: ImagesLike) -> Batch:
+        """The image or images as the model's input, on the model's device."""
+        return read(image, self.preprocess, like=reference(self.model))
+
+    def explanation(self, finding: Finding, selection: Selection, batch: Batch) -> Explanation:
+        """A finding, checked, with what is needed to read it. Raises NonFiniteError for NaN and infinity."""
+        values = finding.values.detach()
+        # The sum is finite unless a value is not, or unless it overflows: then a closer look decides.
+        if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
+            bad = int((~torch.isfinite(values)).sum())
+            raise NonFiniteError(f"{self.name} gave {bad} values that are NaN or infinite, of {values.numel()}")
+        return Explanation(
+            values=values,
+            scores=finding.scores.detach(),
+            method=self.name or type(self).__name__,
+            settings=self.settings,
+            target=selection.indices,
+            target_names=selection.names,
+            probabilities=selection.probabilities,
+            layer=finding.layer,
+            input_size=(int(batch.tensor.shape[-2]), int(batch.tensor.shape[-1])),
+            frames=batch.frames,
+            sign=self.sign,
+            coverage=finding.coverage,
+            residual=finding.residual,
+        )
+
+    def __repr__(self) -> str:
+        """The method, the model and the options."""
+        options = "".join(f", {name}={each!r}" for name, each in self.settings.items())
+        return f"{type(self).__name__}({type(self.model).__name__}{options})"
+
+
+class TracedAttribution(Attribution):
+    """A method that reads one forward: any number of them, and of targets, share it.
+
+    A subclass says what it needs in `gradients` and `layers`, and reads it in `read_evidence`.
+    """
+
+    gradients: ClassVar[str] = "input"
+    """How far back gradients are needed: to the "input", to the "layers" only, or "none"."""
+
+    def layers(self, x: Tensor) -> tuple[str, ...]:
+        """The names of the layers that the method reads on a batch; none by default."""
+        return ()
+
+    @abstractmethod
+    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+        """The finding, from what one forward says of one target."""
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        """One forward, read for one target."""
+        return self.explain_each(x, [target])[0]
+
+    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+        """One forward, read for each target."""
+        return [findings[0] for findings in read_one_forward([self], x, targets)]
+
+
+def read_one_forward(
+    methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[Selection]
+) -> list[list[Finding]]:
+    """What several methods find in one forward, for each of several targets."""
+    layers = [method.layers(x) for method in methods]
+    depths = {method.gradients for method in methods}
+    deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
+    trace = Trace(methods[0].model, x, (name for names in layers for name in names), deepest)
+    findings = []
+    for target in targets:
+        evidence = trace.evidence(target)
+        findings.append([m.read_evidence(evidence, names) for m, names in zip(methods, layers, strict=True)])
+    return findings
+
+
+def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: TargetLike = None) -> list[Explanation]:
+    """What several methods say of the same image and target, from one forward wherever that is enough.
+
+    All CAMs of one layer share one forward and one backward; the gradient methods share the forward. The values are
+    those of separate calls.
+
+    Args:
+        methods: Methods on one and the same model.
+        image: As for `Attribution.attribute`; read once, by the first method's preprocessing.
+        target: As for `Attribution.attribute`.
+
+    Returns:
+        One explanation per method, in their order.
+
+    Raises:
+        MethodError: The methods explain different models, or there is none.
+    """
+    if not methods or any(method.model is not methods[0].model for method in methods):
+        raise MethodError("explain_together takes one or more methods on one and the same model")
+    first = methods[0]
+    batch = first.read(image)
+    selection = Selection(target, len(batch.tensor), first.categories)
+    traced = [method for method in methods if isinstance(method, TracedAttribution)]
+    with borrowed(first.model):
+        shared = read_one_forward(traced, batch.tensor, [selection])[0] if traced else []
+        found = dict(zip(map(id, traced), shared, strict=True))
+        findings = [found[id(m)] if id(m) in found else m.explain(batch.tensor, selection) for m in methods]
+    return [m.explanation(finding, selection, batch) for m, finding in zip(methods, findings, strict=True)]
+
+
+def method(name: str) -> type[Attribution]:
+    """The method of a name. Raises MethodError, with the closest names, where there is none."""
+    if name not in METHODS:
+        hint = did_you_mean(name, METHODS) or "; there are " + ", ".join(METHODS)
+        raise MethodError(f'no method "{name}"{hint}')
+    return METHODS[name]
+
+
+def summary(cls: type[Attribution]) -> str:
+    """The first sentence of a method's documentation."""
+    return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def source(cls: type[Attribution]) -> str:
+    """The paper that a method's documentation names, with its address."""
+    match = re.search(r"Source: (.*?)(?:\n\n|\Z)", inspect.getdoc(cls) or "", re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
+
+
+def chosen(option: str, choice: _Choice, choices: Sequence[_Choice]) -> _Choice:
+    """The choice, if it is one of the choices. Raises MethodError, with the closest, where it is not."""
+    if choice not in choices:
+        raise MethodError(
+            f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}"
+            + did_you_mean(str(choice), map(str, choices))
+        )
+    return choice
+
+
+def _plain(setting: Any) -> Setting:
+    """An option as a value that JSON can hold."""
+    if isinstance(setting, tuple | list):
+        return [_plain(each) for each in setting]
+    if setting is None or isinstance(setting, str | int | float | bool):
+        return setting
+    return str(getattr(setting, "name", "") or getattr(setting, "__name__", "") or type(setting).__name__)

@@ -1,0 +1,116 @@
+"""Classes: from their names to indices, and from a model's output to their scores."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .errors import TargetError, did_you_mean
+
+Categories = Sequence[str] | None
+"""The class names in the order of the output, where the model carries them."""
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The tensor that holds the scores: the output itself, its `.logits`, `["out"]`, or its only tensor.
+
+    Raises:
+        TargetError: There are several tensors, and none is called so.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        named = dict(output)
+    elif isinstance(output, tuple | list):
+        fields = getattr(output, "_fields", None) or [str(i) for i in range(len(output))]
+        named = dict(zip(fields, output, strict=True))
+    else:
+        named = {name: getattr(output, name) for name in ("logits", "out") if hasattr(output, name)}
+    for name in ("logits", "out"):
+        if isinstance(named.get(name), Tensor):
+            tensor: Tensor = named[name]
+            return tensor
+    tensors = {name: each for name, each in named.items() if isinstance(each, Tensor)}
+    if len(tensors) == 1:
+        return next(iter(tensors.values()))
+    came = ", ".join(f"{name!r}: {type(each).__name__}" for name, each in named.items()) or "nothing in it"
+    raise TargetError(
+        f"the model returned a {type(output).__name__} ({came}), and it is not clear which tensor holds the scores; "
+        "pass a function as the target, for example target=lambda output: output['boxes'].sum(1)"
+    )
+
+
+def class_scores(output: Any) -> Tensor:
+    """The scores (N, classes) of an output; one value per image counts as one class.
+
+    Raises:
+        TargetError: The output is no row of classes.
+    """
+    scores = output_tensor(output)
+    if scores.dim() == 1:
+        return scores[:, None]
+    if scores.dim() == 2 and scores.shape[1] > 0:
+        return scores
+    cure = (
+        "use saliency.region(label) as the target"
+        if scores.dim() == 4
+        else "pass a function of the output as the target"
+    )
+    raise TargetError(f"the model's output has shape {tuple(scores.shape)}, not (N, classes); {cure}")
+
+
+def per_image(classes: Any, images: int) -> list[Any]:
+    """One class per image: a single one serves all. Raises TargetError for a wrong number."""
+    if isinstance(classes, Tensor | np.ndarray):
+        classes = classes.tolist()
+    if isinstance(classes, str) or not isinstance(classes, Sequence):
+        return [classes] * images
+    if len(classes) != images:
+        raise TargetError(
+            f"{len(classes)} targets came for {images} image{'s' * (images != 1)}; pass one for all, or one for each "
+            "(several classes of one image: attribute_classes)"
+        )
+    return list(classes)
+
+
+def class_index(label: Any, categories: Categories) -> int:
+    """The index of a class by index or name. Raises TargetError, with the closest names, where there is none."""
+    if not isinstance(label, str):
+        index = class_number(label)
+        if categories is not None and index >= len(categories):
+            raise TargetError(f"class {index} is outside 0..{len(categories) - 1}")
+        return index
+    if categories is None:
+        raise TargetError(
+            f'class "{label}" cannot be looked up: the model carries no class names; '
+            "pass an index, or set model.categories to the list of names"
+        )
+    found = [i for i, name in enumerate(categories) if name == label]
+    found = found or [i for i, name in enumerate(categories) if name.casefold() == label.casefold()]
+    if not found:
+        raise TargetError(f'no class "{label}" among {len(categories)}{did_you_mean(label, categories)}')
+    if len(found) > 1:
+        raise TargetError(f'class "{label}" is the name of several: {", ".join(map(str, found))}; pass the index')
+    return found[0]
+
+
+def class_name(index: int, categories: Categories) -> str:
+    """The name of a class, or `class 7` where the model carries none."""
+    return categories[index] if categories is not None and index < len(categories) else f"class {index}"
+
+
+def class_number(label: Any) -> int:
+    """A class index as an int. Raises TargetError for what is no integer, or negative."""
+    try:
+        index = operator.index(label) if not isinstance(label, bool) else None
+    except TypeError:
+        index = None
+    if index is None:
+        raise TargetError(f"a class is an index or a name, got {label!r} ({type(label).__name__})")
+    if index < 0:
+        raise TargetError(f"class {index} is negative; classes count from 0")
+    return index

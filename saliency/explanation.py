@@ -1,0 +1,162 @@
+"""What `attribute` returns: the values with everything needed to read, draw and keep them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import ExplanationError
+from .files import replacing
+from .preprocess import Frame
+from .rectifiers import Coverage
+
+Sign = Literal["positive", "signed", "absolute"]
+Setting = str | int | float | bool | None | list[Any]
+
+_FORMAT = "saliency explanation 1"
+_TENSORS = ("values", "scores", "probabilities", "residual")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Explanation:
+    """One number for every pixel or cell of every image, signed and never normalised.
+
+    A sequence of its images: `len(e)`, `e[0]` and iteration give explanations of one image each, and `np.asarray(e)`
+    its values.
+
+    Attributes:
+        values: (N, C, H, W) at the input, in score units per unit of the normalised input unless the method says
+            otherwise, or (N, 1, h, w) at a layer, in score units.
+        scores: (N,) the explained scores, in the units of the model's output.
+        method: The method's name in the registry.
+        settings: The method's options.
+        target: The class index of each image; None where the target is no class.
+        target_names: What is explained, in words: a class name, `class 7`, `tiger cat rather than tabby`.
+        probabilities: (N,) the probability of each image's class; None where no class is explained.
+        layer: The layer that was read; None at the input.
+        input_size: (H, W) of the model's input.
+        frames: Where the model's input lies on each original picture; None for an image that came as a tensor.
+        sign: How the method's authors read the values: "positive" evidence only, "signed", or "absolute" magnitude.
+        coverage: How many rectifiers were rewritten, where the method rewrites them.
+        residual: (N,) how far the values miss the sum that they should have, where the method is complete.
+    """
+
+    values: Tensor
+    scores: Tensor
+    method: str
+    settings: Mapping[str, Setting]
+    target: tuple[int | None, ...]
+    target_names: tuple[str, ...]
+    probabilities: Tensor | None
+    layer: str | None
+    input_size: tuple[int, int]
+    frames: tuple[Frame | None, ...]
+    sign: Sign
+    coverage: Coverage | None = None
+    residual: Tensor | None = None
+
+    def __len__(self) -> int:
+        """The number of images."""
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Explanation:
+        """The explanation of one image, with its leading axis kept. Raises IndexError past the end."""
+        at = range(len(self))[index]
+        rows: dict[str, Any] = {
+            name: tensor[at : at + 1] for name in _TENSORS if (tensor := getattr(self, name)) is not None
+        }
+        rows |= {name: (getattr(self, name)[at],) for name in ("target", "target_names", "frames")}
+        return replace(self, **rows)
+
+    def __iter__(self) -> Iterator[Explanation]:
+        """The explanations of the images, one by one."""
+        return (self[i] for i in range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """The values as an array (N, C, H, W)."""
+        values = self.values.detach().cpu()
+        array = (values if values.dtype != torch.bfloat16 else values.float()).numpy()
+        return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
+
+    def __repr__(self) -> str:
+        """One line: the method, what is explained, and the shape of the values."""
+        what = ", ".join(self.target_names[:3]) + (", ..." if len(self) > 3 else "")
+        where = f" at {self.layer}" if self.layer else ""
+        return f"<Explanation of {what} by {self.method}{where}, values {tuple(self.values.shape)}>"
+
+    def to(self, device: torch.device | str) -> Explanation:
+        """The same with its tensors on another device."""
+        moved = {name: tensor.to(device) for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        return replace(self, **moved)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write everything, the pictures included, into one safetensors file with a JSON header.
+
+        The file is written under a temporary name beside its place and moved into it.
+        """
+        path = Path(path)
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        tensors |= {f"picture.{i}": _encoded(f.picture) for i, f in enumerate(self.frames) if f is not None}
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"saliency": json.dumps(self._header())})
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Explanation:
+        """Read what `save` wrote.
+
+        Raises:
+            ExplanationError: The file is not there, is damaged, or is something else.
+        """
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("saliency", "null"))
+                if not isinstance(header, dict) or header.get("format") != _FORMAT:
+                    raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
+                return cls(**_fields_from(header, {name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
+        except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ExplanationError(f"{path}: no readable explanation: {error}") from error
+
+    def _header(self) -> dict[str, Any]:
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _TENSORS}
+        plain["settings"] = dict(self.settings)
+        plain["coverage"] = asdict(self.coverage) if self.coverage else None
+        plain["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
+        return {"format": _FORMAT, **plain}
+
+
+def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    plain = {name: each for name, each in header.items() if name != "format"}
+    plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
+    plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
+    plain["frames"] = tuple(
+        None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), tuple(box))
+        for i, box in enumerate(plain["frames"])
+    )
+    return plain | {name: tensors.get(name) for name in _TENSORS}
+
+
+def _encoded(picture: Image.Image) -> Tensor:
+    """A picture as the bytes of a PNG, which loses nothing; the weakest compression is the quick one."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", compress_level=1)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _decoded(data: Tensor) -> Image.Image:
+    picture = Image.open(io.BytesIO(data.numpy().tobytes()), formats=("PNG",))
+    picture.load()
+    return picture

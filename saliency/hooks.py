@@ -1,0 +1,106 @@
+"""The hooks of one call: what a layer gave, and gradients that a rule rewrites on their way back. The only hook code.
+
+Captures are forward hooks that act only in the thread that opened their manager. Rewrites are hooks on the nodes of the
+autograd graph of the very call that is explained, so that nothing is attached to the model and no other call sees them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .rectifiers import Site
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+"""(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""
+
+
+class HookManager(ExitStack):
+    """Every hook of one call, taken away when the block ends, however it ends.
+
+    Hooks act only in the thread that made the manager: other threads may run the same model at the same time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
+        """Call `see(output)` after each call of `layer`; what it returns, if anything, takes the output's place."""
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return see(output) if threading.get_ident() == self._thread else None
+
+        self.callback(layer.register_forward_hook(hook).remove)
+
+    def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
+        """The outputs of `layer`, one tensor per call, as the calls come.
+
+        A clone flows on: a following in-place operation cannot overwrite the capture. Of an output of several tensors
+        the first is captured. With `record`, gradients are recorded from here on, also where they were off before.
+        """
+        captured: list[Tensor] = []
+
+        def keep(output: Any) -> Any:
+            tensor = first_tensor(output)
+            if tensor is None:
+                return None
+            if record:
+                # Lasts until the no_grad block around the model's forward ends and restores its own state.
+                torch.set_grad_enabled(True)
+                if not tensor.requires_grad and tensor.is_floating_point():
+                    tensor = tensor.detach().requires_grad_()
+            captured.append(tensor)
+            return _with_first_tensor(output, tensor.clone())
+
+        self.observe(layer, keep)
+        return captured
+
+    def rewrite(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> None:
+        """Let the gradient at each site's input be what its rule makes of it, in the backward passes of this block.
+
+        Only the site's own branch is touched: a skip connection that shares its input keeps its gradient.
+        """
+        for site in sites:
+            self.callback(site.node.register_hook(_node_hook(rule_for(site))).remove)
+
+
+def _node_hook(rule: Rule) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def hook(grad_inputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # The operand that the network's signal came by is the one that has a gradient; bounds and slopes have none.
+        at = [isinstance(grad, Tensor) for grad in grad_inputs].index(True)
+        return (*grad_inputs[:at], rule(grad_inputs[at], grad_outputs[0]), *grad_inputs[at + 1 :])
+
+    return hook
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The output itself, or the first tensor of a tuple, list or mapping; None where there is none."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list):
+        return next((each for each in output if isinstance(each, Tensor)), None)
+    if isinstance(output, dict):
+        return next((each for each in output.values() if isinstance(each, Tensor)), None)
+    return None
+
+
+def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
+    """The output with its first tensor replaced; the container keeps its type."""
+    if isinstance(output, Tensor):
+        return tensor
+    if isinstance(output, dict):
+        at = next(key for key, each in output.items() if isinstance(each, Tensor))
+        changed = type(output)(output)
+        changed[at] = tensor
+        return changed
+    index = next(i for i, each in enumerate(output) if isinstance(each, Tensor))
+    items = [*output[:index], tensor, *output[index + 1 :]]
+    if hasattr(output, "_make"):
+        return output._make(items)
+    return type(output)(items)

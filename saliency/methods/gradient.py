@@ -1,0 +1,262 @@
+"""Methods that read the gradient at the input: plain, times the input, and rewritten at each rectifier."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..attribution import Finding, TracedAttribution, chosen
+from ..errors import MethodError, NotApplicableError, SaliencyWarning
+from ..hooks import Rule
+from ..preprocess import PreprocessLike
+from ..rectifiers import Coverage, Site, Sites, output_of, saturation_of
+from ..trace import Evidence
+
+Smooth = Literal["leave", "positive"]
+
+
+class VanillaGradient(TracedAttribution):
+    """How fast the score rises with each input value.
+
+    Values: (N, C, H, W), signed, in score units per unit of the normalised input. The paper draws, at each pixel, the
+    largest magnitude over the channels; so does `heatmap`.
+
+    Raises:
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Simonyan et al., "Deep Inside Convolutional Networks" (2013), https://arxiv.org/abs/1312.6034.
+    """
+
+    name = "vanilla_gradient"
+    cost = "1 forward, 1 backward"
+    sign = "absolute"
+
+    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+        """The gradient at the input."""
+        return Finding(evidence.input_gradient(), evidence.scores)
+
+
+class InputXGradient(TracedAttribution):
+    """The gradient times the input: each value's part in a linear model's score.
+
+    The input is taken as the model sees it, normalised, so the implied baseline is the mean colour and not black.
+
+    Values: (N, C, H, W), signed, in score units.
+
+    Raises:
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Shrikumar et al., "Not Just a Black Box" (2016), https://arxiv.org/abs/1605.01713.
+    """
+
+    name = "input_x_gradient"
+    cost = "1 forward, 1 backward"
+
+    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+        """The input times the gradient at the input."""
+        return Finding(evidence.x * evidence.input_gradient(), evidence.scores)
+
+
+class RectifiedGradient(TracedAttribution):
+    """A backward pass in which a rule of its own takes the place of the derivative at each call of each ReLU.
+
+    Relu, relu6, threshold, clamp and maximum at 0 are rectifiers in all their spellings: modules, functions, in place,
+    used many times, inside scripts and non-reentrant checkpoints. Only the rectifier's own branch is rewritten.
+
+    Args:
+        model: As for every method.
+        smooth: What becomes of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
+            no rule: "leave" keeps their derivative, "positive" lets only a positive incoming signal through, times the
+            true derivative. Either way the explanation's coverage counts them.
+        preprocess: As for every method.
+        categories: As for every method.
+    """
+
+    cost = "1 forward, 1 backward"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        smooth: Smooth = "leave",
+        preprocess: PreprocessLike | None = None,
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(model, preprocess=preprocess, categories=categories)
+        self.smooth = chosen("smooth", smooth, ("leave", "positive"))
+
+    @abstractmethod
+    def rule_for(self, site: Site) -> Rule:
+        """The rule that takes the place of the derivative at a rectifier."""
+
+    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+        """What arrives at the input."""
+        values, coverage = self.signal(evidence)
+        return Finding(values, evidence.scores, coverage)
+
+    def signal(self, evidence: Evidence) -> tuple[Tensor, Coverage]:
+        """The rewritten gradient (N, C, H, W), and how many sites were rewritten."""
+        sites = evidence.sites()
+        rewritten = sites.rectifiers + (sites.others if self.smooth == "positive" else [])
+        self._require_sites(sites, rewritten)
+        rectifiers = {id(site.node) for site in sites.rectifiers}
+        values = evidence.rewritten_gradient(
+            rewritten, lambda site: self.rule_for(site) if id(site.node) in rectifiers else _positive_signal
+        )
+        passed = [] if self.smooth == "positive" else sites.others
+        return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(sites.hidden))
+
+    def _require_sites(self, sites: Sites, rewritten: list[Site]) -> None:
+        """Raise where nothing would be rewritten; warn where a ReLU written by hand may have been missed."""
+        hidden = ", ".join(f"{n} {kind}" for kind, n in sites.hidden.items())
+        if not rewritten:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in _by_kind(sites.others).items())
+            cure = f'; pass smooth="positive" to rewrite its {kinds}' if kinds else ""
+            doubt = f"; its {hidden} may be ReLUs written by hand: spell them torch.relu" if hidden else ""
+            raise NotApplicableError(
+                f"{self.name}: no ReLU was called, so the result would be the plain gradient{cure}{doubt}"
+            )
+        if hidden:
+            warnings.warn(
+                f"{self.name}: {hidden} may be ReLUs written by hand, which the autograd graph cannot tell; they keep "
+                "their plain derivative (spell them torch.relu if they are)",
+                SaliencyWarning,
+                stacklevel=2,
+            )
+
+
+class GuidedBackprop(RectifiedGradient):
+    """Backpropagation that lets only positive evidence through each call of each ReLU.
+
+    One module called twice, an in-place ReLU and a bare `F.relu` are all the same to it. It shows what the network
+    detects more than what the score depends on: its maps change little when the upper layers are randomised (Adebayo et
+    al., "Sanity Checks for Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
+
+    Values: (N, C, H, W), signed, in score units per unit of the normalised input.
+
+    Raises:
+        NotApplicableError: No ReLU was called, so the result would be the plain gradient.
+        TargetError: The target does not fit the model's output.
+
+    Source: Springenberg et al., "Striving for Simplicity" (2014), https://arxiv.org/abs/1412.6806.
+    """
+
+    name = "guided_backprop"
+    sign = "absolute"
+
+    def rule_for(self, site: Site) -> Rule:
+        """The derivative's result, where it is positive."""
+        return _positive_gradient
+
+
+class DeconvNet(RectifiedGradient):
+    """Backpropagation with each ReLU applied to the signal on its way back, whatever it did on the way forth.
+
+    Values: (N, C, H, W), signed, in score units per unit of the normalised input.
+
+    Raises:
+        NotApplicableError: No ReLU was called, so the result would be the plain gradient.
+        TargetError: The target does not fit the model's output.
+
+    Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
+        https://arxiv.org/abs/1311.2901.
+    """
+
+    name = "deconvnet"
+    sign = "absolute"
+
+    def rule_for(self, site: Site) -> Rule:
+        """The incoming signal, where it is positive."""
+        return _positive_incoming
+
+
+class RectGrad(RectifiedGradient):
+    """Backpropagation that passes each ReLU only where activation times signal is among the largest of its layer.
+
+    A unit with activation a and incoming signal R passes R on where a * R exceeds the layer's `percentile`, the nearest
+    rank taken over all its units, image by image. What arrives is multiplied by the input. A saturated ReLU6 passes
+    nothing. The authors' zeroing of borders at padded convolutions is left out.
+
+    Args:
+        model: As for every method.
+        percentile: The share of units that are shut, 0 to 100; the authors' is 98.
+        smooth: As for `GuidedBackprop`.
+        preprocess: As for every method.
+        categories: As for every method.
+
+    Values: (N, C, H, W), signed, in score units.
+
+    Raises:
+        NotApplicableError: No ReLU was called, so the result would be the plain gradient times the input.
+        MethodError: The percentile is outside 0 to 100.
+        TargetError: The target does not fit the model's output.
+
+    Source: Kim et al., "Why are Saliency Maps Noisy? Cause of and Solution to Noisy Saliency Maps" (2019),
+        https://arxiv.org/abs/1902.04893.
+    """
+
+    name = "rectgrad"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        percentile: float = 98.0,
+        smooth: Smooth = "leave",
+        preprocess: PreprocessLike | None = None,
+        categories: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(model, smooth=smooth, preprocess=preprocess, categories=categories)
+        if not 0 <= percentile <= 100:
+            raise MethodError(f"percentile={percentile} is outside 0..100")
+        self.percentile = percentile
+
+    def rule_for(self, site: Site) -> Rule:
+        """The incoming signal, where activation times signal exceeds the layer's threshold."""
+        # Asked for ahead of the backward pass: a checkpoint lets a saved tensor be unpacked only once within it.
+        activation, saturation = output_of(site.node), saturation_of(site.node)
+
+        def rule(grad_input: Tensor, grad_output: Tensor) -> Tensor:
+            product = activation * grad_output
+            open_ = product > _nearest_percentile(product, self.percentile)
+            if saturation is not None:
+                open_ = open_ & (activation < saturation)
+            return torch.where(open_, grad_output, torch.zeros_like(grad_output))
+
+        return rule
+
+    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+        """What arrives at the input, times the input."""
+        values, coverage = self.signal(evidence)
+        return Finding(evidence.x * values, evidence.scores, coverage)
+
+
+def _positive_gradient(grad_input: Tensor, grad_output: Tensor) -> Tensor:
+    return grad_input.clamp(min=0)
+
+
+def _positive_incoming(grad_input: Tensor, grad_output: Tensor) -> Tensor:
+    return grad_output.clamp(min=0)
+
+
+def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
+    """The true derivative times the incoming signal, where that signal is positive."""
+    return torch.where(grad_output > 0, grad_input, torch.zeros_like(grad_input))
+
+
+def _nearest_percentile(values: Tensor, percentile: float) -> Tensor:
+    """The value of the nearest rank among all values of each image, with the shape (N, 1, ...) that broadcasts."""
+    flat = values.flatten(1)
+    rank = 1 + round(percentile / 100 * (flat.shape[1] - 1))
+    threshold = flat.kthvalue(rank, dim=1).values
+    return threshold.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def _by_kind(sites: list[Site]) -> dict[str, int]:
+    return dict(Counter(site.kind for site in sites))

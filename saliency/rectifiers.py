@@ -1,0 +1,247 @@
+"""Which nodes of an autograd graph are rectifiers, which are other nonlinearities, and which hide what they do.
+
+The classes of the nodes are taken from probes, `type(torch.relu(t).grad_fn)`, because their names belong to PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
+
+from .errors import NotApplicableError
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many nonlinearities a rule rewrote, and how many it let through as they are, by kind.
+
+    A hidden site is a multiplication or a selection by a fixed mask, or an operation of somebody's own: it may be a
+    ReLU written by hand, which the graph cannot tell.
+    """
+
+    rewritten: Mapping[str, int] = field(default_factory=dict)
+    passed: Mapping[str, int] = field(default_factory=dict)
+    hidden: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """For example `17 relu rewritten, 2 silu passed through`."""
+        parts = [f"{n} {kind} rewritten" for kind, n in self.rewritten.items()]
+        parts += [f"{n} {kind} passed through" for kind, n in self.passed.items()]
+        parts += [f"{n} {kind} that may hide a ReLU" for kind, n in self.hidden.items()]
+        return ", ".join(parts) or "no rectifier"
+
+
+class Site(NamedTuple):
+    """One nonlinearity in the graph of one call."""
+
+    node: Node
+    kind: str
+
+
+class Sites(NamedTuple):
+    """The nonlinearities between a score and an input."""
+
+    rectifiers: list[Site]
+    others: list[Site]
+    hidden: Counter[str]
+
+
+def _node_type(function: Callable[[Tensor], Tensor]) -> type:
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        return type(function(torch.ones(1, requires_grad=True)).grad_fn)
+
+
+def _is_zero(bound: Any) -> bool:
+    """Whether a clamp's bound, a number or a tensor, is 0 everywhere."""
+    if isinstance(bound, Tensor):
+        return not bound.requires_grad and not bool(bound.any())
+    return bound is not None and bound == 0
+
+
+def _constant_operand_is_zero(node: Any) -> bool:
+    """Whether a maximum has exactly one operand with a gradient, and the other is 0."""
+    tracked = [function is not None for function, _ in node.next_functions]
+    if tracked == [True, False]:
+        return _is_zero(node._saved_other)
+    return tracked == [False, True] and _is_zero(node._saved_self)
+
+
+_Test = Callable[[Any], bool]
+
+# Each kind of rectifier: an operation whose node shows the class, and what the node must say to be one.
+_RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
+    "relu": [(torch.relu, lambda node: True)],
+    "relu6": [(F.relu6, lambda node: node._saved_min_val == 0)],
+    "threshold": [(lambda t: F.threshold(t, 0, 0), lambda node: node._saved_threshold == 0)],
+    "clamp": [
+        (lambda t: t.clamp(min=0), lambda node: _is_zero(node._saved_min)),
+        (lambda t: t.clamp(min=torch.zeros(1)), lambda node: _is_zero(node._saved_min)),
+        (lambda t: t.clamp_min(0), lambda node: _is_zero(node._saved_min)),
+        (lambda t: torch.clamp_min(t, torch.zeros(1)), lambda node: _is_zero(node._saved_min)),
+    ],
+    "maximum": [(lambda t: torch.maximum(t, torch.zeros(1)), _constant_operand_is_zero)],
+}
+
+_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky_relu": F.leaky_relu,
+    "prelu": lambda t: F.prelu(t, torch.full((1,), 0.25)),
+    "rrelu": F.rrelu,
+    "elu": F.elu,
+    "celu": F.celu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "softplus": F.softplus,
+}
+
+# Selections and products whose other operand is a fixed mask: what a ReLU written by hand leaves in the graph.
+_MASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "where": lambda t: torch.where(t > 0, t, 0.0),
+    "masked_fill": lambda t: t.masked_fill(t < 0, 0.0),
+    "product with a mask": lambda t: t * (t > 0),
+}
+
+
+@cache
+def _rectifier_tests() -> dict[type, tuple[str, _Test]]:
+    return {_node_type(probe): (kind, test) for kind, tests in _RECTIFIERS.items() for probe, test in tests}
+
+
+@cache
+def _other_kinds() -> dict[type, str]:
+    return {_node_type(probe): kind for kind, probe in _OTHERS.items()}
+
+
+@cache
+def _masked_kinds() -> dict[type, str]:
+    return {_node_type(probe): kind for kind, probe in _MASKED.items()}
+
+
+def _is_masked(node: Any, kind: str) -> bool:
+    """Whether a node selects by a mask that is fixed during the backward pass, as a hand-written ReLU does."""
+    if kind == "product with a mask":
+        tracked = [function is not None for function, _ in node.next_functions]
+        factor = node._saved_other if tracked[:1] == [True] and not all(tracked) else None
+        factor = node._saved_self if tracked == [False, True] else factor
+        # A factor of one or a few numbers is a scale. A mask holds only 0 and 1, and both of them.
+        if not isinstance(factor, Tensor) or factor.numel() < 2:
+            return False
+        return factor.dtype == torch.bool or bool(((factor == 0) | (factor == 1)).all() and factor.any())
+    if kind == "where":
+        return sum(function is not None for function, _ in node.next_functions) == 1
+    return True
+
+
+def is_rectifier(node: Node) -> bool:
+    """Whether the node is a ReLU in any of its spellings: relu, relu6, threshold, clamp or maximum at 0."""
+    kind, test = _rectifier_tests().get(type(node), ("", None))
+    return bool(kind) and test is not None and test(node)
+
+
+def output_of(node: Any) -> Tensor:
+    """What a rectifier's node gave in the forward pass, in the shape of its gradient."""
+    kind, _ = _rectifier_tests()[type(node)]
+    if kind == "relu":
+        result: Tensor = node._saved_result
+        return result
+    if kind == "maximum":
+        x = node._saved_self if node.next_functions[0][0] is not None else node._saved_other
+        return torch.clamp(x, min=0)
+    highest = getattr(node, "_saved_max_val", getattr(node, "_saved_max", None))
+    return torch.clamp(
+        node._saved_self, min=torch.zeros_like(highest) if isinstance(highest, Tensor) else 0, max=highest
+    )
+
+
+def saturation_of(node: Any) -> Tensor | float | None:
+    """The level above which a rectifier is flat (6 for a ReLU6), or None."""
+    highest: Tensor | float | None = getattr(node, "_saved_max_val", getattr(node, "_saved_max", None))
+    return highest
+
+
+def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
+    """The nodes that a gradient passes on its way from `score` to `x`, in an order that follows the gradient.
+
+    Nodes that lead to parameters only are left out: a ReLU on a weight is no site of the network.
+    """
+    end = get_gradient_edge(x).node
+    order = list(_postorder(score))
+    reaches = {end}
+    for node in order:
+        if any(function in reaches for function, _ in node.next_functions):
+            reaches.add(node)
+    return [node for node in reversed(order) if node in reaches and node is not end]
+
+
+def _postorder(score: Tensor) -> Iterator[Node]:
+    """Every node reachable from `score`, each after all those that it feeds its gradient to."""
+    if score.grad_fn is None:
+        return
+    entered: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(score.grad_fn, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            yield node
+        elif node not in entered:
+            entered.add(node)
+            stack.append((node, True))
+            stack.extend((function, False) for function, _ in node.next_functions if function is not None)
+
+
+def find_sites(score: Tensor, x: Tensor) -> Sites:
+    """The nonlinearities between `score` and `x`, sorted into rectifiers, others, and what may hide one.
+
+    Raises:
+        NotApplicableError: A part of the model is compiled, fused or checkpointed in a way that keeps its nodes from
+            the graph.
+    """
+    rectifiers: list[Site] = []
+    others: list[Site] = []
+    hidden: Counter[str] = Counter()
+    for node in nodes_between(score, x):
+        kind, test = _rectifier_tests().get(type(node), ("", None))
+        if test is not None and test(node):
+            rectifiers.append(Site(node, kind))
+        elif other := _other_kinds().get(type(node)):
+            others.append(Site(node, other))
+        elif (masked := _masked_kinds().get(type(node))) and _is_masked(node, masked):
+            hidden[masked] += 1
+        elif opaque := _opaque(node):
+            hidden[opaque] += 1
+    return Sites(rectifiers, others, hidden)
+
+
+def _opaque(node: Any) -> str:
+    """The name of an operation whose inside is not in the graph; "" for the operations of PyTorch itself.
+
+    These kinds have no public class to probe, so the C++ name of the node decides.
+    """
+    name = node.name()
+    if isinstance(node, CheckpointFunction._backward_cls):
+        raise NotApplicableError(
+            "a part of the model is checkpointed with use_reentrant=True, which keeps its ReLUs out of the autograd "
+            "graph; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
+        )
+    if "CompiledFunction" in name:
+        raise NotApplicableError(
+            "a part of the model is compiled, which keeps its ReLUs out of the autograd graph; hand over the model as "
+            "it was before torch.compile"
+        )
+    if "jit" in name.lower() or "DifferentiableGraph" in name:
+        raise NotApplicableError(
+            "TorchScript has fused a part of the model, which keeps its ReLUs out of the autograd graph; hand over the "
+            "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
+        )
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return name.removesuffix("Backward") if own or type(node).__name__ == "CppFunction" else ""

@@ -1,0 +1,79 @@
+"""The target of one call: settled on the first output, checked, and able to say its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .classes import Categories, class_scores
+from .errors import NonFiniteError, TargetError
+from .targets import ClassScore, OutputTarget, TargetLike, as_target
+
+
+class Selection:
+    """The target of one call. It settles on the first output that it sees, and keeps to that.
+
+    So the top class is chosen once, on the clean image, however many passes a method makes.
+    """
+
+    def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
+        self.images = images
+        self.categories = categories
+        self.target = as_target(target, images, categories)
+        self.probabilities: Tensor | None = None
+        self._settled = False
+
+    def __call__(self, output: Any) -> Tensor:
+        """The scores (N,) of an output.
+
+        Raises:
+            TargetError: The target does not fit the output.
+            NonFiniteError: A score is NaN or infinite.
+        """
+        if not self._settled:
+            if isinstance(self.target, OutputTarget):
+                self.target = self.target.settle(output)
+            self.probabilities = self._probabilities(output)
+            self._settled = True
+        scores = self.target(output)
+        self._check(scores)
+        return scores
+
+    @property
+    def indices(self) -> tuple[int | None, ...]:
+        """The class indices, one per image; None where the target is no class."""
+        return self.target.indices(self.images) if isinstance(self.target, OutputTarget) else (None,) * self.images
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is explained, in words, one per image."""
+        if isinstance(self.target, OutputTarget):
+            return self.target.names(self.images, self.categories)
+        return (getattr(self.target, "__name__", type(self.target).__name__).strip("<>"),) * self.images
+
+    def _probabilities(self, output: Any) -> Tensor | None:
+        """The probability of each image's class; None without classes. An output that sums to 1 is taken as it is."""
+        if None in self.indices:
+            return None
+        scores = class_scores(output).detach().float()
+        is_distribution = bool((scores >= 0).all() and ((scores.sum(1) - 1).abs() < 1e-3).all())
+        if scores.shape[1] == 1:
+            return None
+        return ClassScore(self.indices)(scores if is_distribution else scores.softmax(1))
+
+    def _check(self, scores: Any) -> None:
+        if not isinstance(scores, Tensor) or scores.shape != (self.images,) or not scores.is_floating_point():
+            came = (
+                f"{scores.dtype} of shape {tuple(scores.shape)}"
+                if isinstance(scores, Tensor)
+                else type(scores).__name__
+            )
+            raise TargetError(
+                f"the target returned {came}; expected one score per image, a float tensor ({self.images},)"
+            )
+        finite = torch.isfinite(scores.detach())
+        if not finite.all():
+            at = int((~finite).nonzero()[0])
+            raise NonFiniteError(f"the score of image {at} is {float(scores[at])}; the model's output is not finite")

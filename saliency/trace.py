@@ -1,0 +1,142 @@
+"""One forward of the model, and every gradient that methods ask of it.
+
+Any number of methods and targets read the same forward. A gradient is computed when it is first asked for, and once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import LayerError, TargetError
+from .hooks import HookManager, Rule
+from .layers import Layout, find, layout_of
+from .model import leaf, run
+from .rectifiers import Site, Sites, find_sites
+from .selection import Selection
+
+
+class Trace:
+    """One forward of a borrowed model on a batch, with the outputs of some layers kept.
+
+    Args:
+        model: The model, borrowed by the caller.
+        x: The batch (N, C, H, W).
+        layers: The names of the layers to keep.
+        gradients: "input" records from the input on; "layers" from the first of the layers on, which needs no memory
+            for what lies before it; "none" records nothing.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, layers: Iterable[str] = (), gradients: str = "input") -> None:
+        self.model = model
+        self.x = leaf(x) if gradients == "input" else x.detach()
+        with HookManager() as hooks:
+            captured = {
+                name: hooks.capture(find(model, name)[1], record=gradients == "layers")
+                for name in dict.fromkeys(layers)
+            }
+            with torch.set_grad_enabled(gradients == "input"):
+                self.output: Any = run(model, self.x)
+        self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
+        self._layouts: dict[str, Layout] = {}
+
+    def layout(self, name: str) -> Layout:
+        """How the output of a kept layer lies in memory. Raises LayerError where it has no extent in space."""
+        if name not in self._layouts:
+            self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
+        return self._layouts[name]
+
+    def evidence(self, selection: Selection) -> Evidence:
+        """What this forward says of one target."""
+        return Evidence(self, selection)
+
+
+class Evidence:
+    """What one forward says of one target: scores, activations and gradients."""
+
+    def __init__(self, trace: Trace, selection: Selection) -> None:
+        self.trace = trace
+        self.selection = selection
+        self._scores = selection(trace.output)
+        self._layer_gradients: dict[str, Tensor] | None = None
+        self._input_gradient: Tensor | None = None
+        self._sites: Sites | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """The batch (N, C, H, W)."""
+        return self.trace.x.detach()
+
+    @property
+    def scores(self) -> Tensor:
+        """The scores (N,)."""
+        return self._scores.detach()
+
+    def activation(self, layer: str) -> Tensor:
+        """The output of a layer as maps (N, K, h, w)."""
+        return self.trace.layout(layer)(self.trace.layers[layer].detach())
+
+    def gradient(self, layer: str) -> Tensor:
+        """The gradient of the scores at a layer (N, K, h, w). One backward serves all layers of the trace."""
+        layout = self.trace.layout(layer)
+        if self._layer_gradients is None:
+            kept = self.trace.layers
+            gradients = self._gradients(list(kept.values()))
+            self._layer_gradients = {
+                name: torch.zeros_like(kept[name]) if gradient is None else gradient
+                for name, gradient in zip(kept, gradients, strict=True)
+            }
+            if all(gradient is None for gradient in gradients):
+                raise LayerError(f'the score does not depend on layer "{layer}", so it has no gradient there')
+        return layout(self._layer_gradients[layer])
+
+    def input_gradient(self) -> Tensor:
+        """The gradient of the scores at the input (N, C, H, W)."""
+        if self._input_gradient is None:
+            self._input_gradient = self._backward_to_input()
+        return self._input_gradient
+
+    def sites(self) -> Sites:
+        """The nonlinearities between the scores and the input."""
+        self._require_gradient()
+        if self._sites is None:
+            self._sites = find_sites(self._scores, self.trace.x)
+        return self._sites
+
+    def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
+        """What arrives at the input (N, C, H, W) when a rule rewrites the gradient at some sites."""
+        with HookManager() as hooks:
+            hooks.rewrite(sites, rule_for)
+            return self._backward_to_input()
+
+    def _backward_to_input(self) -> Tensor:
+        (gradient,) = self._gradients([self.trace.x])
+        if gradient is None:
+            raise TargetError("the score does not depend on the input, so there is nothing to explain")
+        return gradient
+
+    def _gradients(self, at: list[Tensor]) -> list[Tensor | None]:
+        self._require_gradient()
+        # The graph is kept for the next question, and goes with the trace.
+        return list(torch.autograd.grad(self._scores.sum(), at, retain_graph=True, allow_unused=True))
+
+    def _require_gradient(self) -> None:
+        if not self._scores.requires_grad:
+            raise TargetError(
+                "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
+            )
+
+
+def _last_call(name: str, calls: list[Tensor]) -> Tensor:
+    """The output of the layer's last call; a module that is used many times is read at its last use."""
+    if not calls:
+        raise LayerError(
+            f'layer "{name}" was not run in this forward, or returned no tensor '
+            "(a scripted part does not call its layers)"
+        )
+    if not calls[-1].is_floating_point():
+        raise LayerError(f'the output of layer "{name}" is {calls[-1].dtype}; expected floating-point activations')
+    return calls[-1]
