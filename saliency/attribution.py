@@ -183,6 +183,8 @@ class TracedAttribution(Attribution):
 
     gradients: ClassVar[str] = "input"
     """How far back gradients are needed: to the "input", to the "layers" only, or "none"."""
+    backwards: ClassVar[int | None] = None
+    """How many backward passes the method asks for, at most; None where it does not say."""
 
     def layers(self, x: Tensor) -> tuple[str, ...]:
         """The names of the layers that the method reads on a batch; none by default."""
@@ -208,7 +210,9 @@ def read_one_forward(
     layers = [method.layers(x) for method in methods]
     depths = {method.gradients for method in methods}
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
-    trace = Trace(methods[0].model, x, (name for names in layers for name in names), deepest)
+    backwards = [method.backwards for method in methods]
+    most = None if None in backwards else len(targets) * sum(each for each in backwards if each is not None)
+    trace = Trace(methods[0].model, x, (name for names in layers for name in names), deepest, most)
     findings = []
     for target in targets:
         evidence = trace.evidence(target)

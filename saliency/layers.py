@@ -214,7 +214,7 @@ def _with_gradient(model: nn.Module, x: Tensor, names: list[str]) -> list[str]:
     if not score.requires_grad:
         return []
     calls = [(name, calls[-1]) for name, calls in captured.items() if calls and calls[-1].requires_grad]
-    grads = torch.autograd.grad(score, [tensor for _, tensor in calls], allow_unused=True)
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, [tensor for _, tensor in calls], allow_unused=True)
     alive = []
     for (name, _), grad in zip(calls, grads, strict=True):
         layout = None if grad is None else _layout(tuple(grad.shape), 1, size, ())

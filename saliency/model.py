@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,31 +34,36 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class _Lease:
-    """A change that the first of several holders makes and the last one undoes, in any order and from any thread."""
+    """The training flags of the modules that are held, and how many hold each.
+
+    The first holder of a module switches it to evaluation and the last one restores it, in any order, from any thread.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holders: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self.training: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self.holders: dict[nn.Module, int] = {}
+        self.was_training: set[nn.Module] = set()
 
     def take(self, modules: list[nn.Module]) -> None:
+        holders = self.holders
         with self.lock:
             for module in modules:
-                holders = self.holders.get(module, 0)
-                if holders == 0:
-                    self.training[module] = module.training
-                    if module.training:
-                        module.training = False
-                self.holders[module] = holders + 1
+                held = holders.get(module, 0)
+                holders[module] = held + 1
+                if not held and module.training:
+                    self.was_training.add(module)
+                    module.training = False
 
     def give_back(self, modules: list[nn.Module]) -> None:
+        holders = self.holders
         with self.lock:
             for module in modules:
-                self.holders[module] -= 1
-                if self.holders[module] == 0:
-                    del self.holders[module]
-                    if self.training.pop(module):
-                        module.training = True
+                held = holders.pop(module)
+                if held > 1:
+                    holders[module] = held - 1
+                elif module in self.was_training:
+                    self.was_training.remove(module)
+                    module.training = True
 
 
 _evaluation = _Lease()
@@ -133,7 +137,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: The parameters were made under `inference_mode`, and no gradient can pass them.
     """
-    if any(parameter.is_inference() for parameter in model.parameters()):
+    some = reference(model)
+    if some is not None and some.is_inference():
         raise ModelError(
             "the model's parameters were made under torch.inference_mode(), so no gradient can pass them; "
             "build or load the model outside of it (running it inside is fine)"
@@ -142,8 +147,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_eager())
-        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-            stack.enter_context(_unoptimised())
+        stack.enter_context(_unoptimised())
         stack.enter_context(evaluating(model))
         yield
 

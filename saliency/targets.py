@@ -273,7 +273,7 @@ def region(label: int | str, where: Any = None) -> Target:
 
 
 def value(*index: int) -> Target:
-    """One number of the output, as of a regression: `value(3)` is `output[:, 3]`, and `value()` an output of shape (N,)."""
+    """One number of the output, as of a regression: `value(3)` is `output[:, 3]`, `value()` an output of shape (N,)."""
     for each in index:
         class_number(each)
     return Value(index)

@@ -68,6 +68,8 @@ class LayerAttribution(TracedAttribution):
 class LayerCombination(LayerAttribution):
     """A map made of one layer's activations and the gradients there."""
 
+    backwards = 1
+
     def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
         """The map of the layer."""
         (layer,) = layers

@@ -44,6 +44,7 @@ class GuidedGradCAM(LayerAttribution):
     name = "guided_grad_cam"
     cost = "1 forward, 1 backward"
     gradients = "input"
+    backwards = 2
     sign: ClassVar[Sign] = "absolute"
 
     def __init__(
@@ -100,6 +101,7 @@ class FusedCAM(TracedAttribution):
     name = "fused_cam"
     cost = "1 forward, 1 backward to the first layer"
     gradients = "layers"
+    backwards = 1
     sign = "positive"
 
     def __init__(

@@ -34,6 +34,7 @@ class VanillaGradient(TracedAttribution):
     """
 
     name = "vanilla_gradient"
+    backwards = 1
     cost = "1 forward, 1 backward"
     sign = "absolute"
 
@@ -56,6 +57,7 @@ class InputXGradient(TracedAttribution):
     """
 
     name = "input_x_gradient"
+    backwards = 1
     cost = "1 forward, 1 backward"
 
     def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
@@ -79,6 +81,7 @@ class RectifiedGradient(TracedAttribution):
     """
 
     cost = "1 forward, 1 backward"
+    backwards = 1
 
     def __init__(
         self,

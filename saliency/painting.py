@@ -1,0 +1,247 @@
+"""Laying a map over a picture: where its cells fall, which colours they get, and how both are mixed.
+
+Public drawing stands in `render`, `sheet` and `plot`; this is the ground that they share.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from saliency.colors import CENTRE, DIVERGING, SEQUENTIAL, table
+from saliency.errors import RenderError, SaliencyWarning
+from saliency.explanation import Explanation, Sign
+from saliency.heatmap import Percentile, chosen_percentile, limits, read_sign, reduce_channels
+from saliency.images import ImageLike, open_picture
+from saliency.methods import METHODS
+from saliency.preprocess import Box, Frame
+
+Opacity = float | Literal["map"]
+Pixels = NDArray[np.uint8]
+Plane = NDArray[np.float32]
+
+STRIP = 64  # rows stretched at once: the weights of a strip meet few cells, and the strip stays in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Shade:
+    """A map as a share of its full colour: -1..1 where it is signed, 0..1 otherwise."""
+
+    values: Plane  # (h, w)
+    sign: Sign
+    limit: float  # the map value at full colour, in the map's units
+    saturated: bool  # whether some value lies beyond the limit
+
+    def table(self, colormap: str | None) -> Pixels:
+        """The 256 colours that this shade is drawn in: (256, 3)."""
+        signed = self.sign == "signed"
+        return table(colormap or (DIVERGING if signed else SEQUENTIAL), centred=signed)
+
+
+def require_one(explanation: Explanation, name: str) -> None:
+    """Raise unless there is one image in it: `name` draws one picture."""
+    if len(explanation) != 1:
+        raise RenderError(f"{name} draws one image and got {len(explanation)}; write [{name}(e) for e in explanation]")
+
+
+def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Frame:
+    """The picture to draw on, and where the map lies on it: the explanation's own, or all of `picture`."""
+    if picture is not None:
+        opened = open_picture(picture)
+        return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
+    frame = explanation.frames[0]
+    if frame is None:
+        raise RenderError(
+            "the image was explained as a tensor, so its picture is not known; explain its path or the PIL "
+            "picture instead, or pass overlay(..., picture=photo), where the map covers the whole photo"
+        )
+    return frame
+
+
+def shade(
+    explanation: Explanation,
+    sign: Sign | None = None,
+    percentile: Percentile = "auto",
+    limit: float | None = None,
+) -> Shade:
+    """The map of one image, divided by its limit and clipped there.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: The limit is negative or not finite, or an option is unknown.
+
+    Warns:
+        SaliencyWarning: The map is the same everywhere, so the drawing shows nothing; it says why.
+    """
+    read = explanation.sign if sign is None else sign
+    evidence = reduce_channels(explanation, None, sign)
+    maps = read_sign(evidence, read)
+    if maps.min() == maps.max():
+        lost = bool((evidence < 0).any())
+        reason = _why_flat(explanation, float(maps.max()), lost)
+        warnings.warn(reason, SaliencyWarning, stacklevel=_levels_up())
+    if limit is None:
+        limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
+    elif not (math.isfinite(limit) and limit >= 0):
+        raise RenderError(f"limit {limit} is no map value at full colour; pass a finite one that is not negative")
+    values = maps[0].double().cpu().numpy()
+    shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
+    return Shade(shares.astype(np.float32), read, limit, bool((np.abs(values) > limit).any()))
+
+
+def _levels_up() -> int:
+    """How far above its caller the code outside this package stands, so that a warning points at its line."""
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saliency":
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
+def _why_flat(explanation: Explanation, value: float, lost: bool) -> str:
+    where = f"the {explanation.method} map for {explanation.target_names[0]}"
+    if lost:
+        return f'{where} is zero everywhere: all evidence speaks against it; sign="signed" shows where'
+    if explanation.values.shape[-2:].numel() == 1:
+        return f"{where} is one single cell, because the layer has no more; explain an earlier layer"
+    if value == 0:
+        return f"{where} is zero everywhere: by this method nothing in the image moves the score"
+    return f"{where} is {value:.3g} everywhere, so it points at no place"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The whole pixels of a picture whose centres lie in a frame's box; at least the one under the box's middle."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+    @property
+    def area(self) -> tuple[slice, slice]:
+        """The rows and columns, as an index into an array of the picture."""
+        return slice(self.top, self.bottom), slice(self.left, self.right)
+
+    @property
+    def box(self) -> Box:
+        """Its outline, as a frame's box."""
+        return float(self.left), float(self.top), float(self.right), float(self.bottom)
+
+
+def window(frame: Frame) -> Window:
+    """Where the map is drawn.
+
+    Raises:
+        RenderError: The box lies beside the picture.
+    """
+    left, top, right, bottom = frame.box
+    columns, rows = _whole(left, right, frame.picture.width), _whole(top, bottom, frame.picture.height)
+    if not columns or not rows:
+        width, height = frame.picture.size
+        raise RenderError(f"the box {frame.box} lies beside the {width}x{height} picture that it was found on")
+    return Window(columns.start, rows.start, columns.stop, rows.stop)
+
+
+def _whole(low: float, high: float, length: int) -> range:
+    """The pixels between two edges, of those that there are."""
+    first, last = math.ceil(low - 0.5), math.ceil(high - 0.5)
+    if first == last:  # thinner than a pixel, between two centres
+        first = math.floor((low + high) / 2)
+        last = first + 1
+    return range(max(first, 0), min(last, length))
+
+
+def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
+    """The map at each pixel of the window: bilinear by centres, to a fraction of a pixel: (rows, columns).
+
+    Beyond the centres of the outermost cells the map goes on as it ends. Where a cell is smaller than a
+    pixel, all cells under the pixel count, so that no evidence falls between pixels. Two matrix products;
+    OpenCV's affine warp rounds positions to 1/32 of a cell in its older versions, which shows as stairs on 7
+    x 7 maps.
+    """
+    left, top, right, bottom = frame.box
+    wide = _stretch(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
+    return _stretch(np.ascontiguousarray(wide.T), top, bottom, inside.top, inside.bottom)
+
+
+def _stretch(cells: Plane, low: float, high: float, first: int, last: int) -> Plane:
+    """Rows `first` to `last` of a picture on which the rows of `cells` cover `low` to `high`."""
+    pitch = len(cells) / (high - low)  # cells per pixel
+    reach = max(1.0, pitch)
+    out = np.empty((last - first, cells.shape[1]), np.float32)
+    for start in range(first, last, STRIP):
+        stop = min(start + STRIP, last)
+        centres = (np.arange(start, stop) + (0.5 - low)) * pitch - 0.5
+        band = np.arange(max(0, math.floor(centres[0] - reach)), min(len(cells), math.ceil(centres[-1] + reach) + 1))
+        weights = np.maximum(0, 1 - np.abs(centres[:, None] - band) / reach)
+        weights /= weights.sum(axis=1, keepdims=True)
+        np.matmul(weights.astype(np.float32), cells[band[0] : band[-1] + 1], out=out[start - first : stop - first])
+    return out
+
+
+def paint(frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity) -> Image.Image:
+    """The frame's picture with the map over its box, in RGB; untouched outside it and at opacity 0."""
+    import cv2
+
+    strength = _checked(opacity)
+    inside = window(frame)
+    shares = spread(shading.values, frame, inside)
+    pixels: Pixels = np.array(rgb(frame.picture))
+    photo = pixels[inside.area]
+    colors = cv2.applyColorMap(_entries(shares, shading.sign), shading.table(colormap)[:, None])
+    if strength is None:
+        weight = np.abs(shares)
+        pixels[inside.area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
+    else:
+        pixels[inside.area] = cv2.addWeighted(photo, 1 - strength, colors, strength, 0)
+    return Image.fromarray(pixels)
+
+
+def rgb(picture: Image.Image) -> Image.Image:
+    """The picture in RGB; itself where it is."""
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def _entries(shares: Plane, sign: Sign) -> Pixels:
+    """The table entry of each share, rounded to the nearest; zero is the centre of a signed table."""
+    base, gain = (CENTRE, 127) if sign == "signed" else (0, 255)
+    return (shares * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
+
+
+def _checked(opacity: object) -> float | None:
+    """The opacity as a number, or None where the map gives it."""
+    if opacity == "map":
+        return None
+    if not isinstance(opacity, int | float) or not 0 <= opacity <= 1:
+        raise RenderError(f'opacity {opacity!r} is neither a number in 0..1 nor "map"')
+    return float(opacity)
+
+
+def probability(explanation: Explanation) -> list[str]:
+    """How likely the model finds the class of one image, for the eye: ["95.1 %"]; empty without a class."""
+    if explanation.probabilities is None:
+        return []
+    return [f"{100 * float(explanation.probabilities[0]):.1f} %"]
+
+
+def title(explanation: Explanation) -> str:
+    """What one image was explained for, and how likely the model finds it: "espresso 95.1 %"."""
+    return " ".join([explanation.target_names[0], *probability(explanation)])
+
+
+def method_title(explanation: Explanation) -> str:
+    """The method as it is written in Python; its registered name where this installation has no such method."""
+    method = METHODS.get(explanation.method)
+    return method.__name__ if method else explanation.method
+
+
+def units(explanation: Explanation) -> str:
+    """What one unit of the map is, where the method says so in `units`; otherwise only what the number is."""
+    return getattr(METHODS.get(explanation.method), "units", "") or f"{method_title(explanation)} value"

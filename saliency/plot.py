@@ -1,0 +1,110 @@
+"""The matplotlib figure: photo, overlay and a colour bar with the map's numbers.
+
+It is made without pyplot, so it belongs to nobody else, needs no display and is not kept alive by a global
+list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from saliency.errors import RenderError
+from saliency.explanation import Explanation
+from saliency.heatmap import shared_limit
+from saliency.painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
+
+PANEL = 3.6  # inches: the width of a panel, and the most of its height
+
+
+def figure(
+    explanations: Explanation | Iterable[Explanation],
+    *,
+    opacity: Opacity = 0.5,
+    colormap: str | None = None,
+    shared: bool = False,
+    label: str | None = None,
+) -> Figure:
+    """One row per image: the photo, the overlay, and a colour bar in the map's units.
+
+    The bar shows the colours before they are mixed with the photo, and ends in a point where values lie
+    beyond it.
+
+    Args:
+        explanations: Any number of them, of one or more images each.
+        opacity: As in `overlay`.
+        colormap: As in `overlay`.
+        shared: One scale for all rows, so that equal colours are equal values.
+        label: What the bar says; by default the method's units.
+
+    Returns:
+        A matplotlib Figure: `figure(e).savefig("cat.pdf")`. A notebook shows it by itself.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: Nothing to draw, an explanation that knows no picture, or an impossible option.
+
+    Warns:
+        SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
+    """
+    from matplotlib.figure import Figure
+
+    given = [explanations] if isinstance(explanations, Explanation) else list(explanations)
+    images = [image for each in given for image in each]
+    if not images:
+        raise RenderError("figure got no explanation; pass at least one")
+    limit = shared_limit(images) if shared else None
+    pictures = [frame_of(each).picture for each in images]
+    heights = [PANEL * min(1.0, each.height / each.width) + 0.5 for each in pictures]
+    drawing = Figure(figsize=(2 * PANEL + 1.2, sum(heights)), layout="constrained")
+    panels = drawing.subplots(len(images), 2, squeeze=False, height_ratios=heights)
+    for (left, right), image in zip(panels, images, strict=True):
+        _draw_row(drawing, left, right, image, shade(image, limit=limit), colormap, opacity, label or units(image))
+    return drawing
+
+
+def _draw_row(
+    drawing: Figure,
+    left: Axes,
+    right: Axes,
+    image: Explanation,
+    shading: Shade,
+    colormap: str | None,
+    opacity: Opacity,
+    label: str,
+) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    frame = frame_of(image)
+    left.imshow(frame.picture)
+    left.set_title(title(image))
+    right.imshow(paint(frame, shading, colormap, opacity))
+    right.set_title(method_title(image))
+    for axes in (left, right):
+        axes.set_axis_off()
+    beside = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the picture, whatever its shape
+    numbers = ScalarFormatter()
+    numbers.set_powerlimits((-3, 4))
+    bar = drawing.colorbar(_scale(shading, colormap), cax=beside, extend=_ends(shading), format=numbers)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def _scale(shading: Shade, colormap: str | None) -> ScalarMappable:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    limit = shading.limit or 1.0  # a map of zeros has no scale of its own, and a bar needs one
+    colors = shading.table(colormap)[1 if shading.sign == "signed" else 0 :]
+    return ScalarMappable(Normalize(-limit if shading.sign == "signed" else 0.0, limit), ListedColormap(colors / 255))
+
+
+def _ends(shading: Shade) -> str:
+    if not shading.saturated:
+        return "neither"
+    return "both" if shading.sign == "signed" else "max"

@@ -1,0 +1,441 @@
+"""Picture -> the model's input, and where that input lies on the picture."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from saliency.errors import ImageError, did_you_mean
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the picture
+Fit = Literal["stretch", "cover", "contain"]
+
+_FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "nearest-exact": Image.Resampling.NEAREST,
+    "box": Image.Resampling.BOX,
+    "bilinear": Image.Resampling.BILINEAR,
+    "hamming": Image.Resampling.HAMMING,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be blown up to 256 x 15 million
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where the model's input lies on the original picture.
+
+    The box is in pixels of `picture` (RGB, upright), may be fractional, and reaches beyond the picture where
+    the preprocessing padded it.
+    """
+
+    picture: Image.Image
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocess:
+    """Resize, crop in the middle, scale to 0..1, normalise: what most image models were trained behind.
+
+    It resamples with Pillow, and agrees bit for bit with the evaluation transforms of torchvision and timm.
+
+    Args:
+        size: (h, w) of the model's input; None keeps the whole resized picture. A smaller picture is padded.
+        resize: The length of the shorter edge, or (h, w); None leaves the picture's size.
+        mean, std: One number per channel, for values in 0..1.
+        interpolation: One of nearest, box, bilinear, hamming, bicubic, lanczos.
+        fit: How the picture meets a `resize` of (h, w): "stretch" to it, "cover" it or be "contain"ed; the
+            latter two keep the aspect ratio.
+        fill: The colour of the padding.
+
+    Raises:
+        ImageError: An option that makes no sense.
+    """
+
+    size: tuple[int, int] | None
+    resize: int | tuple[int, int] | None
+    mean: tuple[float, ...] = _IMAGENET_MEAN
+    std: tuple[float, ...] = _IMAGENET_STD
+    interpolation: str = "bilinear"
+    fit: Fit = "stretch"
+    fill: tuple[int, int, int] = (0, 0, 0)
+
+    def __post_init__(self) -> None:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != 3 or not all(math.isfinite(value) for value in values):
+                raise ImageError(f"{name}={values}: expected three finite numbers, one per channel of RGB")
+        if 0 in self.std:
+            raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
+        if self.interpolation not in _FILTERS:
+            hint = did_you_mean(self.interpolation, _FILTERS) or f"; choose from {', '.join(_FILTERS)}"
+            raise ImageError(f'unknown interpolation "{self.interpolation}"{hint}')
+        if self.fit not in ("stretch", "cover", "contain"):
+            raise ImageError(f'unknown fit "{self.fit}"; choose from stretch, cover, contain')
+        for name, edges in (("size", self.size), ("resize", self.resize)):
+            if edges is not None and min(edges if isinstance(edges, tuple) else (edges,)) < 1:
+                raise ImageError(f"{name}={edges}: expected edges of at least one pixel")
+
+    @classmethod
+    def from_torchvision(cls, transform: Any) -> Preprocess:
+        """What `weights.transforms()` of a torchvision classification, segmentation or detection model does.
+
+        Raises:
+            ImageError: It is none of these presets.
+        """
+        if type(transform).__name__ == "ObjectDetection":  # it scales to 0..1 and nothing else
+            return cls(None, None, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+        if not _is_torchvision_preset(transform):
+            raise ImageError(
+                f"{type(transform).__name__} is no torchvision image preset; pass weights.transforms(), or "
+                "any callable from a picture to a tensor as preprocess="
+            )
+        crop = getattr(transform, "crop_size", None)
+        resize = transform.resize_size
+        return cls(
+            size=None if crop is None else _pair(crop),
+            resize=None if resize is None else _edges(resize),
+            mean=_three(transform.mean),
+            std=_three(transform.std),
+            interpolation=_filter_name(transform.interpolation),
+        )
+
+    @classmethod
+    def from_timm(cls, config: Mapping[str, Any]) -> Preprocess:
+        """What timm's evaluation transform does under a `pretrained_cfg` or a resolved data config.
+
+        The size is `input_size`; for the test size resolve the config with `use_test_size=True` first.
+
+        Raises:
+            ImageError: The config is for something else than RGB, or has no `input_size`.
+        """
+        if config.get("input_size") is None:
+            raise ImageError(
+                f'a timm config without "input_size" (it has {", ".join(map(str, config)) or "nothing"}); '
+                "pass model.pretrained_cfg"
+            )
+        channels, *size = (3, *config["input_size"])[-3:]
+        if channels != 3:
+            raise ImageError(f"the model takes {channels} channels, a picture has 3; pass a float tensor")
+        crop = config.get("crop_pct") or 0.875
+        scaled = (math.floor(size[0] / crop), math.floor(size[1] / crop))
+        mode = config.get("crop_mode") or "center"
+        if mode not in ("center", "squash", "border"):
+            raise ImageError(f'unknown crop_mode "{mode}" in the timm config; expected center, squash or border')
+        mean = _three(config.get("mean") or _IMAGENET_MEAN)
+        red, green, blue = (round(255 * value) for value in mean)
+        fits: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}
+        square = mode == "center" and scaled[0] == scaled[1]
+        return cls(
+            size=(size[0], size[1]),
+            resize=scaled[0] if square else scaled,
+            mean=mean,
+            std=_three(config.get("std") or _IMAGENET_STD),
+            interpolation=_filter_name(config.get("interpolation") or "bicubic"),
+            fit="stretch" if square else fits[mode],
+            fill=(red, green, blue) if mode == "border" else (0, 0, 0),
+        )
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """The model's input for one picture: (3, H, W) float32 on the CPU.
+
+        Raises:
+            ImageError: The picture is so long and thin that resizing it would take all memory.
+        """
+        picture = picture if picture.mode == "RGB" else picture.convert("RGB")
+        resized = self._resized(picture.size)
+        if resized != picture.size:
+            picture = picture.resize(resized, _FILTERS[self.interpolation])
+        if self.size is not None and self.size != (picture.height, picture.width):
+            picture = self._crop(picture, self.size)
+        bytes_ = torch.from_numpy(np.array(picture))  # (H, W, 3)
+        tensor = bytes_.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        return self._shift(tensor.div_(255))
+
+    def box(self, picture_size: tuple[int, int]) -> Box:
+        """Where the model's input lies on a picture of (w, h) pixels."""
+        width, height = picture_size
+        resized_width, resized_height = self._resized(picture_size)
+        crop_height, crop_width = self.size or (resized_height, resized_width)
+        left, top = _offset(resized_width, crop_width), _offset(resized_height, crop_height)
+        x, y = width / resized_width, height / resized_height
+        return (left * x, top * y, (left + crop_width) * x, (top + crop_height) * y)
+
+    def normalise(self, tensor: Tensor) -> Tensor:
+        """Values in 0..1, (..., 3, H, W), as the model takes them."""
+        return self._shift(tensor.clone())
+
+    def denormalise(self, tensor: Tensor) -> Tensor:
+        """The model's input, (..., 3, H, W), as values in 0..1."""
+        return tensor * self._channels(self.std, tensor) + self._channels(self.mean, tensor)
+
+    def _shift(self, tensor: Tensor) -> Tensor:
+        return tensor.sub_(self._channels(self.mean, tensor)).div_(self._channels(self.std, tensor))
+
+    def _channels(self, values: tuple[float, ...], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
+    def _crop(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+        height, width = size
+        left, top = _offset(picture.width, width), _offset(picture.height, height)
+        if left >= 0 and top >= 0:
+            return picture.crop((left, top, left + width, top + height))
+        canvas = Image.new("RGB", (width, height), self.fill)
+        canvas.paste(picture, (-left, -top))
+        return canvas
+
+    def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
+        """The (w, h) that a picture of (w, h) has after resizing, rounded as the libraries round."""
+        width, height = picture_size
+        if self.resize is None:
+            return picture_size
+        if isinstance(self.resize, int):
+            longer = int(self.resize * max(width, height) / min(width, height))
+            resized = (self.resize, longer) if width <= height else (longer, self.resize)
+        elif self.fit == "stretch":
+            resized = (self.resize[1], self.resize[0])
+        else:
+            ratios = (height / self.resize[0], width / self.resize[1])
+            ratio = min(ratios) if self.fit == "cover" else max(ratios)
+            resized = (max(round(width / ratio), 1), max(round(height / ratio), 1))
+        if resized[0] * resized[1] > _MAX_RESIZED:
+            raise ImageError(
+                f"a picture of {width} x {height} pixels would be resized to {resized[0]} x {resized[1]}; "
+                "crop it before explaining it"
+            )
+        return resized
+
+
+class TransformPreprocess:
+    """Any callable from a picture to a tensor, with its crop found by looking.
+
+    Where the crop lies is found by pushing coordinate ramps through the callable, once per picture size, so a
+    callable that resizes, crops, pads and normalises in whatever way needs no description.
+
+    Args:
+        transform: Takes an RGB picture and returns a float tensor (3, H, W), the same one each time.
+    """
+
+    def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.transform = transform
+        self._boxes: dict[tuple[int, int], Box] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"TransformPreprocess({self.transform!r})"
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """The model's input for one picture: (3, H, W), floating point.
+
+        Raises:
+            ImageError: The callable returned something else.
+        """
+        tensor: object = self.transform(picture)
+        if not isinstance(tensor, Tensor):
+            raise ImageError(
+                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); end it "
+                'with ToTensor, or take the tensor out: lambda p: processor(p, return_tensors="pt")'
+                '["pixel_values"][0]'
+            )
+        if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
+            raise ImageError(
+                f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
+                "expected floating point values of shape (3, H, W)"
+            )
+        return tensor.detach()
+
+    def box(self, picture_size: tuple[int, int]) -> Box:
+        """Where the model's input lies on a picture of (w, h) pixels, to a pixel.
+
+        Raises:
+            ImageError: The callable is random, flips, rotates or warps, or does more to colours than to scale
+                and shift them.
+        """
+        with self._lock:
+            if picture_size not in self._boxes:
+                self._boxes[picture_size] = _find_box(self, picture_size)
+            return self._boxes[picture_size]
+
+
+PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tensor] | Mapping[str, Any]
+
+
+def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
+    """The preprocessing that the user means: ours, torchvision's preset, timm's config, or any callable.
+
+    Raises:
+        ImageError: It is none of these.
+    """
+    if isinstance(like, Preprocess | TransformPreprocess):
+        return like
+    if isinstance(like, Mapping):
+        return Preprocess.from_timm(like)
+    if _is_torchvision_preset(like):
+        return Preprocess.from_torchvision(like)
+    if callable(like):
+        return TransformPreprocess(like)
+    raise ImageError(
+        f"preprocess is a {type(like).__name__}; expected a callable from a picture to a tensor (3, H, W), "
+        "weights.transforms() of torchvision or the pretrained_cfg of a timm model"
+    )
+
+
+# Reading the library's own descriptions
+
+
+def _is_torchvision_preset(transform: object) -> bool:
+    """Whether it is a preset for pictures (the video preset has no `antialias`), told without torchvision."""
+    described = all(hasattr(transform, name) for name in ("resize_size", "mean", "std", "interpolation", "antialias"))
+    return described or (
+        type(transform).__name__ == "ObjectDetection" and type(transform).__module__.startswith("torchvision.")
+    )
+
+
+def _three(values: Any) -> tuple[float, float, float]:
+    numbers = tuple(float(value) for value in values)
+    red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
+    return red, green, blue
+
+
+def _pair(edges: Any) -> tuple[int, int]:
+    return (int(edges[0]), int(edges[-1]))
+
+
+def _edges(edges: Any) -> int | tuple[int, int]:
+    return int(edges[0]) if len(edges) == 1 else _pair(edges)
+
+
+def _filter_name(interpolation: Any) -> str:
+    name = str(getattr(interpolation, "value", interpolation))
+    return "bilinear" if name == "random" else name  # timm's word for "either" while training
+
+
+def _offset(resized: int, crop: int) -> int:
+    """Where a centred crop begins, negative under padding, rounded as torchvision and timm round."""
+    return -((crop - resized) // 2) if crop > resized else round((resized - crop) / 2.0)
+
+
+# Finding the crop of an unknown callable
+
+_Array = NDArray[np.floating[Any]]
+_NO_BOX = "the preprocessing {} the picture; only resizing, cropping and padding can be followed"
+
+
+def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> Box:
+    """Push grey ramps through `preprocess` and read off which coordinate came out where."""
+    _require_repeatable(preprocess, picture_size)
+    probe = _Probe(preprocess, picture_size)
+    left, right = _span(probe, axis=2, length=picture_size[0])
+    top, bottom = _span(probe, axis=1, length=picture_size[1])
+    return (left, top, right, bottom)
+
+
+def _push(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
+    """(3, h, w): the output for a grey picture of the values 0..1, spread over a picture of (w, h)."""
+    grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
+    picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
+    output = preprocess(Image.fromarray(picture)).to(device="cpu", dtype=torch.float64)
+    return np.asarray(output.numpy())
+
+
+def _require_repeatable(preprocess: Callable[[Image.Image], Tensor], size: tuple[int, int]) -> None:
+    """Push a lopsided picture eight times: a flip with probability 1/2 stays hidden once in 128."""
+    edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
+    ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
+    first = _push(preprocess, ramp, edges)
+    for again in (_push(preprocess, ramp, edges) for _ in range(7)):
+        if again.shape != first.shape or not np.array_equal(again, first, equal_nan=True):
+            raise ImageError(
+                "the preprocessing gives another tensor each time; pass the transform for evaluation, "
+                "without random crops, flips or colours"
+            )
+
+
+class _Probe:
+    """What becomes of grey pictures of one size, with the normalisation undone.
+
+    Black and white give each output value's offset and scale, whatever they are, and show the padding: there
+    the two agree. The probes are grey so that neither the channels' order nor a conversion to grey matters.
+    """
+
+    def __init__(self, preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> None:
+        self.preprocess, self.picture_size = preprocess, picture_size
+        self.black = _push(preprocess, [[0]], picture_size)
+        self.scale = _push(preprocess, [[1]], picture_size) - self.black
+        if not np.isfinite(self.scale).all() or not self.scale.any():
+            raise ImageError(
+                "black and white pictures leave the preprocessing alike or not finite, so its crop cannot be "
+                "found; describe it by saliency.Preprocess, or pass float tensors"
+            )
+        usual = [np.median(channel[channel != 0]) for channel in self.scale]
+        deviation = np.abs(self.scale / np.reshape(usual, (3, 1, 1)) - 1)
+        self.content = (deviation < 0.02).all(axis=0)  # (h, w)
+
+    def profile(self, ramp: _Array, axis: int) -> _Array:
+        """The ramp as it comes out along an axis of (3, h, w); NaN where there is only padding."""
+        values = ramp[:, None] if axis == 1 else ramp[None, :]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            restored = (_push(self.preprocess, values, self.picture_size) - self.black) / self.scale
+        lines = np.ma.masked_array(restored, np.broadcast_to(~self.content, restored.shape))
+        if np.ma.max(np.ma.ptp(lines, axis=(0, 3 - axis))) > 0.03:
+            raise ImageError(_NO_BOX.format("rotates or warps"))
+        return np.asarray(lines.mean(axis=(0, 3 - axis)).filled(np.nan))
+
+
+def _span(probe: _Probe, axis: int, length: int) -> tuple[float, float]:
+    """From where to where on the picture's axis, `length` pixels long, the output reaches."""
+    centres = (np.arange(length) + 0.5) / length
+    places = length * probe.profile(centres, axis)  # where each output pixel's centre comes from
+    start, step = _line(places, length)
+    folds = int(min(0.05 * length / step, length / 64))
+    if length > 256 and folds > 1:
+        # The ramp folded into a zigzag is as many times as steep, so that 256 levels resolve a pixel.
+        zigzag = probe.profile(np.abs((centres * folds + 1) % 2 - 1), axis)
+        start, step = _line(_unfolded(zigzag, start + step * np.arange(len(places)), length / folds), length)
+    return (start - step / 2, start + step * (len(places) - 0.5))
+
+
+def _unfolded(zigzag: _Array, guess: _Array, fold: float) -> _Array:
+    """The places that a zigzag tells of, where the guess says which fold it is; NaN near the corners."""
+    which = np.floor(guess / fold)
+    inside = np.abs(guess / fold - which - 0.5) < 0.35
+    places = fold * (which + np.where(which % 2 == 0, zigzag, 1 - zigzag))
+    return np.asarray(np.where(inside, places, np.nan))
+
+
+def _line(places: _Array, length: int) -> tuple[float, float]:
+    """Start and step of the places, by least squares."""
+    index = np.flatnonzero(np.isfinite(places))
+    at, place = index.astype(np.float64), places[index]
+    climb = place[-1] - place[0]
+    if climb < -0.02 * length:
+        raise ImageError(_NO_BOX.format("flips or rotates"))
+    if climb == 0 and length == 1:  # nothing to compare: the content is the whole axis
+        step = length / len(index)
+        return (float(step * (0.5 - index[0])), step)
+    if climb <= 0:
+        raise ImageError("the preprocessing keeps so little of the picture that its place cannot be found")
+    if climb < 0.5 * (len(index) - 1):
+        # Enlarged pixels are steps or slopes; both pass the border between two pixels where it lies.
+        borders = np.arange(math.floor(place[0]) + 1, math.ceil(place[-1]))
+        if len(borders) > 1:
+            at, place = np.interp(borders, place, at), borders.astype(np.float64)
+    else:
+        # Near the picture's edges resampling bends a ramp.
+        margin = min(3 * max(climb / len(index), 1) + 0.5, 0.3 * length)
+        inner = np.abs(place - length / 2) < length / 2 - margin
+        at, place = (at[inner], place[inner]) if inner.sum() > 1 else (at, place)
+    step, start = np.polyfit(at, place, 1)
+    if np.abs(place - start - step * at).max() > 1 + length / 128 + step or step <= 0:
+        raise ImageError("the preprocessing warps the picture; only resizing, cropping and padding can be drawn")
+    return (float(start), float(step))

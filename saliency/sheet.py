@@ -1,0 +1,287 @@
+"""The contact sheet: photos down, methods across, with titles, drawn with Pillow alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from saliency.errors import RenderError
+from saliency.explanation import Explanation
+from saliency.heatmap import limits, usual_percentile
+from saliency.painting import (
+    Opacity,
+    Shade,
+    frame_of,
+    method_title,
+    paint,
+    probability,
+    require_one,
+    rgb,
+    shade,
+    spread,
+    window,
+)
+from saliency.preprocess import Frame
+
+PAPER = "#ffffff"
+INK = "#1d1f23"
+SOFT_INK = "#767b84"
+
+SMALLEST_THUMB = 32
+ELLIPSIS = "…"
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The measures of a sheet, all in proportion to its thumbnails."""
+
+    thumb: int
+    gutter: int  # the width left of the photos
+
+    @property
+    def gap(self) -> int:
+        return max(4, self.thumb // 20)
+
+    @property
+    def margin(self) -> int:
+        return max(8, self.thumb // 9)
+
+    @property
+    def line(self) -> int:
+        return round(_font_size(self.thumb) * 1.35)
+
+    @property
+    def head(self) -> int:
+        return self.margin + self.line + self.gap
+
+    def left(self, column: int) -> int:
+        """The left edge of a column of thumbnails; the photo's is 0."""
+        return self.margin + self.gutter + column * (self.thumb + self.gap)
+
+    def centre(self, column: int) -> int:
+        return self.left(column) + self.thumb // 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The explanations of one photo, and the thumbnails of the photo and of their drawings."""
+
+    explanations: Sequence[Explanation]
+    thumbs: Sequence[Image.Image]
+
+    @property
+    def one_class(self) -> bool:
+        return len({each.target_names[0] for each in self.explanations}) == 1
+
+    @property
+    def drawn_height(self) -> int:
+        return max(each.height for each in self.thumbs)
+
+    def height(self, layout: _Layout) -> int:
+        return self.drawn_height + (0 if self.one_class else layout.gap // 2 + 2 * layout.line)
+
+
+def contact_sheet(
+    rows: Sequence[Sequence[Explanation]],
+    *,
+    thumb: int = 240,
+    opacity: Opacity = 0.5,
+    colormap: str | None = None,
+    shared: bool = False,
+) -> Image.Image:
+    """One row per photo, one column per method, the untouched photo first: RGB on white.
+
+    To the left of each row stand the class and its probability, over each column its method. Where a row
+    explains several classes, each of its drawings carries its own class below instead.
+
+    Args:
+        rows: Each row has explanations of one photo, one image each, by the same methods in the same order.
+        thumb: The longer edge of the thumbnails in pixels, at least 32; all else grows with it.
+        opacity: As in `overlay`.
+        colormap: As in `overlay`.
+        shared: Draw each column on one scale, so that colours compare down the column; otherwise each drawing
+            has its own.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: The rows are empty or do not match, an explanation knows no picture, or an impossible
+            option.
+
+    Warns:
+        SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
+    """
+    if thumb < SMALLEST_THUMB:
+        raise RenderError(f"thumb {thumb} is too small to see anything; the least is {SMALLEST_THUMB} pixels")
+    _require_nested(rows)
+    _require_columns(rows)
+    table = [[_drawing(each, thumb) for each in row] for row in rows]
+    scales = [max(each.limit for each in column) for column in zip(*table, strict=True)]
+    drawn = []
+    for explanations, drawings in zip(rows, table, strict=True):
+        ends = scales if shared else [each.limit for each in drawings]
+        thumbs = [each.painted(limit, colormap, opacity) for each, limit in zip(drawings, ends, strict=True)]
+        drawn.append(_Row(explanations, [drawings[0].frame.picture, *thumbs]))
+    layout = _Layout(thumb, _gutter(drawn, thumb))
+    sheet = Image.new("RGB", _size(drawn, layout), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    _write_heads(pen, layout, ["photo", *(method_title(each) for each in rows[0])])
+    top = layout.head
+    for row in drawn:
+        _paste_thumbs(sheet, layout, top, row)
+        _write_captions(pen, layout, top, row)
+        top += row.height(layout) + layout.gap
+    return sheet
+
+
+def _require_nested(rows: Iterable[object]) -> None:
+    if isinstance(rows, Explanation) or any(isinstance(row, Explanation) for row in rows):
+        raise RenderError("contact_sheet takes rows of explanations; write [[e] for e in explanation] for one method")
+
+
+def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
+    if not rows or not rows[0]:
+        raise RenderError("contact_sheet got nothing to draw; pass one row per photo, one explanation per method")
+    methods = [each.method for each in rows[0]]
+    for index, row in enumerate(rows):
+        if [each.method for each in row] != methods:
+            raise RenderError(
+                f"row {index} has the methods {', '.join(each.method for each in row) or '(none)'} and row 0 "
+                f"has {', '.join(methods)}; a column has one title, so all rows need the same methods"
+            )
+        for each in row:
+            require_one(each, "contact_sheet")
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A map at the pixels of its thumbnail, and where its colours saturate when it is drawn alone."""
+
+    frame: Frame
+    shading: Shade  # a share of its largest value at each pixel of the window
+    limit: float  # in the map's units
+
+    def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
+        gain = self.shading.limit / limit if limit else 1.0
+        values = np.clip(self.shading.values * np.float32(gain), -1, 1)
+        return paint(self.frame, replace(self.shading, values=values), colormap, opacity)
+
+
+def _drawing(explanation: Explanation, thumb: int) -> _Drawing:
+    """The map as the thumbnail can show it: speckles average out first, and the colours span what is left of them."""
+    frame = _shrunk(frame_of(explanation), thumb)
+    inside = window(frame)
+    largest = shade(explanation, percentile=None)
+    shares = spread(largest.values, frame, inside)
+    limit = largest.limit * float(limits(torch.from_numpy(shares)[None], usual_percentile(explanation)))
+    return _Drawing(Frame(frame.picture, inside.box), replace(largest, values=shares), limit)
+
+
+def _shrunk(frame: Frame, thumb: int) -> Frame:
+    """The frame with its picture's longer edge at `thumb`, and its box with it."""
+    width, height = frame.picture.size
+    scale = thumb / max(width, height)
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    left, top, right, bottom = frame.box
+    across, down = size[0] / width, size[1] / height
+    small = rgb(frame.picture).resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
+    return Frame(small, (left * across, top * down, right * across, bottom * down))
+
+
+def _font_size(thumb: int) -> float:
+    return max(10, thumb / 15)
+
+
+def _font(thumb: int) -> Font:
+    return ImageFont.load_default(size=_font_size(thumb))
+
+
+def _gutter(rows: Sequence[_Row], thumb: int) -> int:
+    """The width of the row titles: as wide as the longest needs, up to three quarters of a thumbnail."""
+    font = _font(thumb)
+    titles = [row.explanations[0].target_names[0] for row in rows if row.one_class]
+    if not titles:
+        return 0
+    longest = max(font.getlength(each) for each in [*titles, "100.0 %"])
+    return min(math.ceil(longest), thumb * 3 // 4) + thumb // 12
+
+
+def _size(rows: Sequence[_Row], layout: _Layout) -> tuple[int, int]:
+    columns = len(rows[0].thumbs)
+    height = layout.head + sum(row.height(layout) + layout.gap for row in rows) - layout.gap + layout.margin
+    return layout.left(columns) - layout.gap + layout.margin, height
+
+
+def _write_heads(pen: ImageDraw.ImageDraw, layout: _Layout, heads: Sequence[str]) -> None:
+    font = _font(layout.thumb)
+    for column, head in enumerate(heads):
+        place = layout.centre(column), layout.margin + layout.line // 2
+        ink = INK if column else SOFT_INK
+        pen.text(place, ellipsised(head, font, layout.thumb), fill=ink, font=font, anchor="mm")
+
+
+def _paste_thumbs(sheet: Image.Image, layout: _Layout, top: int, row: _Row) -> None:
+    """Each thumbnail in the middle of its cell."""
+    for column, each in enumerate(row.thumbs):
+        left = layout.left(column) + (layout.thumb - each.width) // 2
+        sheet.paste(each, (left, top + (row.drawn_height - each.height) // 2))
+
+
+def _write_captions(pen: ImageDraw.ImageDraw, layout: _Layout, top: int, row: _Row) -> None:
+    """The class left of the row, or a class below each drawing where they differ."""
+    font = _font(layout.thumb)
+    if row.one_class:
+        first, right = row.explanations[0], layout.left(0) - layout.thumb // 12
+        names = wrapped(first.target_names[0], font, layout.gutter - layout.thumb // 12)
+        height = layout.line * (len(names) + len(probability(first)))
+        _write_lines(pen, layout, (right, top + (row.drawn_height - height) // 2), names, probability(first), "rm")
+        return
+    below = top + row.drawn_height + layout.gap // 2
+    for column, each in enumerate(row.explanations, start=1):
+        name = ellipsised(each.target_names[0], font, layout.thumb)
+        _write_lines(pen, layout, (layout.centre(column), below), [name], probability(each), "mm")
+
+
+def _write_lines(
+    pen: ImageDraw.ImageDraw,
+    layout: _Layout,
+    place: tuple[int, int],
+    names: Sequence[str],
+    numbers: Sequence[str],
+    anchor: str,
+) -> None:
+    """Lines from `place` downwards: names in ink, numbers in soft ink."""
+    inks = [INK] * len(names) + [SOFT_INK] * len(numbers)
+    for index, (text, ink) in enumerate(zip([*names, *numbers], inks, strict=True)):
+        middle = place[1] + index * layout.line + layout.line // 2
+        pen.text((place[0], middle), text, fill=ink, font=_font(layout.thumb), anchor=anchor)
+
+
+def ellipsised(text: str, font: Font, width: float) -> str:
+    """The text, or as much of its beginning as fits into the width with an ellipsis behind it."""
+    text = " ".join(text.split())
+    if font.getlength(text) <= width:
+        return text
+    kept = len(text)
+    while kept and font.getlength(text[:kept].rstrip() + ELLIPSIS) > width:
+        kept -= 1
+    return text[:kept].rstrip() + ELLIPSIS
+
+
+def wrapped(text: str, font: Font, width: float, most: int = 3) -> list[str]:
+    """The text in at most `most` lines of whole words; what does not fit ends in an ellipsis."""
+    lines: list[str] = []
+    words = text.split()
+    while words and len(lines) < most - 1:
+        taken = 1
+        while taken < len(words) and font.getlength(" ".join(words[: taken + 1])) <= width:
+            taken += 1
+        lines.append(ellipsised(" ".join(words[:taken]), font, width))
+        words = words[taken:]
+    return [*lines, ellipsised(" ".join(words), font, width)] if words else lines
