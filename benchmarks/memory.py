@@ -120,7 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
     print("## Memory: peak over the loaded model, Grad-CAM on resnet50\n")
     for batch, size in ((16, 224), (1, 896)):
         peaks = measure(batch, size)
-        print(f"### batch {batch} at {size} px\n\n| | MiB | over a plain forward | of the full graph's growth | target |")
+        print(
+            f"### batch {batch} at {size} px\n\n| | MiB | over a plain forward | of the full graph's growth | target |"
+        )
         print("|---|---|---|---|---|")
         growth = peaks["full_graph"] - peaks["plain"]
         for name, peak in peaks.items():

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from saliency.explanation import Explanation
-from saliency.images import open_picture
+from saliency.pictures import open_picture
 from saliency.preprocess import Frame, Preprocess
 from saliency.render import overlay, save_picture
 

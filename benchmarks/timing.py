@@ -1,4 +1,4 @@
-"""Times that can be compared: contenders take turns in one process, on one thread, and ratios are taken round by round."""
+"""Times that can be compared: contenders take turns in one process on one thread, with ratios per round."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
 from .explanation import Explanation as Explanation
+from .maps import heatmap as heatmap
+from .maps import shared_limit as shared_limit
 from .methods import METHODS as METHODS
 from .methods.cam import CAM as CAM
 from .methods.cam import GradCAM as GradCAM
@@ -28,6 +30,11 @@ from .methods.gradient import GuidedBackprop as GuidedBackprop
 from .methods.gradient import InputXGradient as InputXGradient
 from .methods.gradient import RectGrad as RectGrad
 from .methods.gradient import VanillaGradient as VanillaGradient
+from .preprocess import Preprocess as Preprocess
+from .render import contact_sheet as contact_sheet
+from .render import cutout as cutout
+from .render import figure as figure
+from .render import overlay as overlay
 from .targets import contrast as contrast
 from .targets import probability as probability
 from .targets import region as region

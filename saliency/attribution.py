@@ -58,6 +58,8 @@ class Attribution(ABC):
     """What one call takes, in passes of the model."""
     sign: ClassVar[Sign] = "signed"
     """How the method's authors read the values."""
+    units: ClassVar[str] = "score"
+    """What the values are in."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

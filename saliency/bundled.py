@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from saliency.errors import ModelError
-from saliency.libraries import Facts, Library, Timm, Where
-from saliency.weights import fit
+from .errors import ModelError
+from .libraries import Facts, Library, Timm, Where
+from .weights import fit
 
 _STEM_AND_HEAD = {
     "_conv_stem": "conv_stem",

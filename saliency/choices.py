@@ -1,9 +1,10 @@
-"""From the words of a command line to a model, methods, a target and a folder; what cannot be is said before any work."""
+"""From the words of a command line to a model, methods, a target and a folder, or to an error before any work."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,8 @@ ALL = "all"
 def methods_and_photos(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The methods among the words behind --method, each once; and the photos, which may follow them.
 
-    `all` is every method. A word that is no method is a photo if there is such a file or folder, or if it looks like one.
+    `all` is every method. A word that is no method is a photo if it is a file or a folder, or looks
+    like one.
 
     Raises:
         MethodError: A word is neither; the closest names are given.
@@ -37,11 +39,13 @@ def methods_and_photos(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in words:
         if word not in photos:
             names += list(METHODS) if word == ALL else [method(word).name]
+    if not names:
+        raise UsageError(f"--method names no method, but {', '.join(photos)}; `saliency methods` lists them")
     return list(dict.fromkeys(names)), photos
 
 
 def _is_path(word: str) -> bool:
-    return "/" in word or "\\" in word or Path(word).suffix.lower() in SUFFIXES or Path(word).exists()
+    return "/" in word or "\\" in word or Path(word).suffix.lower() in SUFFIXES or os.path.exists(word)  # noqa: PTH110 - unlike Path, never raises
 
 
 def ready_model(name: str, weights: str, device: str, screen: Screen) -> nn.Module:

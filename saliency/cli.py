@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from saliency.arguments import Help, Parser, opacity, percentile
 from saliency.errors import SaliencyError, did_you_mean
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Command:
     """One command: its line in the help, its options, and what it does, which returns the exit code."""
 
     summary: str
+    usage: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Screen], int]
     examples: str
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         _root_parser().error(_unknown_command(name))
-    arguments = _parsed(_parser(name), words)
+    arguments = _parser(name).parsed(words)
 
     from saliency.console import Screen
 
@@ -74,60 +76,90 @@ def _run(name: str, words: Sequence[str]) -> int:
 def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
     from saliency.explaining import Request, explain
 
-    options = {name: value for name, value in vars(arguments).items() if name != "quiet"}
-    return explain(Request(**options), screen)
+    return explain(Request(**{name: value for name, value in vars(arguments).items() if name != "quiet"}), screen)
+
+
+def _methods(arguments: argparse.Namespace, screen: Screen) -> int:
+    from saliency.listing import methods
+
+    return methods(screen)
+
+
+def _layers(arguments: argparse.Namespace, screen: Screen) -> int:
+    from saliency.listing import layers
+
+    return layers(arguments.model, arguments.weights, arguments.photo, arguments.all, screen)
+
+
+def _models(arguments: argparse.Namespace, screen: Screen) -> int:
+    from saliency.listing import models
+
+    return models(arguments.pattern, arguments.all, screen)
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("photos", metavar="PHOTO", nargs="*", help="files; a folder means the pictures in it")
+    parser.add_argument("photos", metavar="PHOTO", nargs="*", help="a file, or a folder for the pictures in it")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     what = parser.add_argument_group("what is explained, and how")
-    _model_options(what)
+    what.add_argument("--model", metavar="NAME", default=MODEL, help=f"see saliency models (default: {MODEL})")
+    _weights_option(what)
     what.add_argument(
-        "--method",
         "-m",
+        "--method",
         metavar="NAME",
+        dest="methods",
         nargs="+",
         action="extend",
-        help=f"one or more of `saliency methods`, or all of them: all (default: {METHOD})",
+        help="one or more, or all; see saliency methods (default: grad_cam)",
     )
-    what.add_argument(
-        "--target", "-t", metavar="CLASS", help="name or index of a class (default: the top class of each photo)"
-    )
-    what.add_argument(
-        "--layer", metavar="NAME", help="where CAMs are read; see `saliency layers` (default: found by itself)"
-    )
+    what.add_argument("-t", "--target", metavar="CLASS", help="name or index (default: each photo's top class)")
+    what.add_argument("--layer", metavar="NAME", help="that CAMs read; see saliency layers (default: found by itself)")
     what.add_argument(
         "--set",
         metavar="OPTION=VALUE",
+        dest="settings",
         action="append",
         default=[],
-        help="an option of the methods that have it, as in smooth=positive",
+        help="for methods with that option, as in smooth=positive",
     )
-    what.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: cuda where there is one)")
+    what.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda:1, mps (default: cuda, else cpu)")
     files = parser.add_argument_group("what is written")
-    files.add_argument("--out", "-o", metavar="DIR", type=Path, default=Path("out"), help="the folder (default: out)")
+    files.add_argument("-o", "--out", metavar="DIR", type=Path, default=Path("out"), help="where to (default: out)")
     files.add_argument("--sheet", action="store_true", help="also a contact sheet, photos by methods: sheet.png")
-    files.add_argument("--save", action="store_true", help="also the values, for Explanation.load: .safetensors")
-    drawing = parser.add_argument_group("how it is drawn")
-    drawing.add_argument(
-        "--opacity", metavar="0..1|map", type=_opacity, default=0.5, help="of the map, or as strong as it is (default: 0.5)"
+    files.add_argument("--save", action="store_true", help="also the values, as .safetensors for Explanation.load")
+    looks = parser.add_argument_group("how it is drawn")
+    looks.add_argument(
+        "--opacity",
+        metavar="NUMBER",
+        type=opacity,
+        default=0.5,
+        help="0 to 1, or map: as strong as the map is (default: 0.5)",
     )
-    drawing.add_argument("--colormap", metavar="NAME", help="any of matplotlib (default: inferno; RdBu_r where signed)")
-    drawing.add_argument("--sign", choices=SIGNS, help="how values are read (default: as in the method's paper)")
-    drawing.add_argument(
+    looks.add_argument("--colormap", metavar="NAME", help="any of matplotlib's (default: inferno, RdBu_r where signed)")
+    looks.add_argument("--sign", metavar="SIGN", choices=SIGNS, help=f"{', '.join(SIGNS)} (default: as in the paper)")
+    looks.add_argument(
         "--percentile",
-        metavar="0..100|none",
-        type=_percentile,
+        metavar="NUMBER",
+        type=percentile,
         default="auto",
-        help="where colours saturate (default: 99.5 for gradients, none for CAMs)",
+        help="where colours saturate, or none (default: 99.5 for gradients)",
     )
-    parser.add_argument("--quiet", "-q", action="store_true", help="print nothing but errors")
-    parser.set_defaults(method=None)
 
 
-def _model_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", metavar="NAME", default=MODEL, help=f"one of `saliency models` (default: {MODEL})")
-    _weights_option(group)
+def _layers_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=MODEL, help=f"see saliency models (default: {MODEL})"
+    )
+    parser.add_argument("--photo", metavar="PHOTO", help="at the size of this photo, for models that take any")
+    _weights_option(parser)
+    parser.add_argument("--all", action="store_true", help="every layer with an extent in space")
+
+
+def _models_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pattern", metavar="PATTERN", nargs="?", help="a part of the name, or a pattern as in 'vit_*_384'"
+    )
+    parser.add_argument("--all", action="store_true", help="every model of torchvision and timm")
 
 
 def _weights_option(group: argparse._ActionsContainer) -> None:
@@ -135,25 +167,93 @@ def _weights_option(group: argparse._ActionsContainer) -> None:
         "--weights",
         metavar="NAME|FILE",
         default="default",
-        help="other weights of the library, a checkpoint, or none for random ones",
+        help="others of the library, a checkpoint, or none for random ones",
     )
 
 
-def _opacity(text: str) -> float | str:
-    return text if text == "map" else _number(text, 0, 1, 'a number from 0 to 1, or "map"')
+COMMANDS: dict[str, Command] = {
+    "explain": Command(
+        "draw over photos what the model looked at",
+        "PHOTO... [options]",
+        _explain_options,
+        _explain,
+        """\
+examples:
+  saliency explain cat.jpg
+  saliency explain cat.jpg --method grad_cam guided_backprop --target "tiger cat"
+  saliency explain photos/ --method all --sheet --out maps
+  saliency explain *.jpg --model resnet50 --layer layer3 --opacity map
+
+files:
+  The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
+  photo. Photos that differ in the suffix only keep it: cat.jpg.grad_cam.png
+  beside cat.png.grad_cam.png. Photos of one name from several folders are
+  numbered: cat-2.grad_cam.png. Files of an earlier run are replaced.
+
+exit codes:
+  0  done; a method that does not apply to the model is no failure with all
+  1  some photo failed, and the others are written
+  2  there is no such model, method, layer, class or option
+""",
+    ),
+    "methods": Command("the methods, with their papers and what they cost", "", lambda parser: None, _methods, ""),
+    "layers": Command(
+        "the layer of a model that CAMs read, and what else there is",
+        "[MODEL] [options]",
+        _layers_options,
+        _layers,
+        """\
+examples:
+  saliency layers
+  saliency layers vgg16 --weights none
+""",
+    ),
+    "models": Command(
+        "the models that can be named",
+        "[PATTERN] [--all]",
+        _models_options,
+        _models,
+        """\
+examples:
+  saliency models
+  saliency models resnet
+  saliency models 'vit_*_384'
+""",
+    ),
+}
 
 
-def _percentile(text: str) -> float | str | None:
-    if text in ("auto", "none"):
-        return None if text == "none" else text
-    return _number(text, 1e-9, 100, 'a number above 0 and at most 100, "auto" or "none"')
+def _root_parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = Parser(
+        prog="saliency",
+        usage="saliency COMMAND ...",
+        description="What did an image model look at? Heatmaps over photos, from the command line.",
+        epilog=f"commands:\n{lines}\n\nstart with:\n  saliency explain photo.jpg\n\n"
+        "and ask a command for its options: saliency explain --help",
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"saliency {version(DISTRIBUTION)}")
+    return parser
 
 
-def _number(text: str, least: float, most: float, expected: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not least <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-    return number
+def _parser(name: str) -> Parser:
+    command = COMMANDS[name]
+    parser = Parser(
+        prog=f"saliency {name}",
+        description=command.summary[0].upper() + command.summary[1:] + ".",
+        epilog=command.examples,
+        usage=f"saliency {name} {command.usage}".strip(),
+        formatter_class=Help,
+        allow_abbrev=False,
+    )
+    command.options(parser)
+    return parser
+
+
+def _unknown_command(name: str) -> str:
+    if Path(name).exists():
+        return f"{name} is no command; to explain it: saliency explain {name}"
+    return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'

@@ -1,7 +1,7 @@
 """What the commands say: tables and progress on a terminal, plain lines in a pipe or a file, errors on stderr.
 
-On a terminal tables fit its width. In a pipe every row is one line, whole, in columns, without colours: nothing is cut off
-and nothing wraps, so that `grep` and `cut` find what they look for.
+On a terminal tables fit its width. In a pipe every row is one line, whole, in columns, without colours: nothing is cut
+off and nothing wraps, so that `grep` and `cut` find what they look for.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from saliency.errors import SaliencyError, SaliencyWarning
+
+GAP = 2  # the space between columns
 
 _TYPED = {
     r'\b(?:pass|use) smooth="(\w+)"': r"use --set smooth=\1",
@@ -43,9 +44,9 @@ class Column:
 
     title: str
     style: str = ""
-    right: bool = False
+    justify: Literal["left", "right"] = "left"
     wraps: bool = False
-    """Whether its words may go on in the next line; whole names keep to one line as long as there is room."""
+    """Whether its text may go on in the next line, word by word; names keep to one line as long as there is room."""
 
 
 @dataclass
@@ -86,25 +87,24 @@ class Screen:
         self._err.print(line, soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Rows under titles. A row of no cells separates groups on a terminal."""
+        """Rows under titles."""
         if self.quiet:
             return
         if not self.is_terminal:
-            self.lines(aligned([each.title for each in columns], [row for row in rows if row]))
+            for line in aligned([each.title for each in columns], rows):
+                self._out.print(line, soft_wrap=True)
             return
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
         for each, width in zip(columns, _widths(columns, rows, self.width), strict=True):
-            justify = "right" if each.right else "left"
-            table.add_column(each.title, style=each.style, justify=justify, width=width, overflow="fold")
+            table.add_column(each.title, style=each.style, justify=each.justify, width=width, overflow="fold")
         for row in rows:
             table.add_row(*(_text(cell) for cell in row))
         self._out.print(table)
 
-    def lines(self, lines: Iterable[str | Text]) -> None:
-        """Lines as they are."""
+    def show(self, drawing: RenderableType) -> None:
+        """What the caller has composed for a terminal."""
         if not self.quiet:
-            for line in lines:
-                self._out.print(_text(line), soft_wrap=True)
+            self._out.print(drawing)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -119,8 +119,13 @@ class Screen:
         if self.quiet or total < 2 or not self._err.is_terminal:
             yield lambda name: None
             return
-        parts = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*parts, console=self._err, transient=True) as bar:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task("", total=total)
             started = False
 
@@ -192,14 +197,14 @@ def _text(part: str | Text) -> Text:
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
-    """The columns' widths on a terminal: as wide as needed; where that is too much, the wrapping ones give way first."""
-    cells = [[_text(row[i]).plain for row in rows if row] + [each.title] for i, each in enumerate(columns)]
+    """The columns' widths on a terminal: what they need; where that is too much, the wrapping ones give way first."""
+    cells = [[_text(row[i]).plain for row in rows] + [each.title] for i, each in enumerate(columns)]
     needed = [max(map(cell_len, column)) for column in cells]
     least = [
         max(cell_len(word) for cell in column for word in [*cell.split(), ""]) if each.wraps else need
         for each, column, need in zip(columns, cells, needed, strict=True)
     ]
-    room = width - 2 * (len(columns) - 1)
+    room = width - GAP * (len(columns) - 1)
     for lowest in (least, [min(need, 10) for need in needed]):
         excess = sum(needed) - room
         if excess > 0:

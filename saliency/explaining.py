@@ -15,14 +15,15 @@ from saliency.colors import table
 from saliency.console import Screen, UsageError, visible
 from saliency.errors import ImageError, LayerError, NotApplicableError, TargetError
 from saliency.explanation import Explanation, Sign
-from saliency.heatmap import Percentile
-from saliency.images import open_picture
+from saliency.maps import Percentile
 from saliency.outcomes import Outcome, tell
 from saliency.painting import Opacity, probability
 from saliency.photos import Photo, find_photos, labels
+from saliency.pictures import open_picture
 from saliency.preprocess import Frame
 from saliency.render import contact_sheet, overlay, save_picture
 
+METHOD = "grad_cam"
 SHEET = "sheet.png"
 THUMB = 240
 
@@ -34,12 +35,12 @@ class Request:
     """What was typed behind `saliency explain`."""
 
     photos: Sequence[str]
-    method: Sequence[str]
+    methods: Sequence[str] | None
     model: str
     weights: str
     target: str | None
     layer: str | None
-    set: Sequence[str]
+    settings: Sequence[str]
     out: Path
     opacity: Opacity
     colormap: str | None
@@ -51,7 +52,7 @@ class Request:
 
 
 class Together:
-    """Several methods on one model, from one forward wherever that is enough. A failing one does not cost the others."""
+    """Several methods on one model, from one forward where that is enough. A failing one does not cost the others."""
 
     def __init__(self, methods: Sequence[Attribution]) -> None:
         self.methods = methods
@@ -117,7 +118,7 @@ class Work:
         self._require_sense(found)
         for method, result in found.items():
             if isinstance(result, Exception):
-                expected = isinstance(result, NotApplicableError) and ALL in self.request.method
+                expected = isinstance(result, NotApplicableError) and ALL in (self.request.methods or ())
                 yield Outcome(photo.path, method, error=result, expected=expected)
             else:
                 yield self._drawn(photo.path, name, result)
@@ -125,7 +126,11 @@ class Work:
     def _drawn(self, photo: Path, name: str, explanation: Explanation) -> Outcome:
         request, stem = self.request, f"{name}.{explanation.method}"
         outcome = Outcome(
-            photo, explanation.method, explanation.target_names[0], " ".join(probability(explanation)), explanation.layer
+            photo,
+            explanation.method,
+            explanation.target_names[0],
+            " ".join(probability(explanation)),
+            explanation.layer,
         )
         try:
             picture = overlay(
@@ -185,14 +190,14 @@ def explain(request: Request, screen: Screen) -> int:
     Raises:
         SaliencyError: What was typed cannot be done; nothing has been made.
     """
-    names, more_photos = methods_and_photos(request.method)
+    names, more_photos = methods_and_photos(request.methods if request.methods is not None else [METHOD])
     photos = find_photos([*request.photos, *more_photos])
     if not photos:
         raise UsageError("no photo was named; try: saliency explain photo.jpg")
     if request.colormap is not None:
         table(request.colormap)
     model = ready_model(request.model, request.weights, request.device, screen)
-    work = Work(request, photos, built(names, model, request.layer, request.set))
+    work = Work(request, photos, built(names, model, request.layer, request.settings))
     _spare_the_photos(work)
     require_folder(request.out)
     sheet = None

@@ -217,9 +217,9 @@ def _with_gradient(model: nn.Module, x: Tensor, names: list[str]) -> list[str]:
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, [tensor for _, tensor in calls], allow_unused=True)
     alive = []
     for (name, _), grad in zip(calls, grads, strict=True):
-        layout = None if grad is None else _layout(tuple(grad.shape), 1, size, ())
-        if layout is not None and bool(layout(grad).any()):
-            alive.append(name)
+        if grad is not None:
+            layout = _layout(tuple(grad.shape), 1, size, ())
+            alive += [name] if layout is not None and bool(layout(grad).any()) else []
     return alive
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from saliency.attribution import Attribution, source, summary
 from saliency.choices import ready_model
 from saliency.console import Column, Screen, UsageError
 from saliency.errors import did_you_mean
-from saliency.images import ImageLike, read
+from saliency.images import read
 from saliency.layers import Spatial, Survey, survey
 from saliency.methods import METHODS
 from saliency.model import borrowed, reference
+from saliency.pictures import ImageLike
 from saliency.zoo import Listing
 from saliency.zoo import models as zoo_models
 
@@ -61,7 +60,13 @@ def layers(name: str, weights: str, photo: str | None, everything: bool, screen:
     with screen.waiting("looking at the layers"), borrowed(model):
         found = survey(model, batch.tensor)
     listed = list(found.spatial) if everything else _main(found)
-    columns = (Column(""), Column("layer"), Column("kind"), Column("output", wraps=True), Column("grid", right=True))
+    columns = (
+        Column(""),
+        Column("layer"),
+        Column("kind"),
+        Column("output", wraps=True),
+        Column("grid", justify="right"),
+    )
     screen.table(columns, [_layer_row(each, each.name == found.chosen) for each in listed])
     height, width = batch.tensor.shape[-2:]
     screen.say(f"{name} on an input of {height}x{width}: {_taken(found)}")

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.cells import cell_len
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-from saliency.console import Column, Screen, as_typed, one_line, visible
+from saliency.console import GAP, Column, Screen, as_typed, one_line, visible
 from saliency.errors import SaliencyError
 
 _COLUMNS = (
     Column("photo", "bold"),
     Column("class", wraps=True),
-    Column("prob.", right=True),
+    Column("prob.", justify="right"),
     Column("method"),
     Column("file", wraps=True),
 )
@@ -56,39 +59,74 @@ def tell(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Scr
                 screen.error(f"{subject}: {outcome.reason}")
     if not outcomes:
         return
-    screen.table(_COLUMNS, list(_rows(outcomes, grouped=screen.is_terminal)))
+    if screen.is_terminal and _least_width(outcomes) > screen.width:
+        _tell_by_photo(outcomes, screen)
+    else:
+        screen.table(_COLUMNS, _rows(outcomes, grouped=screen.is_terminal))
     _tell_where(outcomes, out, sheet, screen)
 
 
 def _rows(outcomes: Sequence[Outcome], grouped: bool) -> list[list[str | Text]]:
     """One row per outcome; on a terminal what is said of the photo is not said again in the rows below."""
+    said: tuple[str, ...] = ()
     rows: list[list[str | Text]] = []
-    said: list[str] = []
     for outcome in outcomes:
-        about = [visible(outcome.photo.name), one_line(outcome.target), outcome.probability]
-        result = Text(visible(outcome.file)) if outcome.file else Text(outcome.reason, _style(outcome))
-        rows.append([*([""] * 3 if grouped and about == said else about), outcome.method, result])
+        about = _about(outcome)
+        rows.append([*(("", "", "") if grouped and about == said else about), outcome.method, _result(outcome)])
         said = about
     return rows
 
 
-def _style(outcome: Outcome) -> str:
-    return "dim" if outcome.expected else "red"
+def _about(outcome: Outcome) -> tuple[str, str, str]:
+    return visible(outcome.photo.name), one_line(outcome.target), outcome.probability
+
+
+def _result(outcome: Outcome) -> Text:
+    return Text(visible(outcome.file)) if outcome.file else Text(outcome.reason, "dim" if outcome.expected else "red")
+
+
+def _least_width(outcomes: Sequence[Outcome]) -> int:
+    """What the table takes at least, with class names and reasons wrapped at their words."""
+    names = [
+        (photo, max(target.split(), key=len, default=""), probability, outcome.method, visible(outcome.file or ""))
+        for outcome in outcomes
+        for photo, target, probability in [_about(outcome)]
+    ]
+    return sum(max(map(cell_len, column)) for column in zip(*names, strict=True)) + GAP * (len(_COLUMNS) - 1)
+
+
+def _tell_by_photo(outcomes: Sequence[Outcome], screen: Screen) -> None:
+    """For narrow terminals: each photo and its class stand over its methods and files."""
+    width = max(cell_len(outcome.method) for outcome in outcomes)
+    said: tuple[str, ...] = ()
+    for outcome in outcomes:
+        about = _about(outcome)
+        if about != said:
+            screen.say(Text.assemble((about[0], "bold"), *((f"  {each}", "cyan") for each in about[1:] if each)))
+        line = Table.grid(padding=(0, GAP, 0, 0))
+        line.add_column(width=width)
+        line.add_column(overflow="fold")
+        line.add_row(outcome.method, _result(outcome))
+        screen.show(Padding(line if outcome.method else _result(outcome), (0, 0, 0, GAP)))
+        said = about
 
 
 def _tell_where(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
     made = [outcome for outcome in outcomes if outcome.file]
-    photos = len({outcome.photo for outcome in made})
+    photos = len({outcome.photo for outcome in outcomes})
     failed = len({outcome.photo for outcome in outcomes if outcome.error and not outcome.expected})
+    layers = dict.fromkeys(outcome.layer for outcome in made if outcome.layer)
+    screen.say("")
     if made:
-        screen.say(f"{_count(len(made), 'overlay')} of {_count(photos, 'photo')} in {visible(out)}{os.sep}")
+        count = len({outcome.photo for outcome in made})
+        where = "" if out == Path() else f" in {visible(out)}{os.sep}"
+        screen.say(f"{_count(len(made), 'overlay')} of {_count(count, 'photo')}{where}")
     if sheet:
         screen.say(f"contact sheet: {visible(sheet)}")
-    layers = dict.fromkeys(outcome.layer for outcome in made if outcome.layer)
     if layers:
-        screen.say(Text(f"layer: {'; '.join(layers)}", "dim"))
+        screen.say(Text(f"read at layer: {'; '.join(layers)}", "dim"))
     if failed:
-        screen.say(Text(f"{_count(failed, 'photo')} with a failure", "red"))
+        screen.say(Text(f"failed: {failed} of {_count(photos, 'photo')}", "red"))
 
 
 def _count(number: int, what: str) -> str:

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from saliency.colors import CENTRE, DIVERGING, SEQUENTIAL, table
-from saliency.errors import RenderError, SaliencyWarning
-from saliency.explanation import Explanation, Sign
-from saliency.heatmap import Percentile, chosen_percentile, limits, read_sign, reduce_channels
-from saliency.images import ImageLike, open_picture
-from saliency.methods import METHODS
-from saliency.preprocess import Box, Frame
+from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
+from .errors import RenderError, SaliencyWarning
+from .explanation import Explanation, Sign
+from .maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels
+from .methods import METHODS
+from .pictures import ImageLike, open_picture
+from .preprocess import Frame
+from .ramp import Box
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]

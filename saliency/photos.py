@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIXES = frozenset(
-    ".avif .bmp .gif .j2k .jp2 .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split()
+    f".{each}"
+    for each in "avif bmp gif j2k jp2 jpeg jpg pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
 )
 """What a picture in a folder is recognised by. A file that is named itself is read whatever its name."""
 
@@ -30,10 +31,11 @@ def find_photos(words: Iterable[str | os.PathLike[str]]) -> list[Photo]:
 
     Sub-folders and hidden files are left out.
     """
-    found: dict[str, Photo] = {}
+    found: dict[Path, Photo] = {}
     for word in words:
-        for photo in _inside(Path(word)) if os.path.isdir(word) else [Photo(Path(word))]:
-            found.setdefault(os.path.abspath(photo.path), photo)
+        is_folder = os.path.isdir(word)  # noqa: PTH112 - unlike Path, never raises
+        for photo in _inside(Path(word)) if is_folder else [Photo(Path(word))]:
+            found.setdefault(photo.path.absolute(), photo)
     return list(found.values())
 
 
@@ -62,10 +64,10 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 def _inside(folder: Path) -> list[Photo]:
     try:
-        names = sorted(each for each in os.listdir(folder) if not each.startswith("."))
+        files = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
     except OSError as error:
         return [Photo(folder, f"the folder cannot be listed: {error.strerror}")]
-    pictures = [Photo(folder / name) for name in names if Path(name).suffix.lower() in SUFFIXES]
+    pictures = [Photo(each) for each in files if each.suffix.lower() in SUFFIXES]
     return pictures or [Photo(folder, "the folder has no pictures in it")]
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from saliency.errors import RenderError
-from saliency.explanation import Explanation
-from saliency.heatmap import shared_limit
-from saliency.painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
+from .errors import RenderError
+from .explanation import Explanation
+from .maps import shared_limit
+from .painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

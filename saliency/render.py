@@ -19,13 +19,13 @@ from uuid import uuid4
 import numpy as np
 from PIL import Image, ImageColor
 
-from saliency.errors import RenderError
-from saliency.explanation import Explanation, Sign
-from saliency.heatmap import Percentile, shared_limit
-from saliency.images import ImageLike
-from saliency.painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
-from saliency.plot import figure
-from saliency.sheet import contact_sheet
+from .errors import RenderError
+from .explanation import Explanation, Sign
+from .maps import Percentile, shared_limit
+from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
+from .pictures import ImageLike
+from .plot import figure
+from .sheet import contact_sheet
 
 __all__ = ["contact_sheet", "cutout", "figure", "overlay", "save_picture", "shared_limit"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from saliency.errors import RenderError
-from saliency.explanation import Explanation
-from saliency.heatmap import limits, usual_percentile
-from saliency.painting import (
+from .errors import RenderError
+from .explanation import Explanation
+from .maps import limits, usual_percentile
+from .painting import (
     Opacity,
     Shade,
     frame_of,
@@ -26,7 +26,7 @@ from saliency.painting import (
     spread,
     window,
 )
-from saliency.preprocess import Frame
+from .preprocess import Frame
 
 PAPER = "#ffffff"
 INK = "#1d1f23"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from saliency.bundled import Bundled
-from saliency.errors import ModelError, did_you_mean
-from saliency.libraries import Facts, Library, Source, Timm, Torchvision, Where
-from saliency.preprocess import PreprocessLike, as_preprocess
-from saliency.weights import SUFFIXES, fit
+from .bundled import Bundled
+from .errors import ModelError, did_you_mean
+from .libraries import Facts, Library, Source, Timm, Torchvision, Where
+from .preprocess import PreprocessLike, as_preprocess
+from .weights import SUFFIXES, fit
 
 _LIBRARIES: tuple[Library, ...] = (
     Bundled(),

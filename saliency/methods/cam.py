@@ -98,7 +98,8 @@ class WeightedCAM(LayerCombination):
 class GradCAM(WeightedCAM):
     """Activations weighted by the mean gradient of their channel.
 
-    Values: (N, 1, h, w), signed, in score units per cell; the paper keeps what is positive, and so does `heatmap`.
+    Values: (N, 1, h, w), signed, in score units: behind the layer only pooling and one linear layer, they and the bias
+    sum to the logit. The paper keeps what is positive, and so does `heatmap`.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no extent in space.
@@ -121,7 +122,7 @@ class GradCAMPlusPlus(WeightedCAM):
     over its positive gradients g, with s the channel's summed activation. The further division by the channel's summed
     coefficients, in the authors' code but not in the paper, is left out.
 
-    Values: (N, 1, h, w), in score units per cell.
+    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit of their own.
 
     Warns:
         SaliencyWarning: A channel's summed activation is negative, where the paper's coefficients have a pole; it
@@ -135,6 +136,7 @@ class GradCAMPlusPlus(WeightedCAM):
     """
 
     name = "grad_cam_plus_plus"
+    units = "score, up to a factor"
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """The sum over each channel's positive gradients g of g / (2 + g * summed activation)."""
@@ -156,7 +158,7 @@ class XGradCAM(WeightedCAM):
     Channels whose activations cancel, with a sum under 1 % of the sum of magnitudes, are divided by that 1 %: the
     paper's weight has a pole there, on layers with signed activations.
 
-    Values: (N, 1, h, w), signed, in score units per cell.
+    Values: (N, 1, h, w), signed, in score units.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no extent in space.

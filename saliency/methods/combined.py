@@ -42,6 +42,7 @@ class GuidedGradCAM(LayerAttribution):
     """
 
     name = "guided_grad_cam"
+    units = "product of the guided gradient and the CAM"
     cost = "1 forward, 1 backward"
     gradients = "input"
     backwards = 2
@@ -99,6 +100,7 @@ class FusedCAM(TracedAttribution):
     """
 
     name = "fused_cam"
+    units = "share of each layer's largest"
     cost = "1 forward, 1 backward to the first layer"
     gradients = "layers"
     backwards = 1

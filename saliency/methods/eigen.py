@@ -23,6 +23,7 @@ class EigenCAM(LayerCombination):
     """
 
     name = "eigen_cam"
+    units = "activation"
     gradients = "none"
     cost = "1 forward"
 

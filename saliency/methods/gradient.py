@@ -34,6 +34,7 @@ class VanillaGradient(TracedAttribution):
     """
 
     name = "vanilla_gradient"
+    units = "score per unit of normalised input"
     backwards = 1
     cost = "1 forward, 1 backward"
     sign = "absolute"
@@ -151,6 +152,7 @@ class GuidedBackprop(RectifiedGradient):
     """
 
     name = "guided_backprop"
+    units = "score per unit of normalised input"
     sign = "absolute"
 
     def rule_for(self, site: Site) -> Rule:
@@ -172,6 +174,7 @@ class DeconvNet(RectifiedGradient):
     """
 
     name = "deconvnet"
+    units = "score per unit of normalised input"
     sign = "absolute"
 
     def rule_for(self, site: Site) -> Rule:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from saliency.errors import NonFiniteError, RenderError, did_you_mean
-from saliency.explanation import Explanation, Sign
+from .errors import NonFiniteError, RenderError, did_you_mean
+from .explanation import Explanation, Sign
 
 _Name = TypeVar("_Name", bound=str)
 

@@ -1,0 +1,60 @@
+"""Pieces of the command line's parsers: help that reads well, errors of one line, numbers within bounds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from saliency.errors import did_you_mean
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help within 80 columns, that says `-m, --method NAME...` where argparse repeats the name for each spelling."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=27, width=80)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {action.metavar}{'...' if action.nargs == '+' else ''}"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the closest right option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and exit with code 2."""
+        self.exit(2, f"saliency: {message}\n          see {self.prog} --help\n")
+
+    def parsed(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments; options may stand before, between and behind the others."""
+        arguments, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            option = unknown[0].partition("=")[0]
+            self.error(f'no option "{option}"{did_you_mean(option, known)}')
+        return arguments
+
+
+def opacity(text: str) -> float | str:
+    """A share, or "map"."""
+    return text if text == "map" else _number(text, 0, 1, "a number from 0 to 1, or map")
+
+
+def percentile(text: str) -> float | str | None:
+    """A percentile, "auto", or None for "none"."""
+    if text in ("auto", "none"):
+        return None if text == "none" else text
+    return _number(text, 1e-9, 100, "a number above 0 and at most 100, auto or none")
+
+
+def _number(text: str, least: float, most: float, expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text} is not {expected}")
+    return number

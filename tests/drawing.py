@@ -1,0 +1,57 @@
+"""Made-up photos and explanations for the tests of drawing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from saliency.explanation import Explanation, Sign
+from saliency.preprocess import Frame
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A photo of random colours, in which every change shows."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def explained(
+    values: Tensor,
+    frame: Frame | None,
+    sign: Sign = "positive",
+    *,
+    method: str = "made_up",
+    name: str = "espresso",
+    probability: float | None = 0.951,
+) -> Explanation:
+    """An explanation of one image with these values (C, h, w), as if a method had returned it."""
+    return Explanation(
+        values=values[None],
+        scores=torch.ones(1),
+        method=method,
+        settings={},
+        target=(7,),
+        target_names=(name,),
+        probabilities=None if probability is None else torch.tensor([probability]),
+        layer=None,
+        input_size=(224, 224),
+        frames=(frame,),
+        sign=sign,
+    )
+
+
+def whole(picture: Image.Image) -> Frame:
+    return Frame(picture, (0.0, 0.0, float(picture.width), float(picture.height)))
+
+
+def pixels_of(picture: Image.Image) -> NDArray[np.uint8]:
+    return np.asarray(picture)
+
+
+def hot(height: int, width: int, row: int, column: int) -> Tensor:
+    values = torch.zeros(1, height, width)
+    values[0, row, column] = 1.0
+    return values

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from saliency import zoo
+from saliency.download import require_network
+from saliency.errors import ModelError
+from saliency.libraries import Torchvision
+from saliency.preprocess import as_preprocess
+
+SMALL = "timm/test_resnet"  # a third of a million weights
+
+
+def same_weights(model: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = model.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def differing(name: str = SMALL, seed: int = 7) -> nn.Module:
+    """A model whose weights are not the ones that `load(name, weights=None)` draws."""
+    model = zoo.load(name, weights=None)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No way out, and nothing downloaded earlier, whatever machine this runs on."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    for variable in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+        monkeypatch.setenv(variable.upper(), "http://127.0.0.1:9")
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return tmp_path
+
+
+def test_random_weights_need_no_network_even_where_a_backbone_comes_pretrained(offline: Path) -> None:
+    zoo.load("fasterrcnn_mobilenet_v3_large_320_fpn", weights=None)
+    assert not list(offline.rglob("*.pth"))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm/resnet18", "timm/resnet18.a1_in1k", "fcn_resnet50"])
+def test_without_a_network_the_error_comes_fast_and_names_the_cures(offline: Path, name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        zoo.load(name)
+    for told in ("no network", "weights=None", ".safetensors", "efficientnet_lite0"):
+        assert told in str(caught.value)
+
+
+def test_a_host_that_never_answers_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, gave_up = threading.Event(), threading.Event()
+
+    def hang(request: object, timeout: float) -> None:
+        released.wait(60)
+        gave_up.set()
+        raise OSError
+
+    monkeypatch.setattr("saliency.download._PATIENCE", 0.05)
+    monkeypatch.setattr("urllib.request.urlopen", hang)
+    try:
+        with pytest.raises(ModelError, match="no network"):
+            require_network("resnet18", "https://download.pytorch.org/models/resnet18.pth")
+        assert not gave_up.is_set()
+    finally:
+        released.set()
+
+
+def test_the_hubs_offline_switch_counts_as_no_network(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("saliency.download._answers", lambda host: True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        zoo.load("timm/resnet18")
+
+
+def test_what_a_library_raises_while_it_downloads_is_a_model_error(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saliency.download._answers", lambda host: True)
+    with pytest.raises(ModelError, match="pretrained weights of resnet18 could not be loaded: URLError"):
+        zoo.load("resnet18")
+
+
+def test_weights_downloaded_earlier_need_no_network(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, timm = pytest.importorskip("torchvision.models"), pytest.importorskip("timm")
+    vision = differing("squeezenet1_1")
+    url = models.get_model_weights("squeezenet1_1").DEFAULT.url
+    folder = offline / "torch" / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    torch.save(vision.state_dict(), folder / url.rpartition("/")[2])
+    assert same_weights(zoo.load("squeezenet1_1"), vision)
+    assert same_weights(zoo.load("squeezenet1_1", weights="IMAGENET1K_V1"), vision)
+
+    small = differing()
+    repository = offline / "hub" / f"models--{timm.get_pretrained_cfg('test_resnet').hf_hub_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123abc", "utf-8")
+    (repository / "snapshots" / "0123abc").mkdir(parents=True)
+    save_file(small.state_dict(), repository / "snapshots" / "0123abc" / "model.safetensors")
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", None)  # not even asked for a newer one
+    assert same_weights(zoo.load(SMALL), small)
+    here = {each.name for each in zoo.models() if each.weights == "here" and each.source != "bundled"}
+    assert here == {"squeezenet1_1", "test_resnet"}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "told"),
+    [
+        (
+            "resnet50",
+            "IMAGENET1K_V9",
+            'torchvision has no weights "IMAGENET1K_V9" for resnet50; did you mean .*V2',
+        ),
+        ("resnet50", "ResNet18_Weights.IMAGENET1K_V1", "torchvision has no weights"),
+        ("timm/resnet50", "a1_in1", 'timm has no weights "a1_in1" for resnet50; did you mean .*"a1_in1k"'),
+        ("timm/efficientnet_b0_gn", "default", "timm has no pretrained weights for efficientnet_b0_gn"),
+        ("efficientnet_lite0", "IMAGENET1K_V1", 'has only the weights "default"'),
+    ],
+)
+def test_unknown_weights_get_the_closest_ones(name: str, weights: str, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        zoo.load(name, weights=weights)
+
+
+def test_torchvision_weights_by_name_bring_their_own_preprocessing() -> None:
+    first, second = (
+        Torchvision().facts(nn.Identity(), "resnet50", f"ResNet50_Weights.IMAGENET1K_V{n}") for n in (1, 2)
+    )
+    assert [as_preprocess(facts.preprocess).resize for facts in (first, second)] == [256, 232]  # type: ignore[union-attr]
+
+
+def run(code: str, *, first_on_path: Path | None = None) -> str:
+    path = [str(first_on_path)] if first_on_path else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(Path(__file__).parents[1])])}
+    return subprocess.run(  # noqa: S603  this interpreter on a literal of this file
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_importing_the_zoo_imports_neither_torchvision_nor_timm() -> None:
+    code = "import sys, saliency.zoo; print({'torchvision', 'timm', 'huggingface_hub'} & sys.modules.keys())"
+    assert run(code).strip() == "set()"
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "timm/resnet18"])
+def test_a_torchvision_built_for_another_torch_is_said_in_words(tmp_path: Path, name: str) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')", "utf-8"
+    )
+    code = f"""
+from saliency.zoo import load
+from saliency.errors import ModelError
+for attempt in range(2):
+    try:
+        load({name!r}, weights=None)
+    except ModelError as error:
+        print(error)
+"""
+    lines = run(code, first_on_path=tmp_path).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "CPU torch meets a CUDA torchvision" in line
+        assert f"torch {torch.__version__.partition('+')[0]}" in line
+        assert 'pip install --upgrade "torch>=2.14" "torchvision>=0.29"' in line
+    assert "operator torchvision::nms does not exist" in lines[0]
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ModelError, match="timm is not installed; pip install timm"):
+        zoo.load("timm/resnet18", weights=None)

@@ -1,0 +1,257 @@
+"""The promises of a map in colours: it lies where it should, on a scale that means something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawing import explained, hot, noise, pixels_of, whole
+from PIL import Image
+from torch.nn.functional import interpolate
+
+from saliency.colors import CENTRE, table
+from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
+from saliency.explanation import Explanation, Sign
+from saliency.maps import shared_limit
+from saliency.painting import Opacity, spread, window
+from saliency.preprocess import Frame, Preprocess
+from saliency.ramp import Box
+from saliency.render import contact_sheet, cutout, figure, overlay
+
+# Geometry ------------------------------------------------------------------------------------------------------
+
+WIDE, TALL, TINY = (640, 120), (90, 500), (17, 11)
+
+
+@pytest.mark.parametrize("size", [WIDE, TALL, TINY, (224, 224), (333, 250)])
+@pytest.mark.parametrize("corner", [(0, 0), (0, 6), (6, 0), (6, 6), (2, 4)])
+def test_the_hot_cell_lands_where_the_model_saw_it(size: tuple[int, int], corner: tuple[int, int]) -> None:
+    preprocess = Preprocess(size=(224, 224), resize=256, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
+    frame = Frame(Image.new("RGB", size), preprocess.box(size))
+    drawn = pixels_of(overlay(explained(hot(7, 7, *corner), frame), opacity=1)).sum(axis=2).astype(float)
+    left, top, right, bottom = frame.box
+    row, column = corner
+    expected = left + (column + 0.5) * (right - left) / 7 - 0.5, top + (row + 0.5) * (bottom - top) / 7 - 0.5
+    peak_row, peak_column = np.nonzero(drawn >= drawn.max())
+    # At a border the colour is flat from the cell's centre outwards, so the nearest of the hottest pixels counts.
+    assert np.abs(peak_column - expected[0]).min() <= 1
+    assert np.abs(peak_row - expected[1]).min() <= 1
+
+
+@pytest.mark.parametrize("size", [WIDE, TALL, TINY])
+def test_a_coloured_corner_of_the_crop_is_a_coloured_corner_of_the_box(size: tuple[int, int]) -> None:
+    preprocess = Preprocess(size=(64, 64), resize=64, mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bilinear")
+    left, top, right, _ = preprocess.box(size)
+    pixels = np.zeros((size[1], size[0], 3), np.uint8)
+    patch = max(2, round((right - left) / 4))
+    pixels[int(top) : int(top) + patch, int(left) : int(left) + patch] = 255
+    photo = Image.fromarray(pixels)
+    frame = Frame(photo, preprocess.box(size))
+    seen = preprocess(photo)[:1]  # the model's own view serves as its map
+    shares = spread(seen[0].numpy(), frame, window(frame))
+    area = pixels[window(frame).area][..., 0] / 255
+    assert np.abs(shares - area).mean() < 0.06  # the resampling blurs the patch's edges, and nothing else
+    assert np.abs(np.argwhere(shares > 0.5).max(axis=0) - np.argwhere(area > 0.5).max(axis=0)).max() <= 1
+
+
+@pytest.mark.parametrize("cells", [(7, 7), (1, 1), (3, 5), (14, 2)])
+def test_on_a_whole_photo_the_map_is_torchs_bilinear_resize(cells: tuple[int, int]) -> None:
+    values = torch.randn(cells, generator=torch.Generator().manual_seed(2))
+    frame = whole(Image.new("RGB", (200, 130)))
+    expected = interpolate(values[None, None], size=(130, 200), mode="bilinear", align_corners=False)[0, 0]
+    assert np.abs(spread(values.numpy(), frame, window(frame)) - expected.numpy()).max() < 1e-5
+
+
+def test_a_map_finer_than_the_photo_is_averaged_as_torch_does() -> None:
+    values = torch.randn(64, 48, generator=torch.Generator().manual_seed(3))
+    frame = whole(Image.new("RGB", (10, 17)))
+    expected = interpolate(values[None, None], size=(17, 10), mode="bilinear", align_corners=False, antialias=True)[
+        0, 0
+    ]
+    assert np.abs(spread(values.numpy(), frame, window(frame)) - expected.numpy()).max() < 1e-5
+
+
+def test_a_box_moves_the_map_by_fractions_of_a_pixel() -> None:
+    """A linear ramp is its own interpolation, so each value follows from its pixel's centre."""
+    frame = Frame(Image.new("RGB", (100, 10)), (20.25, 0.0, 70.75, 10.0))
+    ramp = np.arange(10, dtype=np.float32)[None]
+    inside = window(frame)
+    assert (inside.left, inside.right) == (20, 71)
+    cells = (np.arange(20, 71) + 0.5 - 20.25) * 10 / 50.5 - 0.5
+    assert np.abs(spread(ramp, frame, inside)[4] - np.clip(cells, 0, 9)).max() < 1e-5
+
+
+def test_a_box_beyond_the_photo_shows_the_part_on_it() -> None:
+    values = torch.zeros(1, 4, 4)
+    values[0, :, 0] = 1.0
+    photo = Image.new("RGB", (40, 20), (9, 9, 9))
+    drawn = pixels_of(overlay(explained(values, Frame(photo, (0.0, -10.0, 40.0, 30.0))), opacity=1))
+    assert (drawn[:, 0] == table("inferno")[255]).all()
+    assert (drawn[:, -1] == table("inferno")[0]).all()
+
+
+def test_a_box_thinner_than_a_pixel_colours_the_one_under_its_middle() -> None:
+    photo = noise(12, 12)
+    drawn = overlay(explained(hot(7, 7, 3, 3), Frame(photo, (4.6, 3.1, 5.3, 3.2))), opacity=1)
+    changed = (pixels_of(drawn) != pixels_of(photo)).any(axis=2)
+    assert np.argwhere(changed).tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize("box", [(50.0, 0.0, 60.0, 9.0), (5.0, 20.0, 6.0, 21.0), (-9.0, -9.0, 0.0, 0.0)])
+def test_a_box_beside_the_photo_is_an_error(box: Box) -> None:
+    with pytest.raises(RenderError, match="40x20"):
+        overlay(explained(torch.rand(1, 4, 4), Frame(Image.new("RGB", (40, 20)), box)))
+
+
+def test_a_given_picture_is_covered_whole(tmp_path: Path) -> None:
+    photo = noise(33, 21)
+    photo.save(tmp_path / "photo.png")
+    explanation = explained(torch.rand(1, 4, 4), None)
+    from_path = overlay(explanation, picture=tmp_path / "photo.png")
+    assert from_path.size == photo.size
+    assert np.array_equal(pixels_of(from_path), pixels_of(overlay(replace(explanation, frames=(whole(photo),)))))
+
+
+# Colours -------------------------------------------------------------------------------------------------------
+
+
+def test_zero_is_the_centre_colour_of_a_signed_map_and_its_ends_are_as_far() -> None:
+    import matplotlib as mpl
+
+    photo = Image.new("RGB", (3, 1))
+    values = torch.tensor([[[-2.0, 0.0, 2.0]]])
+    drawn = pixels_of(overlay(explained(values, whole(photo), "signed"), opacity=1))[0]
+    expected = mpl.colormaps["RdBu_r"]([0.0, 0.5, 1.0], bytes=True)[:, :3]
+    assert np.array_equal(drawn, expected)
+
+
+def test_a_signed_map_is_symmetric_also_where_one_side_is_weaker() -> None:
+    photo = Image.new("RGB", (3, 1))
+    drawn = pixels_of(overlay(explained(torch.tensor([[[-1.0, 1.0, 2.0]]]), whole(photo), "signed"), opacity=1))[0]
+    colors = table("RdBu_r", centred=True)
+    # Half of 127 steps is 63.5: one side rounds to 63 and the other to 64.
+    assert min(np.abs(drawn[0].astype(int) - colors[CENTRE - step]).max() for step in (63, 64)) == 0
+    assert np.array_equal(drawn[1], colors[CENTRE + 64])
+
+
+def test_a_table_is_matplotlibs_own() -> None:
+    import matplotlib as mpl
+
+    expected = mpl.colormaps["viridis"](np.arange(256), bytes=True)[:, :3]
+    assert np.array_equal(table("viridis"), expected)
+    assert not table("viridis").flags.writeable
+
+
+@pytest.mark.parametrize("name", ["inferno", "viridis", "jet", "RdBu_r", "tab10", "gist_ncar", "twilight_shifted"])
+@pytest.mark.parametrize("sign", ["positive", "signed"])
+def test_any_colour_map_of_matplotlib_is_taken(name: str, sign: Sign) -> None:
+    photo = noise(16, 16)
+    drawn = overlay(explained(torch.randn(1, 4, 4), whole(photo), sign), colormap=name)
+    assert drawn.size == photo.size
+
+
+def test_an_unknown_colour_map_is_an_error_with_the_closest_names() -> None:
+    with pytest.raises(RenderError, match='did you mean "viridis"'):
+        overlay(explained(torch.rand(1, 4, 4), whole(noise(9, 9))), colormap="virids")
+
+
+# Limits --------------------------------------------------------------------------------------------------------
+
+
+def test_one_limit_gives_equal_values_equal_colours() -> None:
+    photo = Image.new("RGB", (2, 1))
+    weak, strong = (explained(torch.tensor([[[0.0, top]]]), whole(photo)) for top in (1.0, 4.0))
+    limit = shared_limit([weak, strong])
+    assert limit == 4.0
+    drawn = [pixels_of(overlay(each, opacity=1, limit=limit))[0, 1] for each in (weak, strong)]
+    assert np.array_equal(drawn[0], table("inferno")[64])
+    assert np.array_equal(drawn[1], table("inferno")[255])
+
+
+def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None:
+    values = torch.linspace(0, 1, 10000).view(1, 100, 100)
+    photo = Image.new("RGB", (100, 100))
+    full = table("inferno")[255]
+
+    def saturated(explanation: Explanation) -> int:
+        return int((pixels_of(overlay(explanation, opacity=1)) == full).all(axis=2).sum())
+
+    assert saturated(explained(values, whole(photo))) < 30
+    assert 50 <= saturated(explained(values.expand(3, 100, 100), whole(photo), "absolute")) < 80
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_no_value_is_an_error(limit: float) -> None:
+    with pytest.raises(RenderError, match="limit"):
+        overlay(explained(torch.rand(1, 4, 4), whole(noise(9, 9))), limit=limit)
+
+
+def test_a_map_of_tiny_or_huge_values_is_drawn_like_any_other() -> None:
+    values, photo = torch.rand(1, 4, 4, dtype=torch.float64), whole(noise(20, 20))
+    plain = pixels_of(overlay(explained(values, photo)))
+    for scale in (2.0**-900, 2.0**900):
+        assert np.array_equal(pixels_of(overlay(explained(values * scale, photo))), plain)
+
+
+# Degenerate maps -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opacity", [0.5, "map"])
+@pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
+def test_a_map_of_zeros_is_drawn_in_the_colour_of_zero_with_a_word(sign: Sign, opacity: Opacity) -> None:
+    photo = noise(20, 10)
+    with pytest.warns(SaliencyWarning, match="made_up map for espresso is zero everywhere"):
+        drawn = pixels_of(overlay(explained(torch.zeros(1, 4, 4), whole(photo), sign), opacity=opacity))
+    if opacity == "map":
+        assert np.array_equal(drawn, pixels_of(photo))
+
+
+def test_a_map_that_the_relu_emptied_names_the_cure() -> None:
+    with pytest.warns(SaliencyWarning, match='sign="signed"'):
+        overlay(explained(-torch.rand(1, 4, 4) - 1, whole(noise(9, 9))))
+
+
+def test_a_constant_map_is_drawn_at_full_colour_with_a_word() -> None:
+    with pytest.warns(SaliencyWarning, match="0.25 everywhere"):
+        drawn = overlay(explained(torch.full((1, 4, 4), 0.25), whole(noise(9, 9))), opacity=1)
+    assert (pixels_of(drawn) == table("inferno")[255]).all()
+
+
+def test_a_map_of_one_cell_names_the_cure() -> None:
+    with pytest.warns(SaliencyWarning, match="earlier layer"):
+        overlay(explained(torch.ones(1, 1, 1), whole(noise(9, 9))))
+
+
+def test_the_warning_points_at_the_line_that_drew() -> None:
+    explanation = explained(torch.zeros(1, 4, 4), whole(noise(9, 9)))
+    for draw in (
+        lambda: overlay(explanation),
+        lambda: cutout(explanation),
+        lambda: figure(explanation),
+        lambda: contact_sheet([[explanation]]),
+    ):
+        with pytest.warns(SaliencyWarning) as caught:
+            draw()
+        assert [each.filename for each in caught] == [__file__]
+
+
+def test_nan_is_an_error() -> None:
+    with pytest.raises(NonFiniteError):
+        overlay(explained(torch.full((1, 4, 4), float("nan")), whole(noise(9, 9))))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_floating_type_is_drawn(kind: torch.dtype) -> None:
+    photo = noise(20, 20)
+    values = torch.arange(16.0).view(1, 4, 4)
+    assert np.array_equal(
+        pixels_of(overlay(explained(values.to(kind), whole(photo)))),
+        pixels_of(overlay(explained(values, whole(photo)))),
+    )
+
+
+def test_values_that_need_gradients_are_drawn() -> None:
+    assert overlay(explained(torch.rand(1, 4, 4, requires_grad=True), whole(noise(9, 9)))).size == (9, 9)

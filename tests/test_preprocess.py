@@ -1,0 +1,313 @@
+"""The preprocessing is the library's own to the bit, and knows where its crop lies."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision import models
+from torchvision.transforms import InterpolationMode, v2
+
+from saliency.errors import ImageError
+from saliency.preprocess import Preprocess, TransformPreprocess, as_preprocess
+from saliency.ramp import Box
+
+TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+SIZES = [(333, 257), (257, 333), (97, 640), (640, 97), (31, 17), (7, 5), (224, 224), (1, 1)]
+WEIGHTS = [
+    models.ResNet18_Weights.DEFAULT,
+    models.ResNet50_Weights.IMAGENET1K_V2,
+    models.EfficientNet_B0_Weights.DEFAULT,
+    models.EfficientNet_V2_S_Weights.DEFAULT,
+    models.Inception_V3_Weights.DEFAULT,
+    models.ViT_B_16_Weights.IMAGENET1K_SWAG_E2E_V1,
+    models.Swin_T_Weights.DEFAULT,
+    models.segmentation.FCN_ResNet50_Weights.DEFAULT,
+    models.segmentation.LRASPP_MobileNet_V3_Large_Weights.DEFAULT,
+    models.detection.FasterRCNN_ResNet50_FPN_Weights.DEFAULT,
+]
+TIMM = [
+    {"input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic", **IMAGENET},
+    {"input_size": (3, 224, 224), "crop_pct": 0.95, "interpolation": "bilinear", "crop_mode": "center", **IMAGENET},
+    {"input_size": (3, 240, 240), "crop_pct": 0.882, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5,) * 3},
+    {"input_size": (3, 192, 256), "crop_pct": 0.9, "interpolation": "bicubic", "crop_mode": "center", **IMAGENET},
+    {"input_size": (3, 256, 192), "crop_pct": 1.0, "interpolation": "bilinear", "crop_mode": "center", **IMAGENET},
+    {"input_size": (3, 224, 224), "crop_pct": 1.0, "interpolation": "bicubic", "crop_mode": "squash", **IMAGENET},
+    {"input_size": (3, 160, 224), "crop_pct": 0.9, "interpolation": "lanczos", "crop_mode": "squash", **IMAGENET},
+    {"input_size": (3, 224, 224), "crop_pct": 1.0, "interpolation": "bicubic", "crop_mode": "border", **IMAGENET},
+    {"input_size": (3, 200, 160), "crop_pct": 0.8, "interpolation": "nearest", "crop_mode": "border", **IMAGENET},
+    {"input_size": (3, 128, 128), "crop_pct": 0.5, "interpolation": "bicubic", "mean": (0,) * 3, "std": (1 / 255,) * 3},
+]
+
+
+def pretrained(name: str) -> dict[str, Any]:
+    config: Any = timm.get_pretrained_cfg(name)
+    return dict(config.to_dict())
+
+
+def noise(size: tuple[int, int]) -> Image.Image:
+    generator = np.random.default_rng(size[0] * 1000 + size[1])
+    return Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def photo(size: tuple[int, int]) -> Image.Image:
+    """A picture whose red tells the column and whose green tells the row."""
+    red, green = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
+    return Image.fromarray(np.stack([red, green, 255 - red], 2).astype(np.uint8))
+
+
+# Bit for bit
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_torchvision_presets_are_met_bit_for_bit(weights: Any, size: tuple[int, int]) -> None:
+    preset = weights.transforms()
+    assert torch.equal(as_preprocess(preset)(noise(size)), preset(noise(size)))
+
+
+@pytest.mark.parametrize("config", TIMM, ids=lambda c: f"{c['input_size']}-{c.get('crop_mode')}-{c['interpolation']}")
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_timm_transforms_are_met_bit_for_bit(config: dict[str, Any], size: tuple[int, int]) -> None:
+    theirs = TIMM_DATA.create_transform(**config)
+    assert torch.equal(as_preprocess(config)(noise(size)), theirs(noise(size)))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "tf_efficientnet_lite0", "vit_base_patch16_224", "convnext_tiny"])
+def test_a_timm_models_own_config_is_met_bit_for_bit(name: str) -> None:
+    config = pretrained(name)
+    theirs = TIMM_DATA.create_transform(**TIMM_DATA.resolve_data_config(pretrained_cfg=config))
+    assert torch.equal(Preprocess.from_timm(config)(noise((501, 375))), theirs(noise((501, 375))))
+
+
+def test_the_output_is_contiguous_and_the_picture_unchanged() -> None:
+    picture = noise((300, 200))
+    before = picture.tobytes()
+    output = Preprocess((224, 224), 256)(picture)
+    assert output.shape == (3, 224, 224)
+    assert output.dtype == torch.float32
+    assert output.is_contiguous()
+    assert picture.tobytes() == before
+
+
+def test_normalise_and_denormalise_undo_each_other_and_keep_the_tensor() -> None:
+    preprocess, values = Preprocess((4, 4), 4), torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    kept = values.clone()
+    assert torch.allclose(preprocess.denormalise(preprocess.normalise(values)), values, atol=1e-12)
+    assert torch.equal(values, kept)
+    whole = Preprocess(None, None)
+    expected = (torch.tensor(np.array(noise((9, 7)))).permute(2, 0, 1) / 255).sub(0)
+    assert torch.equal(whole(noise((9, 7))), whole.normalise(expected))
+
+
+# Geometry
+
+
+def corners(size: tuple[int, int], preprocess: Callable[[Image.Image], Tensor], box: Box) -> None:
+    """Paint the box on the picture in one colour per quarter; the model must see just these four quarters."""
+    left, top, right, bottom = (round(edge) for edge in box)
+    array = np.zeros((size[1], size[0], 3), np.uint8)
+    rows, columns = np.mgrid[: size[1], : size[0]]
+    inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+    array[..., 0] = 255 * (inside & (rows < (top + bottom) / 2))
+    array[..., 1] = 255 * (inside & (columns < (left + right) / 2))
+    array[..., 2] = 255 * inside
+    red, green, blue = preprocess(Image.fromarray(array))
+    height, width = red.shape
+    y, x = max(1, round(1.5 * height / (bottom - top))), max(1, round(1.5 * width / (right - left)))
+    assert (blue[y:-y, x:-x] > 0.97).all()
+    assert (red[y : height // 2 - y, x:-x] > 0.97).all()
+    assert (red[height // 2 + y :, :] < 0.03).all()
+    assert (green[y:-y, x : width // 2 - x] > 0.97).all()
+    assert (green[:, width // 2 + x :] < 0.03).all()
+
+
+@pytest.mark.parametrize("size", [(1600, 900), (900, 1600), (500, 375), (2000, 300), (300, 2000), (640, 640)], ids=str)
+@pytest.mark.parametrize("fit", ["stretch", "cover", "shorter edge"])
+def test_coloured_corners_of_the_box_are_the_corners_of_the_input(size: tuple[int, int], fit: str) -> None:
+    plain = {"mean": (0.0,) * 3, "std": (1.0,) * 3, "interpolation": "box"}
+    preprocess = {
+        "stretch": Preprocess((200, 160), (230, 190), **plain),  # type: ignore[arg-type]
+        "cover": Preprocess((200, 160), (230, 190), fit="cover", **plain),  # type: ignore[arg-type]
+        "shorter edge": Preprocess((224, 224), 256, **plain),  # type: ignore[arg-type]
+    }[fit]
+    corners(size, preprocess, preprocess.box(size))
+
+
+@pytest.mark.parametrize("size", [(1600, 900), (333, 257), (2000, 300), (300, 2000), (64, 48), (24, 31)], ids=str)
+@pytest.mark.parametrize("config", TIMM[:8], ids=lambda c: f"{c['input_size']}-{c.get('crop_mode')}")
+def test_the_box_is_where_a_ramp_says_to_a_pixel(config: dict[str, Any], size: tuple[int, int]) -> None:
+    preprocess = as_preprocess({**config, "interpolation": "bilinear"})
+    assert isinstance(preprocess, Preprocess)
+    seen = preprocess.denormalise(preprocess(photo(size)))
+    left, top, right, bottom = preprocess.box(size)
+    height, width = seen.shape[1:]
+    columns = left + (torch.arange(width) + 0.5) * (right - left) / width
+    rows = top + (torch.arange(height) + 0.5) * (bottom - top) / height
+    red = seen[0, height // 2] * (size[0] - 1) + 0.5
+    green = seen[1, :, width // 2] * (size[1] - 1) + 0.5
+    for place, ramp, length, step in (
+        (columns, red, size[0], (right - left) / width),
+        (rows, green, size[1], (bottom - top) / height),
+    ):
+        inner = (place > 2 * step + 1) & (place < length - 2 * step - 1)
+        assert inner.any()
+        # The photo's 256 levels are length / 255 pixels apart, rounded down once and to the nearest once.
+        assert ((place - ramp)[inner] - 0.5 * length / 255).abs().max() < 1 + length / 255
+
+
+def test_a_smaller_picture_lies_inside_its_box() -> None:
+    preprocess = Preprocess((224, 224), None)
+    assert preprocess.box((100, 50)) == (-62, -87, 162, 137)
+    assert preprocess.box((101, 51)) == (-61, -86, 163, 138)
+    assert torch.equal(
+        preprocess.denormalise(preprocess(Image.new("RGB", (101, 51), "white"))).sum((1, 2)).round(),
+        torch.full((3,), 101.0 * 51),
+    )
+
+
+def test_a_picture_as_it_comes_is_its_own_box() -> None:
+    assert Preprocess(None, None).box((640, 480)) == (0, 0, 640, 480)
+    assert Preprocess((480, 640), None).box((640, 480)) == (0, 0, 640, 480)
+
+
+def test_a_strip_that_would_fill_the_memory_is_refused() -> None:
+    with pytest.raises(ImageError, match="1 x 60000 pixels would be resized to 256 x 15360000"):
+        Preprocess((224, 224), 256)(Image.new("RGB", (1, 60000)))
+
+
+# Descriptions
+
+
+def test_equal_descriptions_are_equal_and_hash_alike() -> None:
+    one = as_preprocess(models.ResNet18_Weights.DEFAULT.transforms())
+    same = as_preprocess(models.VGG11_Weights.DEFAULT.transforms())
+    other = as_preprocess(models.ResNet50_Weights.IMAGENET1K_V2.transforms())
+    assert one == same
+    assert len({one, same, other}) == 2
+    assert "resize=232" in repr(other)
+
+
+def test_random_interpolation_of_timm_means_bilinear() -> None:
+    config = {**TIMM[0], "interpolation": "random"}
+    assert Preprocess.from_timm(config).interpolation == "bilinear"
+
+
+def test_a_resolved_test_size_is_taken() -> None:
+    config = pretrained("resnet18")
+    resolved = TIMM_DATA.resolve_data_config(pretrained_cfg=config, use_test_size=True)
+    assert Preprocess.from_timm(resolved).size == (288, 288)
+    assert Preprocess.from_timm(config).size == (224, 224)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Preprocess((224, 224), 256, interpolation="bicubik"), 'did you mean "bicubic"'),
+        (lambda: Preprocess((224, 224), 256, mean=(0.5,)), "three finite numbers"),
+        (lambda: Preprocess((224, 224), 256, std=(0.5, 0.0, 0.5)), "divide by zero"),
+        (lambda: Preprocess((0, 224), 256), "at least one pixel"),
+        (lambda: Preprocess((4, 4), (4, 4), fit="crop"), "stretch, cover, contain"),  # type: ignore[arg-type]
+        (lambda: Preprocess.from_timm({"mean": 1}), 'without "input_size"'),
+        (lambda: Preprocess.from_timm({"input_size": (1, 28, 28)}), "takes 1 channels"),
+        (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), 'unknown crop_mode "middle"'),
+        (lambda: Preprocess.from_torchvision(torch.nn.Identity()), "Identity is no torchvision image preset"),
+        (lambda: as_preprocess(7), "preprocess is a int"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_option_without_sense_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ImageError, match=words):
+        make()
+
+
+# Any callable
+
+
+def compose(resize: Any, crop: Any, interpolation: InterpolationMode = InterpolationMode.BILINEAR) -> Any:
+    return v2.Compose(
+        [
+            v2.Resize(resize, interpolation=interpolation),
+            v2.CenterCrop(crop),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.485, 0.2, 0.7], [0.229, 2.0, 0.01]),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(4000, 3000), (3000, 4000), (1600, 1066), (500, 375), (3999, 257), (30, 500), (5, 7), (2, 3), (1, 9), (1, 1)],
+)
+@pytest.mark.parametrize(("resize", "crop"), [(256, (224, 224)), ((300, 200), (224, 224)), (100, (224, 224))])
+def test_the_crop_of_a_callable_is_found_to_a_pixel(size: tuple[int, int], resize: Any, crop: tuple[int, int]) -> None:
+    found = TransformPreprocess(compose([resize] if isinstance(resize, int) else resize, crop)).box(size)
+    assert np.abs(np.subtract(found, Preprocess(crop, resize).box(size))).max() < 1
+
+
+@pytest.mark.parametrize("size", [(640, 480), (33, 21)], ids=str)
+@pytest.mark.parametrize("name", ["bicubic", "nearest", "lanczos"])
+def test_the_crop_is_found_under_every_interpolation(size: tuple[int, int], name: str) -> None:
+    found = TransformPreprocess(compose([256], 224, InterpolationMode(name))).box(size)
+    assert np.abs(np.subtract(found, Preprocess((224, 224), 256).box(size))).max() < 1
+
+
+def test_the_crop_is_found_off_the_centre_and_with_the_channels_in_any_order() -> None:
+    def odd(picture: Image.Image) -> Tensor:
+        array = np.asarray(picture.crop((100, 50, 420, 350)).resize((160, 150)))[..., ::-1]
+        return 3 - torch.from_numpy(array.copy()).permute(2, 0, 1) / 50.0
+
+    assert np.abs(np.subtract(TransformPreprocess(odd).box((500, 400)), (100, 50, 420, 350))).max() < 1
+
+
+def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
+    calls: list[tuple[int, int]] = []
+    transform = compose([64], 56)
+
+    def counted(picture: Image.Image) -> Tensor:
+        calls.append(picture.size)
+        output: Tensor = transform(picture)
+        return output
+
+    preprocess = TransformPreprocess(counted)
+    threads = [threading.Thread(target=preprocess.box, args=((90, 70),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    once = len(calls)
+    preprocess.box((90, 70))
+    assert len(calls) == once < 20
+
+
+@pytest.mark.parametrize(
+    ("transform", "words"),
+    [
+        (v2.Compose([v2.RandomResizedCrop(64), v2.ToImage(), v2.ToDtype(torch.float32)]), "another tensor each"),
+        (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(0.5)]), "another tensor each"),
+        (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(1.0)]), "flips or rotates"),
+        (v2.Compose([compose([64], 64), v2.RandomVerticalFlip(1.0)]), "flips or rotates"),
+        (v2.Compose([compose([64], 64), lambda x: x.rot90(1, (1, 2))]), "rotates or warps"),
+        (v2.Compose([lambda p: p.rotate(20), compose([64], 64)]), "rotates or warps"),
+        (lambda p: torch.zeros(3, 8, 8), "leave the preprocessing alike"),
+        (lambda p: torch.full((3, 8, 8), torch.nan), "leave the preprocessing alike"),
+        (lambda p: p, "returned Image, expected a tensor"),
+        (lambda p: {"pixel_values": 1}, "pixel_values"),
+        (lambda p: torch.zeros(1, 3, 8, 8), r"shape \(1, 3, 8, 8\)"),
+        (lambda p: torch.zeros(3, 8, 8, dtype=torch.uint8), "torch.uint8"),
+        (lambda p: torch.zeros(1, 8, 8), r"expected floating point values of shape \(3, H, W\)"),
+    ],
+)
+def test_a_callable_that_cannot_be_followed_is_refused(transform: Any, words: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ImageError, match=words):
+        as_preprocess(transform).box((80, 70))

@@ -1,0 +1,192 @@
+"""The promises of drawing on a photo: it stays what it is, and mistakes are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawing import explained, hot, noise, pixels_of, whole
+from PIL import Image
+
+from saliency.colors import table
+from saliency.errors import RenderError
+from saliency.explanation import Sign
+from saliency.painting import Opacity
+from saliency.preprocess import Frame
+from saliency.render import contact_sheet, cutout, overlay, save_picture
+
+# The photo -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
+def test_at_opacity_zero_the_overlay_is_the_photo(sign: Sign) -> None:
+    photo = noise(60, 40)
+    drawn = overlay(explained(torch.randn(3, 8, 8), whole(photo), sign), opacity=0)
+    assert np.array_equal(pixels_of(drawn), pixels_of(photo))
+
+
+def test_opacity_by_the_map_is_the_magnitude_on_both_sides_of_zero() -> None:
+    photo = Image.new("RGB", (3, 1), (40, 80, 120))
+    values = torch.tensor([[[-2.0, 1.0, 2.0]]])
+    drawn = pixels_of(overlay(explained(values, whole(photo), "signed"), opacity="map"))[0]
+    colors = table("RdBu_r", centred=True).astype(float)
+    assert np.array_equal(drawn[[0, 2]], colors[[1, 255]])
+    assert np.abs(drawn[1] - (colors[192] + (40, 80, 120)) / 2).max() <= 1
+
+
+@pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
+def test_opacity_by_the_map_leaves_pixels_without_evidence_as_they_are(sign: Sign) -> None:
+    photo = noise(80, 80)
+    drawn = overlay(explained(hot(8, 8, 2, 5), whole(photo), sign), opacity="map")
+    same = (pixels_of(drawn) == pixels_of(photo)).all(axis=2)
+    assert same[:10].all()
+    assert same[40:].all()
+    assert not same[20:30, 50:60].any()
+
+
+@pytest.mark.parametrize("opacity", [0.5, 1, "map"])
+def test_outside_the_box_the_overlay_is_the_photo(opacity: Opacity) -> None:
+    photo = noise(50, 40)
+    drawn = overlay(explained(torch.ones(1, 2, 2) + torch.eye(2), Frame(photo, (10, 5, 30, 25))), opacity=opacity)
+    changed = (pixels_of(drawn) != pixels_of(photo)).any(axis=2)
+    assert changed[5:25, 10:30].mean() > 0.95
+    changed[5:25, 10:30] = False
+    assert not changed.any()
+
+
+def test_the_photo_and_the_explanation_are_left_as_they_are() -> None:
+    photo = noise(30, 30)
+    before = pixels_of(photo).copy()
+    explanation = explained(torch.randn(1, 4, 4), whole(photo))
+    values = explanation.values.clone()
+    overlay(explanation, opacity=1)
+    cutout(explanation)
+    contact_sheet([[explanation]])
+    assert np.array_equal(pixels_of(photo), before)
+    assert torch.equal(explanation.values, values)
+
+
+def test_half_opacity_is_half_photo_and_half_colour() -> None:
+    photo = Image.new("RGB", (8, 8), (100, 200, 0))
+    values = hot(2, 2, 0, 0)
+    drawn = pixels_of(overlay(explained(values, whole(photo)), opacity=0.5))
+    ends = table("inferno")[[255, 0]].astype(float)
+    assert np.abs(drawn[0, 0] - (ends[0] + (100, 200, 0)) / 2).max() <= 0.5
+    assert np.abs(drawn[7, 7] - (ends[1] + (100, 200, 0)) / 2).max() <= 0.5
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------
+
+
+def test_several_images_are_an_error_that_shows_the_loop() -> None:
+    one = explained(torch.rand(1, 4, 4), whole(noise(9, 9)))
+    two = replace(
+        one,
+        values=torch.rand(2, 1, 4, 4),
+        scores=torch.ones(2),
+        target=(7, 7),
+        target_names=("espresso",) * 2,
+        probabilities=None,
+        frames=one.frames * 2,
+    )
+    with pytest.raises(RenderError, match=r"\[overlay\(e\) for e in explanation\]"):
+        overlay(two)
+    with pytest.raises(RenderError, match=r"\[cutout\(e\) for e in explanation\]"):
+        cutout(two)
+    assert len([overlay(each) for each in two]) == 2
+
+
+def test_no_picture_is_an_error_that_says_what_to_pass() -> None:
+    with pytest.raises(RenderError, match="picture="):
+        overlay(explained(torch.rand(1, 4, 4), None))
+
+
+@pytest.mark.parametrize("opacity", [-0.1, 1.1, float("nan"), "maps"])
+def test_an_impossible_opacity_is_an_error(opacity: Opacity) -> None:
+    with pytest.raises(RenderError, match="opacity"):
+        overlay(explained(torch.rand(1, 4, 4), whole(noise(9, 9))), opacity=opacity)
+
+
+# Cut-outs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.2, 0.5, 1.0])
+def test_a_cutout_keeps_that_share_of_the_strongest_pixels(keep: float) -> None:
+    photo = Image.new("RGB", (100, 100), (200, 200, 200))
+    values = torch.linspace(1, 2, 10000).view(1, 100, 100)
+    drawn = pixels_of(cutout(explained(values, whole(photo)), keep=keep))[..., 0]
+    kept = round(100 * keep)
+    assert (drawn[100 - kept :] == 200).all()
+    assert (drawn[: 100 - kept] == 0).all()
+
+
+def test_a_cutout_shows_no_pixel_without_evidence() -> None:
+    drawn = cutout(explained(hot(10, 10, 4, 4), whole(noise(10, 10))), keep=0.5, background="#00ff00")
+    shown = (pixels_of(drawn) != (0, 255, 0)).any(axis=2)
+    assert shown.sum() == 1
+    assert shown[4, 4]
+
+
+def test_a_cutout_hides_what_the_model_did_not_see() -> None:
+    photo = Image.new("RGB", (30, 10), "white")
+    drawn = pixels_of(cutout(explained(torch.rand(1, 4, 4) + 1, Frame(photo, (10, 0, 20, 10))), keep=1.0))
+    assert (drawn[:, 10:20] == 255).all()
+    assert (drawn[:, :10] == 0).all()
+    assert (drawn[:, 20:] == 0).all()
+
+
+def test_a_smooth_cutout_fades_with_the_map() -> None:
+    photo = Image.new("RGB", (3, 1), "white")
+    drawn = pixels_of(cutout(explained(torch.tensor([[[0.0, 1.0, 2.0]]]), whole(photo)), keep=None))
+    assert drawn[0, :, 0].tolist() == pytest.approx([0, 127.5, 255], abs=0.5)
+
+
+def test_an_impossible_cutout_is_an_error() -> None:
+    explanation = explained(torch.rand(1, 4, 4), whole(noise(9, 9)))
+    with pytest.raises(RenderError, match="keep"):
+        cutout(explanation, keep=0.0)
+    with pytest.raises(RenderError, match="background"):
+        cutout(explanation, background="bleu")
+
+
+# Files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_a_png_loses_nothing(tmp_path: Path, mode: str) -> None:
+    photo = noise(31, 17).convert(mode)
+    path = save_picture(photo, tmp_path / "photo.PNG")
+    with Image.open(path) as read:
+        assert np.array_equal(pixels_of(read), pixels_of(photo))
+    assert [each.name for each in tmp_path.iterdir()] == ["photo.PNG"]
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("jpg", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP"), ("png", "PNG")])
+def test_the_suffix_names_the_format(tmp_path: Path, suffix: str, kind: str) -> None:
+    with Image.open(save_picture(noise(31, 17), str(tmp_path / f"photo.{suffix}"))) as read:
+        assert (read.format, read.size) == (kind, (31, 17))
+
+
+def test_an_unknown_suffix_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
+    for name in ("photo.gif", "photo"):
+        with pytest.raises(RenderError, match=r"\.png"):
+            save_picture(noise(3, 3), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_picture(Image.new("RGB", (4, 4), "red"), tmp_path / "photo.webp")
+    before = path.read_bytes()
+
+    def half(self: Image.Image, file: Path, **options: object) -> None:
+        file.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Image.Image, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        save_picture(noise(4, 4), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

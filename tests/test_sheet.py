@@ -1,0 +1,171 @@
+"""The promises of contact sheets and figures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawing import explained, hot, noise, pixels_of, whole
+from PIL import Image, ImageFont
+
+from saliency.colors import table
+from saliency.errors import RenderError, SaliencyWarning
+from saliency.explanation import Explanation
+from saliency.preprocess import Frame, Preprocess
+from saliency.render import contact_sheet, figure
+from saliency.sheet import ellipsised, wrapped
+
+
+def rows_of(sizes: Sequence[tuple[int, int]], methods: Sequence[str]) -> list[list[Explanation]]:
+    return [
+        [explained(torch.randn(1, 7, 7), whole(noise(*size)), "signed", method=method) for method in methods]
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("thumb", [64, 240])
+def test_a_sheet_holds_every_photo_and_every_method(thumb: int) -> None:
+    sheet = contact_sheet(rows_of([(60, 40), (40, 60), (50, 50)], ["grad_cam", "layer_cam"]), thumb=thumb)
+    assert sheet.mode == "RGB"
+    width, height = sheet.size
+    assert 3 * thumb < width < 5.5 * thumb
+    assert thumb * (2 / 3 + 1 + 1) < height < thumb * (2 / 3 + 1 + 1) + 1.2 * thumb
+    filled = (pixels_of(sheet) != 255).any(axis=2).mean()
+    assert 0.4 < filled < 0.95
+
+
+def test_the_first_cell_of_a_sheet_is_the_photo() -> None:
+    red = Image.new("RGB", (100, 100), (200, 0, 0))
+    sheet = pixels_of(contact_sheet([[explained(torch.rand(1, 7, 7), whole(red))]], thumb=100))
+    rows, columns = np.nonzero((sheet == (200, 0, 0)).all(axis=2))
+    assert (int(np.ptp(rows)), int(np.ptp(columns))) == (99, 99)
+    assert len(rows) == 100 * 100
+
+
+@pytest.mark.parametrize("size", [(2000, 3), (3, 2000), (1, 1), (5, 4)])
+def test_a_sheet_takes_photos_of_any_shape(size: tuple[int, int]) -> None:
+    preprocess = Preprocess(size=(64, 64), resize=64, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear")
+    thin = explained(torch.rand(3, 64, 64), Frame(noise(*size), preprocess.box(size)))
+    assert contact_sheet([[thin]], thumb=96).width > 2 * 96
+    assert contact_sheet(rows_of([size, (40, 30)], ["grad_cam"]), thumb=96).width > 2 * 96
+
+
+def test_a_column_on_one_scale_shows_the_weaker_photo_darker() -> None:
+    photo = whole(Image.new("RGB", (50, 50)))
+    ramp = torch.arange(4.0).view(1, 2, 2)
+    rows = [[explained(ramp, photo)], [explained(ramp * 100, photo)]]
+    own, shared = (pixels_of(contact_sheet(rows, opacity=1, shared=each)).astype(int) for each in (False, True))
+    half = own.shape[0] // 2
+    assert own[:half].sum() > shared[:half].sum()  # the upper row is the weak one
+    assert np.array_equal(own[half + 20 :], shared[half + 20 :])
+
+
+def test_a_speckled_map_uses_all_its_colours_also_on_a_thumbnail() -> None:
+    """Averaged over 7 x 7 values, speckles of both signs nearly cancel; the scale is that of what is left."""
+    values = torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0))
+    photo = whole(Image.new("RGB", (224, 224), (0, 255, 0)))
+    sheet = pixels_of(contact_sheet([[explained(values, photo, "signed")]], thumb=32, opacity=1))
+    ends = table("RdBu_r", centred=True)[[1, 255]]
+    assert all((sheet == end).all(axis=2).any() for end in ends)
+
+
+def test_a_row_of_several_classes_names_each_below_its_drawing() -> None:
+    photo = whole(noise(50, 50))
+    same = [explained(torch.rand(1, 7, 7), photo, name="tabby") for _ in range(2)]
+    differ = [same[0], replace(same[1], target_names=("tiger cat",))]
+    assert contact_sheet([differ]).height > contact_sheet([same]).height
+    assert contact_sheet([differ]).width < contact_sheet([same]).width
+
+
+def test_a_sheet_without_probabilities_or_with_long_names_stays_in_its_measure() -> None:
+    photo = whole(noise(50, 50))
+    long = "a very long class name, with commas, and_without_any_space_at_all_for_a_very_long_stretch"
+    short = contact_sheet([[explained(torch.rand(1, 7, 7), photo, name="x")]])
+    sheet = contact_sheet([[explained(torch.rand(1, 7, 7), photo, name=long, method=long, probability=None)]])
+    assert sheet.height == short.height
+    assert sheet.width <= short.width + 240
+
+
+def test_titles_are_shortened_by_an_ellipsis_to_the_width() -> None:
+    font = ImageFont.load_default(size=16)
+    assert ellipsised("espresso", font, 500) == "espresso"
+    cut = ellipsised("Egyptian cat on a mat", font, 80)
+    assert cut.endswith("…")
+    assert font.getlength(cut) <= 80
+    lines = wrapped("great white shark, white shark, man-eater, man-eating shark", font, 110)
+    assert len(lines) == 3
+    assert all(font.getlength(each) <= 110 for each in lines)
+
+
+def test_a_sheet_that_does_not_fit_together_is_an_error() -> None:
+    rows = rows_of([(9, 9), (9, 9)], ["grad_cam", "layer_cam"])
+    with pytest.raises(RenderError, match="row 1 has the methods layer_cam, grad_cam"):
+        contact_sheet([rows[0], rows[1][::-1]])
+    with pytest.raises(RenderError, match="nothing to draw"):
+        contact_sheet([])
+    with pytest.raises(RenderError, match="nothing to draw"):
+        contact_sheet([[]])
+    with pytest.raises(RenderError, match="rows of explanations"):
+        contact_sheet(rows[0])  # type: ignore[arg-type]
+    with pytest.raises(RenderError, match="thumb"):
+        contact_sheet(rows, thumb=3)
+
+
+def test_a_figure_has_a_colour_bar_in_the_maps_numbers(tmp_path: Path) -> None:
+    photo = whole(noise(40, 30))
+    made = figure([explained(torch.tensor([[[0.0, -3.0]]]), photo, "signed"), explained(hot(3, 3, 1, 1), photo)])
+    panels = [each for each in made.axes if each.images]
+    assert len(panels) == 4
+    assert [each.get_title() for each in panels[::2]] == ["espresso 95.1 %"] * 2
+    bars = [bar for panel in panels for bar in panel.child_axes]
+    assert [bar.get_ylim() for bar in bars] == [(-3.0, 3.0), (0.0, 1.0)]
+    made.savefig(tmp_path / "figure.png")
+
+
+def test_a_figure_on_one_scale_has_equal_bars() -> None:
+    photo = whole(noise(40, 30))
+    made = figure([explained(hot(3, 3, 1, 1) * each, photo) for each in (1, 5)], shared=True, label="evidence")
+    bars = [bar for panel in made.axes for bar in panel.child_axes]
+    assert [bar.get_ylim() for bar in bars] == [(0.0, 5.0)] * 2
+    assert [bar.get_ylabel() for bar in bars] == ["evidence"] * 2
+
+
+def test_a_figure_of_zeros_is_drawn_with_a_word(tmp_path: Path) -> None:
+    with pytest.warns(SaliencyWarning, match="zero everywhere"):
+        made = figure(explained(torch.zeros(1, 3, 3), whole(noise(9, 9))))
+    made.savefig(tmp_path / "figure.png")
+
+
+def test_a_figure_of_nothing_is_an_error() -> None:
+    with pytest.raises(RenderError, match="no explanation"):
+        figure([])
+
+
+def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
+    check = (
+        "import sys, saliency.render; "
+        "print([m for m in ('matplotlib', 'cv2', 'torchvision', 'timm') if m in sys.modules])"
+    )
+    found = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", check], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_figure_does_not_import_pyplot() -> None:
+    check = (
+        "import sys, torch; sys.path.insert(0, 'tests'); from drawing import explained, noise, whole; "
+        "from saliency.render import figure; "
+        "figure(explained(torch.rand(1, 3, 3), whole(noise(9, 9)))); print('matplotlib.pyplot' in sys.modules)"
+    )
+    root = Path(__file__).parent.parent
+    found = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert found.stdout.strip() == "False"
