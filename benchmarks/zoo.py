@@ -75,15 +75,25 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     if library == "torchvision":
         options = {"init_weights": False} if bare in ("googlenet", "inception_v3") else {}
         model = torchvision.models.get_model(bare, weights=None, **options)
-        size = (3, 224, 224) if "vit" in bare or "swin" in bare else (3, 128, 128)
+        whole = (3, 224, 224)
     else:
         model = timm.create_model(bare, pretrained=False)
-        config = model.pretrained_cfg
-        small = config.get("min_input_size") or config["input_size"]
-        size = config["input_size"] if config.get("fixed_input_size") else (3, max(small[1], 128), max(small[2], 128))
-    x = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
+        whole = tuple(model.pretrained_cfg["input_size"])
+    model.eval()
+    x = torch.randn(1, *smallest(model, whole), generator=torch.Generator().manual_seed(1))
     awaken(model, x)
     return model.eval(), x
+
+
+def smallest(model: nn.Module, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """128 pixels, where the network takes them; else its own input size."""
+    small = (whole[0], min(whole[1], 128), min(whole[2], 128))
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, *small))
+    except (AssertionError, RuntimeError, ValueError):
+        return whole
+    return small
 
 
 def awaken(model: nn.Module, x: Tensor) -> None:
@@ -183,7 +193,8 @@ def table(found: list[Row]) -> str:
     head = [
         "# Guided backpropagation and Grad-CAM on every architecture",
         "",
-        f"Made by `make zoo`: torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}.",
+        f"Made by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__},",
+        f"timm {timm.__version__}.",
         f"{len(found)} networks with random weights: guided backpropagation is exact on {exact}, refused with the",
         f"reason on {refused}, wrong on {len(found) - exact - refused}.",
         f"Every promise is kept on {sum(row.passed for row in found)}.",

@@ -19,6 +19,8 @@ from .rectifiers import Site
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""
 
+_Gradients = tuple[Tensor | None, ...]
+
 
 class HookManager(ExitStack):
     """Every hook of one call, taken away when the block ends, however it ends.
@@ -70,11 +72,16 @@ class HookManager(ExitStack):
             self.callback(site.node.register_hook(_node_hook(rule_for(site))).remove)
 
 
-def _node_hook(rule: Rule) -> Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    def hook(grad_inputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _node_hook(rule: Rule) -> Callable[[_Gradients, _Gradients], _Gradients]:
+    def hook(grad_inputs: _Gradients, grad_outputs: _Gradients) -> _Gradients:
+        signal = grad_outputs[0]
         # The operand that the network's signal came by is the one that has a gradient; bounds and slopes have none.
-        at = [isinstance(grad, Tensor) for grad in grad_inputs].index(True)
-        return (*grad_inputs[:at], rule(grad_inputs[at], grad_outputs[0]), *grad_inputs[at + 1 :])
+        at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))
+        if operand is None or signal is None:
+            return grad_inputs
+        # Where the operation broadcast or promoted its operand, the signal comes back in another shape or type.
+        signal = signal.sum_to_size(operand.shape).to(operand.dtype)
+        return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
 
     return hook
 

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .errors import NotApplicableError
+from .errors import NotApplicableError, TargetError
+
+INDEPENDENT = "the score does not depend on the input, so there is nothing to explain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Sites(NamedTuple):
 
 def _node_type(function: Callable[[Tensor], Tensor]) -> type:
     with torch.inference_mode(mode=False), torch.enable_grad():
-        return type(function(torch.ones(1, requires_grad=True)).grad_fn)
+        # A clone, since the probe may work in place.
+        return type(function(torch.ones(1, requires_grad=True).clone()).grad_fn)
 
 
 def _is_zero(bound: Any) -> bool:
@@ -81,27 +85,34 @@ _Test = Callable[[Any], bool]
 _RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
     "relu": [(torch.relu, lambda node: True)],
     "relu6": [(F.relu6, lambda node: node._saved_min_val == 0)],
-    "threshold": [(lambda t: F.threshold(t, 0, 0), lambda node: node._saved_threshold == 0)],
+    "threshold": [
+        (lambda t: F.threshold(t, 0, 0), lambda node: node._saved_threshold == 0),
+        (lambda t: torch.threshold_(t, 0, 0), lambda node: node._saved_threshold == 0),
+    ],
     "clamp": [
         (lambda t: t.clamp(min=0), lambda node: _is_zero(node._saved_min)),
         (lambda t: t.clamp(min=torch.zeros(1)), lambda node: _is_zero(node._saved_min)),
         (lambda t: t.clamp_min(0), lambda node: _is_zero(node._saved_min)),
         (lambda t: torch.clamp_min(t, torch.zeros(1)), lambda node: _is_zero(node._saved_min)),
     ],
-    "maximum": [(lambda t: torch.maximum(t, torch.zeros(1)), _constant_operand_is_zero)],
+    "maximum": [
+        (lambda t: torch.maximum(t, torch.zeros(1)), _constant_operand_is_zero),
+        (lambda t: torch.fmax(t, torch.zeros(1)), _constant_operand_is_zero),
+    ],
 }
 
-_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "leaky_relu": F.leaky_relu,
-    "prelu": lambda t: F.prelu(t, torch.full((1,), 0.25)),
-    "rrelu": F.rrelu,
-    "elu": F.elu,
-    "celu": F.celu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "mish": F.mish,
-    "hardswish": F.hardswish,
-    "softplus": F.softplus,
+# The other nonlinearities. Some have a class of their own where they work in place.
+_OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "leaky_relu": [F.leaky_relu, F.leaky_relu_],
+    "prelu": [lambda t: F.prelu(t, torch.full((1,), 0.25))],
+    "rrelu": [F.rrelu, F.rrelu_],
+    "elu": [F.elu, F.elu_],
+    "celu": [F.celu, F.celu_],
+    "gelu": [F.gelu],
+    "silu": [F.silu],
+    "mish": [F.mish],
+    "hardswish": [F.hardswish],
+    "softplus": [F.softplus],
 }
 
 # Selections and products whose other operand is a fixed mask: what a ReLU written by hand leaves in the graph.
@@ -119,7 +130,7 @@ def _rectifier_tests() -> dict[type, tuple[str, _Test]]:
 
 @cache
 def _other_kinds() -> dict[type, str]:
-    return {_node_type(probe): kind for kind, probe in _OTHERS.items()}
+    return {_node_type(probe): kind for kind, probes in _OTHERS.items() for probe in probes}
 
 
 @cache
@@ -133,10 +144,15 @@ def _is_masked(node: Any, kind: str) -> bool:
         tracked = [function is not None for function, _ in node.next_functions]
         factor = node._saved_other if tracked[:1] == [True] and not all(tracked) else None
         factor = node._saved_self if tracked == [False, True] else factor
-        # A factor of one or a few numbers is a scale. A mask holds only 0 and 1, and both of them.
-        if not isinstance(factor, Tensor) or factor.numel() < 2:
+        # A mask has the shape of what it masks, unlike a scale or a gate, and holds only 0 and 1.
+        if (
+            not isinstance(factor, Tensor)
+            or tuple(factor.shape) != tuple(node._input_metadata[0].shape)
+            or factor.numel() < 2
+        ):
             return False
-        return factor.dtype == torch.bool or bool(((factor == 0) | (factor == 1)).all() and factor.any())
+        zeros, ones = factor == 0, factor == 1
+        return factor.dtype == torch.bool or bool((zeros | ones).all() and zeros.any() and ones.any())
     if kind == "where":
         return sum(function is not None for function, _ in node.next_functions) == 1
     return True
@@ -173,6 +189,9 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
     """The nodes that a gradient passes on its way from `score` to `x`, in an order that follows the gradient.
 
     Nodes that lead to parameters only are left out: a ReLU on a weight is no site of the network.
+
+    Raises:
+        TargetError: No gradient gets from the one to the other.
     """
     end = get_gradient_edge(x).node
     order = list(_postorder(score))
@@ -180,6 +199,8 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
     for node in order:
         if any(function in reaches for function, _ in node.next_functions):
             reaches.add(node)
+    if score.grad_fn not in reaches:
+        raise TargetError(INDEPENDENT)
     return [node for node in reversed(order) if node in reaches and node is not end]
 
 
@@ -204,7 +225,8 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
 
     Raises:
         NotApplicableError: A part of the model is compiled, fused or checkpointed in a way that keeps its nodes from
-            the graph.
+            the graph, or works in place on a view.
+        TargetError: The score does not depend on the input.
     """
     rectifiers: list[Site] = []
     others: list[Site] = []
@@ -223,9 +245,9 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
 
 
 def _opaque(node: Any) -> str:
-    """The name of an operation whose inside is not in the graph; "" for the operations of PyTorch itself.
+    """The name of an operation whose inside is not in the graph; "" for the operations of PyTorch and torchvision.
 
-    These kinds have no public class to probe, so the C++ name of the node decides.
+    Most of these kinds have no public class to probe, so the C++ name of the node decides.
     """
     name = node.name()
     if isinstance(node, CheckpointFunction._backward_cls):
@@ -233,15 +255,31 @@ def _opaque(node: Any) -> str:
             "a part of the model is checkpointed with use_reentrant=True, which keeps its ReLUs out of the autograd "
             "graph; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
         )
-    if "CompiledFunction" in name:
+    if name.startswith("CompiledFunction"):
         raise NotApplicableError(
             "a part of the model is compiled, which keeps its ReLUs out of the autograd graph; hand over the model as "
             "it was before torch.compile"
         )
-    if "jit" in name.lower() or "DifferentiableGraph" in name:
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        known = isinstance(node, BackwardHookFunction._backward_cls) or "_torchvision_" in name
+        return "" if known else name.removesuffix("Backward")
+    if name.startswith("torch::jit"):
         raise NotApplicableError(
             "TorchScript has fused a part of the model, which keeps its ReLUs out of the autograd graph; hand over the "
             "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
         )
-    own = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return name.removesuffix("Backward") if own or type(node).__name__ == "CppFunction" else ""
+    if inner := _kind_in_place_on_a_view(node):
+        raise NotApplicableError(
+            f"a {inner} works in place on a view of another tensor, where its gradient cannot be rewritten; "
+            "switch inplace off there, or let it work on the whole tensor"
+        )
+    return name if type(node).__name__ == "CppFunction" and "torchvision" not in name else ""
+
+
+def _kind_in_place_on_a_view(node: Any) -> str:
+    """The kind of the nonlinearity that a copy into a slice wraps; "" for other nodes."""
+    inner = getattr(node, "_wrapped_node", None)
+    if inner is None:
+        return ""
+    kind, _ = _rectifier_tests().get(type(inner), ("", None))
+    return kind if kind and is_rectifier(inner) else _other_kinds().get(type(inner), "")

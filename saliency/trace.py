@@ -15,7 +15,7 @@ from .errors import LayerError, TargetError
 from .hooks import HookManager, Rule
 from .layers import Layout, layout_of
 from .model import leaf, run
-from .rectifiers import Site, Sites, find_sites
+from .rectifiers import INDEPENDENT, Site, Sites, find_sites
 from .selection import Selection
 
 
@@ -132,7 +132,7 @@ class Evidence:
     def _backward_to_input(self) -> Tensor:
         (gradient,) = self._gradients([self.trace.x])
         if gradient is None:
-            raise TargetError("the score does not depend on the input, so there is nothing to explain")
+            raise TargetError(INDEPENDENT)
         return gradient
 
     def _gradients(self, at: list[Tensor]) -> list[Tensor | None]:

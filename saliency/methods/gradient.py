@@ -157,7 +157,12 @@ class GuidedBackprop(RectifiedGradient):
 
     def rule_for(self, site: Site) -> Rule:
         """The derivative's result, where it is positive."""
-        return _positive_gradient
+        if site.kind not in ("clamp", "maximum"):
+            return _positive_gradient
+        # PyTorch's derivative of these at 0 itself is 1 or a half; the rule's is 0, as that of a ReLU.
+        activation, saturation = output_of(site.node), saturation_of(site.node)
+        open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
+        return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)
 
 
 class DeconvNet(RectifiedGradient):
@@ -258,7 +263,7 @@ def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
 
 def _nearest_percentile(values: Tensor, percentile: float) -> Tensor:
     """The value of the nearest rank among all values of each image, with the shape (N, 1, ...) that broadcasts."""
-    flat = values.flatten(1)
+    flat = values.reshape(len(values), -1)
     rank = 1 + round(percentile / 100 * (flat.shape[1] - 1))
     threshold = flat.kthvalue(rank, dim=1).values
     return threshold.reshape(-1, *[1] * (values.dim() - 1))
