@@ -80,9 +80,10 @@ class Attribution(ABC):
         categories: Sequence[str] | None = None,
     ) -> None:
         self.model = unwrap(model)
-        preprocess = preprocess if preprocess is not None else getattr(self.model, "preprocess", None)
+        # What stands on a wrapper counts as on the model within.
+        preprocess = preprocess if preprocess is not None else _carried("preprocess", model, self.model)
         self.preprocess = None if preprocess is None else as_preprocess(preprocess)
-        categories = categories if categories is not None else getattr(self.model, "categories", None)
+        categories = categories if categories is not None else _carried("categories", model, self.model)
         self.categories = None if categories is None else tuple(categories)
 
     @property
@@ -279,6 +280,11 @@ def chosen(option: str, choice: _Choice, choices: Sequence[_Choice]) -> _Choice:
             + did_you_mean(str(choice), map(str, choices))
         )
     return choice
+
+
+def _carried(name: str, *models: nn.Module) -> Any:
+    """The attribute of the first of the models that has it."""
+    return next((each for model in models if (each := getattr(model, name, None)) is not None), None)
 
 
 def _plain(setting: Any) -> Setting:

@@ -94,7 +94,7 @@ def built(names: Iterable[str], model: nn.Module, layer: str | None, settings: S
     options = _options(classes, settings)
     places = [_layer_options(cls, layer) for cls in classes]
     if layer is not None and not any(places):
-        raise UsageError(f"--layer {layer}: {', '.join(cls.name for cls in classes)} read no layer; leave it out")
+        raise UsageError(f"--layer {layer}: no layer is read by {_names(classes)}; leave it out")
     return [_made(cls, model, place | _own(cls, options)) for cls, place in zip(classes, places, strict=True)]
 
 
@@ -102,7 +102,8 @@ def _made(cls: type[Attribution], model: nn.Module, options: Mapping[str, Any]) 
     try:
         return cls(model, **options)
     except TypeError as error:
-        raise UsageError(f"{cls.name} does not take {options}: {_first_line(error)}") from error
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise UsageError(f"{cls.name} does not take {given}: {_first_line(error)}") from error
 
 
 def _layer_options(cls: type[Attribution], layer: str | None) -> dict[str, Any]:
@@ -121,13 +122,17 @@ def _options(classes: Sequence[type[Attribution]], settings: Sequence[str]) -> d
             raise UsageError(f"--set {setting}: expected NAME=VALUE, for example --set smooth=positive")
         if name not in known:
             hint = did_you_mean(name, known) or (f"; there are {', '.join(known)}" if known else "")
-            raise UsageError(f'--set {setting}: {", ".join(cls.name for cls in classes)} have no option "{name}"{hint}')
+            raise UsageError(f'--set {setting}: no option "{name}" of {_names(classes)}{hint}')
         options[name] = _value(value)
     return options
 
 
 def _own(cls: type[Attribution], options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in cls.options()}
+
+
+def _names(classes: Iterable[type[Attribution]]) -> str:
+    return ", ".join(cls.name for cls in classes)
 
 
 def _value(text: str) -> Any:

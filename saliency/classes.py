@@ -105,6 +105,7 @@ def class_name(index: int, categories: Categories) -> str:
 
 def class_number(label: Any) -> int:
     """A class index as an int. Raises TargetError for what is no integer, or negative."""
+    label = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
     try:
         index = operator.index(label) if not isinstance(label, bool) else None
     except TypeError:

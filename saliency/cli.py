@@ -69,30 +69,36 @@ def _run(name: str, words: Sequence[str]) -> int:
         screen.error(error)
         return 2
     except KeyboardInterrupt as interrupt:
-        screen.error(f"interrupted{f': {interrupt}' if interrupt.args else ''}")
+        screen.error(f"interrupted{f'; {interrupt}' if interrupt.args else ''}")
         return 130
 
 
 def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
-    from saliency.explaining import Request, explain
+    with screen.waiting("starting"):
+        from saliency.explaining import Request, explain
 
+    # The default would stay in front of what is typed: argparse extends it.
+    arguments.methods = arguments.methods or [METHOD]
     return explain(Request(**{name: value for name, value in vars(arguments).items() if name != "quiet"}), screen)
 
 
 def _methods(arguments: argparse.Namespace, screen: Screen) -> int:
-    from saliency.listing import methods
+    with screen.waiting("starting"):
+        from saliency.listing import methods
 
     return methods(screen)
 
 
 def _layers(arguments: argparse.Namespace, screen: Screen) -> int:
-    from saliency.listing import layers
+    with screen.waiting("starting"):
+        from saliency.listing import layers
 
     return layers(arguments.model, arguments.weights, arguments.photo, arguments.all, screen)
 
 
 def _models(arguments: argparse.Namespace, screen: Screen) -> int:
-    from saliency.listing import models
+    with screen.waiting("starting"):
+        from saliency.listing import models
 
     return models(arguments.pattern, arguments.all, screen)
 
@@ -110,7 +116,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
         dest="methods",
         nargs="+",
         action="extend",
-        help="one or more, or all; see saliency methods (default: grad_cam)",
+        help=f"one or more, or all; see saliency methods (default: {METHOD})",
     )
     what.add_argument("-t", "--target", metavar="CLASS", help="name or index (default: each photo's top class)")
     what.add_argument("--layer", metavar="NAME", help="that CAMs read; see saliency layers (default: found by itself)")
@@ -180,7 +186,7 @@ COMMANDS: dict[str, Command] = {
         """\
 examples:
   saliency explain cat.jpg
-  saliency explain cat.jpg --method grad_cam guided_backprop --target "tiger cat"
+  saliency explain cat.jpg -m grad_cam guided_backprop --target "tiger cat"
   saliency explain photos/ --method all --sheet --out maps
   saliency explain *.jpg --model resnet50 --layer layer3 --opacity map
 
@@ -257,3 +263,7 @@ def _unknown_command(name: str) -> str:
     if Path(name).exists():
         return f"{name} is no command; to explain it: saliency explain {name}"
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,6 @@ from saliency.pictures import open_picture
 from saliency.preprocess import Frame
 from saliency.render import contact_sheet, overlay, save_picture
 
-METHOD = "grad_cam"
 SHEET = "sheet.png"
 THUMB = 240
 
@@ -35,7 +34,7 @@ class Request:
     """What was typed behind `saliency explain`."""
 
     photos: Sequence[str]
-    methods: Sequence[str] | None
+    methods: Sequence[str]
     model: str
     weights: str
     target: str | None
@@ -92,6 +91,7 @@ class Work:
         self.together = Together(methods)
         self.target = target_of(request.target, methods[0].categories)
         self.names = labels([photo.path for photo in photos])
+        self.done = 0  # photos
         self.outcomes: list[Outcome] = []
         self.rows: list[dict[str, Explanation]] = []  # of the contact sheet
 
@@ -103,6 +103,7 @@ class Work:
                 begin(screen.subject)
                 self.rows.append({})
                 self.outcomes.extend(self._explained(photo, name))
+                self.done += 1
         screen.subject = ""
 
     def _explained(self, photo: Photo, name: str) -> Iterator[Outcome]:
@@ -116,22 +117,18 @@ class Work:
             return
         found = self.together(picture, self.target)
         self._require_sense(found)
+        some = next((each for each in found.values() if isinstance(each, Explanation)), None)
+        about = ("", "") if some is None else (some.target_names[0], " ".join(probability(some)))
         for method, result in found.items():
+            outcome = Outcome(photo.path, method, *about)
             if isinstance(result, Exception):
-                expected = isinstance(result, NotApplicableError) and ALL in (self.request.methods or ())
-                yield Outcome(photo.path, method, error=result, expected=expected)
+                expected = isinstance(result, NotApplicableError) and ALL in self.request.methods
+                yield replace(outcome, error=result, expected=expected)
             else:
-                yield self._drawn(photo.path, name, result)
+                yield self._drawn(replace(outcome, layer=result.layer), name, result)
 
-    def _drawn(self, photo: Path, name: str, explanation: Explanation) -> Outcome:
+    def _drawn(self, outcome: Outcome, name: str, explanation: Explanation) -> Outcome:
         request, stem = self.request, f"{name}.{explanation.method}"
-        outcome = Outcome(
-            photo,
-            explanation.method,
-            explanation.target_names[0],
-            " ".join(probability(explanation)),
-            explanation.layer,
-        )
         try:
             picture = overlay(
                 explanation,
@@ -190,7 +187,7 @@ def explain(request: Request, screen: Screen) -> int:
     Raises:
         SaliencyError: What was typed cannot be done; nothing has been made.
     """
-    names, more_photos = methods_and_photos(request.methods if request.methods is not None else [METHOD])
+    names, more_photos = methods_and_photos(request.methods)
     photos = find_photos([*request.photos, *more_photos])
     if not photos:
         raise UsageError("no photo was named; try: saliency explain photo.jpg")
@@ -211,8 +208,7 @@ def explain(request: Request, screen: Screen) -> int:
         interrupted = True
     tell(work.outcomes, request.out, sheet, screen)
     if interrupted:
-        done = len({outcome.photo for outcome in work.outcomes})
-        raise KeyboardInterrupt(f"{done} of {len(photos)} photos are done")
+        raise KeyboardInterrupt(f"{work.done} of {len(photos)} photos are done")
     return _exit_code(work.outcomes)
 
 

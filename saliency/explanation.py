@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from .errors import ExplanationError
 from .files import replacing
 from .preprocess import Frame
+from .ramp import Box
 from .rectifiers import Coverage
 
 Sign = Literal["positive", "signed", "absolute"]
@@ -71,14 +72,17 @@ class Explanation:
         """The number of images."""
         return len(self.values)
 
-    def __getitem__(self, index: int) -> Explanation:
-        """The explanation of one image, with its leading axis kept. Raises IndexError past the end."""
+    def __getitem__(self, index: int | slice) -> Explanation:
+        """The explanation of one image, with its leading axis kept, or of several. Raises IndexError past the end."""
         at = range(len(self))[index]
-        rows: dict[str, Any] = {
-            name: tensor[at : at + 1] for name in _TENSORS if (tensor := getattr(self, name)) is not None
+        rows = at if isinstance(at, range) else range(at, at + 1)
+        chosen: dict[str, Any] = {
+            name: tensor[list(rows)] if len(rows) != 1 else tensor[rows[0] : rows[0] + 1]
+            for name in _TENSORS
+            if (tensor := getattr(self, name)) is not None
         }
-        rows |= {name: (getattr(self, name)[at],) for name in ("target", "target_names", "frames")}
-        return replace(self, **rows)
+        chosen |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
+        return replace(self, **chosen)
 
     def __iter__(self) -> Iterator[Explanation]:
         """The explanations of the images, one by one."""
@@ -107,8 +111,12 @@ class Explanation:
         The file is written under a temporary name beside its place and moved into it.
         """
         path = Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
         tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        tensors = {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        }
         tensors |= {f"picture.{i}": _encoded(f.picture) for i, f in enumerate(self.frames) if f is not None}
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata={"saliency": json.dumps(self._header())})
@@ -127,7 +135,9 @@ class Explanation:
                 if not isinstance(header, dict) or header.get("format") != _FORMAT:
                     raise ExplanationError(f"{path}: a safetensors file, but not one that Explanation.save wrote")
                 return cls(**_fields_from(header, {name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
-        except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, SafetensorError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            if isinstance(error, ExplanationError):
+                raise
             raise ExplanationError(f"{path}: no readable explanation: {error}") from error
 
     def _header(self) -> dict[str, Any]:
@@ -143,10 +153,16 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
     plain["frames"] = tuple(
-        None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), tuple(box))
+        None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), _box(*box))
         for i, box in enumerate(plain["frames"])
     )
-    return plain | {name: tensors.get(name) for name in _TENSORS}
+    kept = {name: tensors.get(name) for name in _TENSORS}
+    per_image = [plain["target"], plain["target_names"], plain["frames"], *kept.values()]
+    if kept["values"] is None or kept["scores"] is None:
+        raise ValueError("it holds no values, or no scores")
+    if {len(each) for each in per_image if each is not None} != {len(kept["values"])}:
+        raise ValueError("its parts disagree on the number of images")
+    return plain | kept
 
 
 def _encoded(picture: Image.Image) -> Tensor:
@@ -157,6 +173,11 @@ def _encoded(picture: Image.Image) -> Tensor:
 
 
 def _decoded(data: Tensor) -> Image.Image:
-    picture = Image.open(io.BytesIO(data.numpy().tobytes()), formats=("PNG",))
+    # The reader itself: Image.open has a limit on pixels, and what was kept has been read before.
+    picture = PngImagePlugin.PngImageFile(io.BytesIO(data.numpy().tobytes()))
     picture.load()
-    return picture
+    return picture.copy()
+
+
+def _box(left: float, top: float, right: float, bottom: float) -> Box:
+    return left, top, right, bottom

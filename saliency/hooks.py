@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,35 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 _Gradients = tuple[Tensor | None, ...]
 
 
+class _Open(threading.local):
+    """The managers that are open in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.managers: list[HookManager] = []
+
+
+_open = _Open()
+
+
 class HookManager(ExitStack):
     """Every hook of one call, taken away when the block ends, however it ends.
 
-    Hooks act only in the thread that made the manager: other threads may run the same model at the same time.
+    Hooks act only in the thread that opened the manager, since other threads may run the same model at the same time,
+    and only while no other manager is open inside it, since a model may ask for an explanation while it runs.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.get_ident()
+    def __enter__(self) -> Self:
+        """The manager, now the innermost one of this thread."""
+        super().__enter__()
+        _open.managers.append(self)
+        self.callback(_open.managers.remove, self)
+        return self
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
         """Call `see(output)` after each call of `layer`; what it returns, if anything, takes the output's place."""
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return see(output) if threading.get_ident() == self._thread else None
+            return see(output) if _open.managers[-1:] == [self] else None
 
         self.callback(layer.register_forward_hook(hook).remove)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .errors import ImageError, NonFiniteError
 from .pictures import ImageLike, open_picture
-from .preprocess import Frame, Preprocess, PreprocessLike, TransformPreprocess, as_preprocess
+from .preprocess import Frame, Preprocess, PreprocessLike, as_preprocess
+from .ramp import TransformPreprocess
 
 ImagesLike = ImageLike | Sequence[ImageLike]
 

@@ -47,23 +47,31 @@ class _Lease:
     def take(self, modules: list[nn.Module]) -> None:
         holders = self.holders
         with self.lock:
-            for module in modules:
+            for at, module in enumerate(modules):
                 held = holders.get(module, 0)
-                holders[module] = held + 1
-                if not held and module.training:
+                # A frozen ScriptModule has no such flag.
+                if not held and getattr(module, "training", False):
+                    try:
+                        module.training = False
+                    except BaseException:
+                        self._give_back(modules[:at])
+                        raise
                     self.was_training.add(module)
-                    module.training = False
+                holders[module] = held + 1
 
     def give_back(self, modules: list[nn.Module]) -> None:
-        holders = self.holders
         with self.lock:
-            for module in modules:
-                held = holders.pop(module)
-                if held > 1:
-                    holders[module] = held - 1
-                elif module in self.was_training:
-                    self.was_training.remove(module)
-                    module.training = True
+            self._give_back(modules)
+
+    def _give_back(self, modules: list[nn.Module]) -> None:
+        holders = self.holders
+        for module in modules:
+            held = holders.pop(module)
+            if held > 1:
+                holders[module] = held - 1
+            elif module in self.was_training:
+                self.was_training.remove(module)
+                module.training = True
 
 
 _evaluation = _Lease()
@@ -134,15 +142,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
 
-    Raises:
-        ModelError: The parameters were made under `inference_mode`, and no gradient can pass them.
     """
-    some = reference(model)
-    if some is not None and some.is_inference():
-        raise ModelError(
-            "the model's parameters were made under torch.inference_mode(), so no gradient can pass them; "
-            "build or load the model outside of it (running it inside is fine)"
-        )
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
@@ -156,10 +156,18 @@ def run(model: nn.Module, x: Tensor) -> Any:
     """The model's output for a batch. The model gets a clone: it may normalise its input in place.
 
     An error in the model comes out as it is, with a note on what went in.
+
+    Raises:
+        ModelError: Parameters or buffers were made under `inference_mode`, and no gradient can pass them.
     """
     try:
         return model(x.clone())
     except Exception as error:
+        if any(each.is_inference() for group in (model.parameters(), model.buffers()) for each in group):
+            raise ModelError(
+                "parameters or buffers of the model were made under torch.inference_mode(), so no gradient can pass "
+                "them; build or load the model outside of it (running it inside is fine)"
+            ) from error
         error.add_note(
             f"saliency ran {type(model).__name__} on an input of shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +114,7 @@ def _tell_by_photo(outcomes: Sequence[Outcome], screen: Screen) -> None:
 
 def _tell_where(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
     made = [outcome for outcome in outcomes if outcome.file]
-    photos = len({outcome.photo for outcome in outcomes})
-    failed = len({outcome.photo for outcome in outcomes if outcome.error and not outcome.expected})
-    layers = dict.fromkeys(outcome.layer for outcome in made if outcome.layer)
+    failures = sum(outcome.error is not None and not outcome.expected for outcome in outcomes)
     screen.say("")
     if made:
         count = len({outcome.photo for outcome in made})
@@ -123,10 +122,17 @@ def _tell_where(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, scre
         screen.say(f"{_count(len(made), 'overlay')} of {_count(count, 'photo')}{where}")
     if sheet:
         screen.say(f"contact sheet: {visible(sheet)}")
-    if layers:
-        screen.say(Text(f"read at layer: {'; '.join(layers)}", "dim"))
-    if failed:
-        screen.say(Text(f"failed: {failed} of {_count(photos, 'photo')}", "red"))
+    if any(outcome.layer for outcome in made):
+        screen.say(Text(f"read at {_layers(made)}", "dim"))
+    if failures:
+        screen.say(Text(_count(failures, "failure"), "red"))
+
+
+def _layers(made: Sequence[Outcome]) -> str:
+    """The layer that was read, and the methods that read others."""
+    read = list(dict.fromkeys((outcome.layer, outcome.method) for outcome in made if outcome.layer))
+    usual = Counter(layer for layer, _ in read).most_common(1)[0][0]
+    return "; ".join([str(usual), *(f"{method} at {layer}" for layer, method in read if layer != usual)])
 
 
 def _count(number: int, what: str) -> str:

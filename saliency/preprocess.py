@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from .errors import ImageError, did_you_mean
-from .ramp import Box, find_box
+from .ramp import Box, TransformPreprocess
 
 Fit = Literal["stretch", "cover", "contain"]
 
@@ -213,57 +212,6 @@ class Preprocess:
                 "crop it before explaining it"
             )
         return resized
-
-
-class TransformPreprocess:
-    """Any callable from a picture to a tensor, with its crop found by looking.
-
-    Where the crop lies is found by pushing coordinate ramps through the callable, once per picture size, so a
-    callable that resizes, crops, pads and normalises in whatever way needs no description.
-
-    Args:
-        transform: Takes an RGB picture and returns a float tensor (3, H, W), the same one each time.
-    """
-
-    def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.transform = transform
-        self._boxes: dict[tuple[int, int], Box] = {}
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"TransformPreprocess({self.transform!r})"
-
-    def __call__(self, picture: Image.Image) -> Tensor:
-        """The model's input for one picture: (3, H, W), floating point.
-
-        Raises:
-            ImageError: The callable returned something else.
-        """
-        tensor: object = self.transform(picture)
-        if not isinstance(tensor, Tensor):
-            raise ImageError(
-                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); end it "
-                'with ToTensor, or take the tensor out: lambda p: processor(p, return_tensors="pt")'
-                '["pixel_values"][0]'
-            )
-        if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
-            raise ImageError(
-                f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
-                "expected floating point values of shape (3, H, W)"
-            )
-        return tensor.detach()
-
-    def box(self, picture_size: tuple[int, int]) -> Box:
-        """Where the model's input lies on a picture of (w, h) pixels, to a pixel.
-
-        Raises:
-            ImageError: The callable is random, flips, rotates or warps, or does more to colours than to scale
-                and shift them.
-        """
-        with self._lock:
-            if picture_size not in self._boxes:
-                self._boxes[picture_size] = find_box(self, picture_size)
-            return self._boxes[picture_size]
 
 
 PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tensor] | Mapping[str, Any]

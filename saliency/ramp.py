@@ -1,8 +1,9 @@
-"""Where the crop of an unknown callable lies, found by pushing coordinate ramps through it."""
+"""Any callable from picture to tensor as preprocessing, with its crop found by pushing coordinate ramps through it."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,63 @@ from .errors import ImageError
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the picture
 
+
+class TransformPreprocess:
+    """Any callable from a picture to a tensor, with its crop found by looking.
+
+    Where the crop lies is found by pushing coordinate ramps through the callable, once per picture size, so a
+    callable that resizes, crops, pads and normalises in whatever way needs no description.
+
+    Args:
+        transform: Takes an RGB picture and returns a float tensor (3, H, W), the same one each time.
+    """
+
+    def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.transform = transform
+        self._boxes: dict[tuple[int, int], Box] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"TransformPreprocess({self.transform!r})"
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """The model's input for one picture: (3, H, W), floating point.
+
+        Raises:
+            ImageError: The callable returned something else.
+        """
+        tensor: object = self.transform(picture)
+        if not isinstance(tensor, Tensor):
+            raise ImageError(
+                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); end it "
+                'with ToTensor, or take the tensor out: lambda p: processor(p, return_tensors="pt")'
+                '["pixel_values"][0]'
+            )
+        if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
+            raise ImageError(
+                f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
+                "expected floating point values of shape (3, H, W)"
+            )
+        return tensor.detach()
+
+    def box(self, picture_size: tuple[int, int]) -> Box:
+        """Where the model's input lies on a picture of (w, h) pixels, to a pixel.
+
+        Raises:
+            ImageError: The callable is random, flips, rotates or warps, or does more to colours than to scale
+                and shift them.
+        """
+        with self._lock:
+            if picture_size not in self._boxes:
+                self._boxes[picture_size] = _find_box(self, picture_size)
+            return self._boxes[picture_size]
+
+
 _Array = NDArray[np.floating[Any]]
 _NO_BOX = "the preprocessing {} the picture; only resizing, cropping and padding can be followed"
 
 
-def find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> Box:
+def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> Box:
     """Push grey ramps through `preprocess` and read off which coordinate came out where."""
     _require_repeatable(preprocess, picture_size)
     probe = _Probe(preprocess, picture_size)

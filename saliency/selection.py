@@ -76,4 +76,6 @@ class Selection:
         finite = torch.isfinite(scores.detach())
         if not finite.all():
             at = int((~finite).nonzero()[0])
-            raise NonFiniteError(f"the score of image {at} is {float(scores[at])}; the model's output is not finite")
+            raise NonFiniteError(
+                f"the score of image {at} is {float(scores.detach()[at])}; the model's output is not finite"
+            )

@@ -69,6 +69,11 @@ class ClassScore(OutputTarget):
         scores = class_scores(output)
         if self.classes is None:
             return ClassScore(tuple(scores.detach().argmax(1).tolist()))
+        if len(scores) != len(self.classes):
+            raise TargetError(
+                f"the model gave {len(scores)} rows of scores for {len(self.classes)} image"
+                f"{'s' * (len(self.classes) != 1)}; pass a function of the output as the target"
+            )
         for index in self.classes:
             if index >= scores.shape[1]:
                 raise TargetError(
@@ -269,7 +274,12 @@ def region(label: int | str, where: Any = None) -> Target:
     Source: Vinogradova et al., "Towards Interpretable Semantic Segmentation via Gradient-weighted Class Activation
         Mapping" (2020), https://arxiv.org/abs/2002.11434, who take the sum in place of the mean.
     """
-    return Region(label, None if where is None else torch.as_tensor(np.asarray(where)))
+    if where is None:
+        return Region(label)
+    try:
+        return Region(label, where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.asarray(where)))
+    except TypeError as error:
+        raise TargetError(f"the region's pixels are an array of true and false, got {type(where).__name__}") from error
 
 
 def value(*index: int) -> Target:

@@ -57,7 +57,8 @@ def principal_map(features: Tensor) -> Tensor:
 
     By the eigenvectors of the smaller Gram matrix, hundreds of times cheaper than a decomposition of the whole.
     """
-    places = features.flatten(2).transpose(1, 2).float()  # (N, hw, K)
+    exact = features if features.dtype in (torch.float32, torch.float64) else features.float()
+    places = exact.flatten(2).transpose(1, 2)  # (N, hw, K)
     if places.shape[1] <= places.shape[2]:
         values, vectors = torch.linalg.eigh(places @ places.transpose(1, 2))  # (N, hw, hw), ascending
         projection = vectors[:, :, -1] * values[:, -1:].clamp(min=0).sqrt()

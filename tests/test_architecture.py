@@ -1,0 +1,274 @@
+"""The shape of the house: imports go down, names are public on purpose, and everything says what it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import saliency
+from saliency import METHODS, Attribution
+
+HOME = Path(saliency.__file__).parent
+
+# From the ground up: a module imports from the floors below its own.
+FLOORS: list[set[str]] = [
+    {"errors", "files"},
+    {"rectifiers", "classes", "ramp", "pictures", "model", "download", "weights"},
+    {"preprocess", "hooks", "targets"},
+    {"images", "layers", "selection", "explanation", "libraries"},
+    {"trace", "bundled"},
+    {"attribution", "zoo"},
+    {"methods.gradient", "methods.cam"},
+    {"methods.eigen", "methods.combined"},
+    {"methods"},
+    {"maps"},
+    {"colors"},
+    {"painting"},
+    {"plot", "sheet"},
+    {"render"},
+    {"testing.subject", "testing.snapshot"},
+    {"testing.untouched", "testing.contract", "testing.inputs"},
+    {"testing.values"},
+    {"testing"},
+    {"arguments", "console", "photos"},
+    {"choices", "outcomes"},
+    {"listing", "explaining"},
+    {"cli"},
+]
+
+# The command line answers `--help` without the library, so these may reach for it inside their functions only.
+LIGHT = {"cli", "choices", "arguments", "console", "outcomes", "listing", "explaining"}
+
+MOST_LINES = 320
+
+PUBLIC: list[str] = vars(saliency)["__all__"]
+
+
+def module_name(path: Path) -> str:
+    """The name under `saliency`: "methods.cam"; "" for the package itself."""
+    parts = path.relative_to(HOME).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(HOME.rglob("*.py"))}
+PARSED = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+
+
+def imports(name: str, *, lazy: bool = True) -> Iterator[str]:
+    """The full names of the modules that a module imports; without `lazy`, not those inside functions and for types."""
+    package = f"saliency.{name}".rstrip(".")
+    if MODULES[name].name != "__init__.py":
+        package = package.rpartition(".")[0]
+    for node in ast.walk(PARSED[name]) if lazy else at_import(PARSED[name]):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{each.name}" for each in node.names)
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from at_import(node)
+
+
+def own(imported: str) -> str | None:
+    """The module of this package that an import reaches; None for others."""
+    if imported != "saliency" and not imported.startswith("saliency."):
+        return None
+    name = imported.removeprefix("saliency").removeprefix(".")
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def floor(name: str) -> int:
+    return next((at for at, modules in enumerate(FLOORS) if name in modules), len(FLOORS))
+
+
+def test_every_module_has_its_floor() -> None:
+    placed = [name for modules in FLOORS for name in modules]
+    assert len(placed) == len(set(placed))
+    assert set(MODULES) - {""} == set(placed)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {""}))
+def test_imports_only_go_down(name: str) -> None:
+    for imported in imports(name):
+        below = own(imported)
+        if below is None or below == name:
+            continue
+        assert below != "" or name in LIGHT, f"{name} imports from the package itself: {imported}"
+        assert below == "" or floor(below) < floor(name), f"{name} imports up: {imported}"
+
+
+def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in ("from .render import overlay", "from saliency.render import overlay", "import saliency.render"):
+        monkeypatch.setitem(PARSED, "errors", ast.parse(source))
+        with pytest.raises(AssertionError, match="errors imports up"):
+            test_imports_only_go_down("errors")
+    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from ..render import overlay"))
+    with pytest.raises(AssertionError, match=r"methods\.cam imports up"):
+        test_imports_only_go_down("methods.cam")
+    monkeypatch.setitem(PARSED, "errors", ast.parse("def f():\n    from saliency import overlay"))
+    with pytest.raises(AssertionError, match="errors imports"):
+        test_imports_only_go_down("errors")
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(set(MODULES) - {""}) if floor(name) < floor("colors")])
+def test_nothing_below_the_drawing_draws(name: str) -> None:
+    drawing = {"matplotlib", "cv2", "PIL.ImageDraw", "PIL.ImageFont"}
+    found = [each for each in imports(name) if each in drawing or each.split(".")[0] in drawing]
+    assert not found
+
+
+HEAVY = ("torchvision", "timm", "matplotlib", "cv2", "skimage", "scipy", "rich", "pandas")
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if not name or floor(name) < floor("arguments")])
+def test_what_is_heavy_is_imported_where_it_is_used(name: str) -> None:
+    assert not [each for each in imports(name, lazy=False) if each.split(".")[0] in HEAVY]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after some code."""
+    report = "\nimport sys\nprint('\\n'.join(sorted({name.split('.')[0] for name in sys.modules})))"
+    result = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=True)  # noqa: S603
+    return set(result.stdout.splitlines())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    loaded = loaded_by("import saliency")
+    assert not loaded & {*HEAVY, "numpy", "PIL"}
+    assert "saliency" in loaded
+
+
+def test_every_public_name_together_load_nothing_heavy() -> None:
+    loaded = loaded_by("import saliency\nfor name in saliency.__all__: getattr(saliency, name)")
+    assert not loaded & set(HEAVY)
+    assert "torch" in loaded
+
+
+def test_the_help_of_the_command_line_loads_no_torch() -> None:
+    code = "import saliency.cli\ntry: saliency.cli.main(['--help'])\nexcept SystemExit: pass"
+    assert not loaded_by(code) & {"torch", "numpy", *HEAVY} - {"rich"}
+
+
+# Names.
+
+
+def test_all_is_what_is_visible_and_sorted() -> None:
+    assert sorted(PUBLIC) == PUBLIC
+    assert sorted(PUBLIC) == sorted(name for name in dir(saliency) if not name.startswith("_"))
+    assert len(set(PUBLIC)) == len(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(saliency, name) is not None
+
+
+def test_every_public_name_shadows_no_module() -> None:
+    assert not set(PUBLIC) & {name for name in MODULES if "." not in name}
+
+
+def test_the_stub_names_what_it_takes_and_from_where() -> None:
+    stub = ast.parse((HOME / "__init__.pyi").read_text("utf-8"))
+    for node in stub.body:
+        assert isinstance(node, ast.ImportFrom)
+        module = importlib.import_module(f"saliency.{node.module}")
+        for each in node.names:
+            assert each.asname == each.name
+            assert getattr(module, each.name) is getattr(saliency, each.name)
+
+
+def test_every_method_is_public() -> None:
+    assert METHODS
+    for name, cls in METHODS.items():
+        assert cls.name == name
+        assert getattr(saliency, cls.__name__) is cls
+        assert cls.__module__.startswith("saliency.methods.")
+
+
+def test_every_named_class_in_the_methods_is_registered() -> None:
+    for module_path in MODULES:
+        if not module_path.startswith("methods."):
+            continue
+        module = importlib.import_module(f"saliency.{module_path}")
+        for cls in vars(module).values():
+            if inspect.isclass(cls) and issubclass(cls, Attribution) and cls.__dict__.get("name"):
+                assert METHODS[cls.name] is cls
+
+
+def test_every_error_is_public() -> None:
+    errors = importlib.import_module("saliency.errors")
+    for name, each in vars(errors).items():
+        if inspect.isclass(each) and issubclass(each, Exception | Warning):
+            assert getattr(saliency, name) is each
+            assert issubclass(each, saliency.SaliencyError | UserWarning)
+            assert name in (errors.__doc__ or "") or name in ("SaliencyError", "SaliencyWarning")
+
+
+# Words and sizes.
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_everything_public_says_what_it_is(name: str) -> None:
+    tree = PARSED[name]
+    assert ast.get_docstring(tree), f"{name} has no docstring"
+    for node in public(tree):
+        doc = ast.get_docstring(node)
+        assert doc, f"{name}.{node.name} has no docstring"
+        # One sentence first, on its own.
+        assert doc.split("\n\n")[0].rstrip().endswith((".", ":", "?")), f"{name}.{node.name}: {doc.splitlines()[0]}"
+
+
+def public(
+    tree: ast.Module | ast.ClassDef,
+) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        yield node
+        if isinstance(node, ast.ClassDef):
+            yield from public(node)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_file_is_two_files(name: str) -> None:
+    lines = MODULES[name].read_text("utf-8").count("\n")
+    assert lines <= MOST_LINES, f"{MODULES[name].name} has {lines} lines: where is the seam?"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_the_library_prints_nothing_and_asserts_nothing_of_the_user(name: str) -> None:
+    for node in ast.walk(PARSED[name]):
+        assert not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("breakpoint", "exec", "eval")
+        if not name.startswith(("cli", "console", "outcomes", "listing")):
+            assert not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "print"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward(name: str) -> None:
+    """No other code calls `.eval()`, and none `.backward()` or `requires_grad_()` on what is not its own."""
+    called = {
+        node.func.attr
+        for node in ast.walk(PARSED[name])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    if not name.startswith("testing"):
+        assert "backward" not in called
+        assert "eval" not in called or name in ("zoo", "libraries", "bundled")
+    registers = {each for each in called if each.startswith("register_") and each.endswith("_hook")}
+    assert not registers or name == "hooks" or name.startswith("testing")

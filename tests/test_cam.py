@@ -1,0 +1,366 @@
+"""CAMs against their closed forms, against the papers' formulas written out, and against captum and grad-cam."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import (
+    CAM,
+    Attribution,
+    GradCAM,
+    GradCAMPlusPlus,
+    HiResCAM,
+    LayerCAM,
+    LayerError,
+    NotApplicableError,
+    SaliencyWarning,
+    XGradCAM,
+    probability,
+)
+
+CLASSES = [3, 0]
+
+
+class Pooled(nn.Module):
+    """Features, global average pooling, one linear layer."""
+
+    def __init__(self, *, rectified: bool = True) -> None:
+        super().__init__()
+        last = [nn.ReLU()] if rectified else []
+        self.features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), *last)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x).mean((2, 3)))
+        return out
+
+
+class Flattened(nn.Module):
+    """Features, flattened, one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(8 * 7 * 5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x).flatten(1))
+        return out
+
+
+class Deep(nn.Module):
+    """A head with a ReLU of its own, so that the gradient differs from place to place. Keeps the size of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU()
+        )
+        self.tail = nn.Sequential(nn.Conv2d(8, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 9 * 7, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tail(self.features(x))
+        return out
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 9, 7, dtype=torch.float64)
+
+
+def deep() -> Deep:
+    return Deep().double()
+
+
+def at_the_layer(model: Any, x: Tensor, classes: list[int]) -> tuple[Tensor, Tensor]:
+    """Activation and gradient (N, K, h, w), by the shortest way there is: the model cut in two by hand."""
+    activation = model.features(x).detach().requires_grad_()
+    if isinstance(model, Deep):
+        logits = model.tail(activation)
+    elif isinstance(model, Flattened):
+        logits = model.head(activation.flatten(1))
+    else:
+        logits = model.head(activation.mean((2, 3)))
+    score = sum(logits[i, c] for i, c in enumerate(classes))
+    (gradient,) = torch.autograd.grad(score, activation)
+    return activation.detach(), gradient
+
+
+# Closed forms.
+
+
+def test_grad_cam_is_the_mean_gradient_times_the_activation(x: Tensor) -> None:
+    model = deep()
+    a, g = at_the_layer(model, x, CLASSES)
+    expected = torch.zeros(2, 1, 9, 7, dtype=torch.float64)
+    for n in range(2):
+        for k in range(8):
+            expected[n, 0] += g[n, k].sum() / 63 * a[n, k]
+    found = GradCAM(model, "features").attribute(x, CLASSES)
+    assert torch.allclose(found.values, expected, rtol=1e-12, atol=0)
+    assert (expected < 0).any(), "a map that is clipped could not be told from this one"
+    assert torch.equal(found.scores, model(x)[[0, 1], CLASSES])
+
+
+def test_behind_pooling_and_a_linear_head_grad_cam_is_cam_over_the_number_of_places(x: Tensor) -> None:
+    model = Pooled().double()
+    cam = CAM(model, "features").attribute(x, CLASSES).values
+    grad_cam = GradCAM(model, "features").attribute(x, CLASSES).values
+    places = 7 * 5
+    assert torch.allclose(cam, grad_cam * places, rtol=1e-12, atol=1e-15)
+    by_hand = torch.einsum("nk,nkhw->nhw", model.head.weight[CLASSES], model.features(x))[:, None]
+    assert torch.allclose(cam, by_hand, rtol=1e-12, atol=1e-15)
+
+
+def test_the_mean_of_a_cam_and_the_bias_are_the_logit(x: Tensor) -> None:
+    model = Pooled().double()
+    found = CAM(model, "features").attribute(x, CLASSES)
+    assert torch.allclose(found.values.mean((1, 2, 3)) + model.head.bias[CLASSES], found.scores, rtol=1e-12)
+
+
+def test_cam_reads_a_head_that_is_a_convolution_of_single_points(x: Tensor) -> None:
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Conv2d(3, 8, 3)
+            self.head = nn.Conv2d(8, 5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.features(x).mean((2, 3), keepdim=True))
+            return out.flatten(1)
+
+    model = Convolved().double()
+    found = CAM(model, "features").attribute(x, 2)
+    grad_cam = GradCAM(model, "features").attribute(x, 2).values
+    assert torch.allclose(found.values, grad_cam * 35, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("make", [Flattened, Deep])
+def test_cam_refuses_another_head(make: type[nn.Module]) -> None:
+    model = make().double()
+    with pytest.raises(NotApplicableError, match="use grad_cam"):
+        CAM(model, "features").attribute(torch.randn(1, 3, 9, 7, dtype=torch.float64), 1)
+
+
+def test_cam_refuses_a_head_whose_output_goes_on(x: Tensor) -> None:
+    model = nn.Sequential()
+    model.add_module("body", Pooled().double())
+    model.add_module("scale", nn.Softmax(1))
+    with pytest.raises(NotApplicableError):
+        CAM(model, "body.features").attribute(x, 1)
+
+
+def test_cam_refuses_what_is_no_class(x: Tensor) -> None:
+    with pytest.raises(NotApplicableError, match="explains classes"):
+        CAM(Pooled().double(), "features").attribute(x, lambda output: output.sum(1))
+
+
+def test_hires_cam_and_the_bias_sum_to_the_logit_with_a_flattened_linear_head(x: Tensor) -> None:
+    model = Flattened().double()
+    found = HiResCAM(model, "features").attribute(x, CLASSES)
+    total = found.values.sum((1, 2, 3)) + model.head.bias[CLASSES]
+    assert torch.allclose(total, found.scores, rtol=1e-12, atol=1e-14)
+
+
+def test_behind_pooling_and_a_linear_head_hires_cam_is_grad_cam(x: Tensor) -> None:
+    model = Pooled().double()
+    hires = HiResCAM(model, "features").attribute(x, CLASSES).values
+    assert torch.allclose(hires, GradCAM(model, "features").attribute(x, CLASSES).values, rtol=1e-12, atol=1e-16)
+
+
+def test_hires_cam_differs_from_grad_cam_where_the_gradient_differs_by_place(x: Tensor) -> None:
+    model = deep()
+    a, g = at_the_layer(model, x, CLASSES)
+    hires = HiResCAM(model, "features").attribute(x, CLASSES).values
+    assert torch.allclose(hires, (a * g).sum(1, keepdim=True), rtol=1e-12)
+    assert not torch.allclose(hires, GradCAM(model, "features").attribute(x, CLASSES).values, rtol=0.1)
+
+
+def derivatives_of_exp(head: nn.Module, a: Tensor, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(y) and its first, second and third derivatives by each single activation, by differentiating three times."""
+    first, second, third = torch.zeros_like(a), torch.zeros_like(a), torch.zeros_like(a)
+    for index in np.ndindex(*a.shape):
+        single = a[index].clone().requires_grad_()
+        changed = a.clone()
+        changed[index] = single
+        whole = head(changed[None])[0, c].exp()
+        (d1,) = torch.autograd.grad(whole, single, create_graph=True)
+        (d2,) = torch.autograd.grad(d1, single, create_graph=True)
+        (d3,) = torch.autograd.grad(d2, single)
+        first[index], second[index], third[index] = d1.detach(), d2.detach(), d3
+    return head(a[None])[0, c].exp().detach(), first, second, third
+
+
+def test_grad_cam_plus_plus_is_equation_19_with_the_true_derivatives_of_the_exponential() -> None:
+    model = nn.Sequential()
+    model.add_module("features", nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    tail = nn.Sequential(nn.Conv2d(4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 3 * 2, 4))
+    model.add_module("tail", tail)
+    model.double()
+    x = torch.randn(1, 3, 6, 5, dtype=torch.float64)
+    a = model[0](x)[0].detach()  # (K, 4, 3)
+    whole, first, second, third = derivatives_of_exp(tail, a, 2)
+    expected = torch.zeros(4, 3, dtype=torch.float64)
+    counted = 0
+    for k in range(4):
+        weight = torch.zeros((), dtype=torch.float64)
+        for i in range(4):
+            for j in range(3):
+                if second[k, i, j] == 0:
+                    continue
+                alpha = second[k, i, j] / (2 * second[k, i, j] + a[k].sum() * third[k, i, j])
+                weight += alpha * first[k, i, j].clamp(min=0)
+                counted += int(first[k, i, j] > 0)
+        expected += weight / whole * a[k]  # the exponential itself is a factor of the whole map
+    found = GradCAMPlusPlus(model, "features").attribute(x, 2).values[0, 0]
+    assert 0 < counted < 4 * 12
+    assert torch.allclose(found, expected, rtol=1e-10)
+
+
+def test_grad_cam_plus_plus_is_the_powers_of_the_gradient(x: Tensor) -> None:
+    model = deep()
+    a, g = at_the_layer(model, x, CLASSES)
+    alpha = torch.where(g == 0, 0, g**2 / (2 * g**2 + a.sum((2, 3), keepdim=True) * g**3))
+    expected = ((alpha * g.clamp(min=0)).sum((2, 3), keepdim=True) * a).sum(1, keepdim=True)
+    assert torch.allclose(GradCAMPlusPlus(model, "features").attribute(x, CLASSES).values, expected, rtol=1e-10)
+
+
+def test_grad_cam_plus_plus_says_where_it_is_not_defined(x: Tensor) -> None:
+    with pytest.warns(SaliencyWarning, match="behind a ReLU"):
+        values = GradCAMPlusPlus(Pooled(rectified=False).double(), "features").attribute(x, CLASSES).values
+    assert values.isfinite().all()
+
+
+def test_xgrad_cam_is_the_gradient_weighted_by_the_share_of_the_activation(x: Tensor) -> None:
+    model = deep()
+    a, g = at_the_layer(model, x, CLASSES)
+    expected = torch.zeros(2, 9, 7, dtype=torch.float64)
+    for n in range(2):
+        for k in range(8):
+            if a[n, k].sum() > 0:
+                expected[n] += (g[n, k] * a[n, k] / a[n, k].sum()).sum() * a[n, k]
+    found = XGradCAM(model, "features").attribute(x, CLASSES).values[:, 0]
+    assert torch.allclose(found, expected, rtol=1e-11, atol=1e-16)
+    assert torch.allclose(found.sum((1, 2)), (g * a).sum((1, 2, 3))), "the paper's axioms: the map sums to g times a"
+
+
+def test_xgrad_cam_does_not_explode_where_the_activations_of_a_channel_cancel() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = (self.layer(x) * weight).sum((1, 2, 3))
+            return out[:, None]
+
+    a = torch.tensor([[1.0, -1.0], [2.0, -2.0 + 1e-9]], dtype=torch.float64)
+    b = torch.tensor([[1.0, -2.0], [3.0, -2.0 - 1e-9]], dtype=torch.float64)
+    weight = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[7.0, 0.0], [1.0, 5.0]], [[1.0, 1.0], [1.0, 1.0]]]).double()
+    x = torch.stack([a, b, torch.zeros_like(a)])[None]
+    found = XGradCAM(Weighted(), "layer").attribute(x, 0).values[0, 0]
+    # Sums of +1e-9 and -1e-9 are taken for +1 % and -1 % of the sum of magnitudes; a channel of zeros counts nothing.
+    for_a = (a * weight[0]).sum() / (0.01 * a.abs().sum())
+    for_b = (b * weight[1]).sum() / (-0.01 * b.abs().sum())
+    assert torch.allclose(found, for_a * a + for_b * b, rtol=1e-9)
+
+
+def test_layer_cam_is_the_positive_gradient_times_the_activation(x: Tensor) -> None:
+    model = deep()
+    a, g = at_the_layer(model, x, CLASSES)
+    expected = sum(torch.where(g[:, k] > 0, g[:, k], 0) * a[:, k] for k in range(8))
+    assert isinstance(expected, Tensor)
+    found = LayerCAM(model, "features").attribute(x, CLASSES).values
+    assert torch.allclose(found[:, 0], expected, rtol=1e-12)
+    assert not torch.allclose(found, HiResCAM(model, "features").attribute(x, CLASSES).values, rtol=0.1)
+
+
+# Any target, any layer.
+
+
+def test_a_probability_changes_the_gradient_and_so_the_map(x: Tensor) -> None:
+    model = deep()
+    a = model.features(x).detach().requires_grad_()
+    (g,) = torch.autograd.grad(model.tail(a).softmax(1)[:, 3].sum(), a)
+    expected = (g.mean((2, 3), keepdim=True) * a.detach()).sum(1, keepdim=True)
+    found = GradCAM(model, "features").attribute(x, probability(3))
+    assert torch.allclose(found.values, expected, rtol=1e-11)
+
+
+def test_a_negated_target_gives_the_counterfactual_map(x: Tensor) -> None:
+    model = deep()
+    against = GradCAM(model, "features").attribute(x, lambda output: -output[:, 1]).values
+    assert torch.equal(against, -GradCAM(model, "features").attribute(x, 1).values)
+
+
+def test_a_score_that_does_not_depend_on_the_layer_is_an_error(x: Tensor) -> None:
+    class Fork(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aside = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.aside(x)
+            return super().forward(x)
+
+    with pytest.raises(LayerError, match="does not depend on layer"):
+        GradCAM(Fork().double(), "aside").attribute(x, 1)
+
+
+# Peers, where they are right.
+
+
+@contextmanager
+def their_warnings_are_theirs() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def test_grad_cam_equals_captum() -> None:
+    with their_warnings_are_theirs():
+        attr = pytest.importorskip("captum.attr")
+        model, x = Deep().eval(), torch.randn(2, 3, 9, 7)
+        theirs = attr.LayerGradCam(model, model.features).attribute(x, CLASSES, relu_attributions=False)
+    ours = GradCAM(model, "features").attribute(x, CLASSES).values
+    assert torch.allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tolerance"),
+    [
+        (GradCAM, "GradCAM", 1e-5),
+        (HiResCAM, "HiResCAM", 1e-5),
+        (XGradCAM, "XGradCAM", 1e-5),
+        (LayerCAM, "LayerCAM", 1e-5),
+        (GradCAMPlusPlus, "GradCAMPlusPlus", 1e-2),  # theirs adds 1e-6 to the denominator
+    ],
+)
+def test_a_cam_equals_grad_cam_the_package(ours: type[Attribution], theirs: str, tolerance: float) -> None:
+    with their_warnings_are_theirs():
+        peer = pytest.importorskip("pytorch_grad_cam")
+        targets = pytest.importorskip("pytorch_grad_cam.utils.model_targets")
+        model, x = Deep().eval(), torch.randn(2, 3, 9, 7)
+        with torch.no_grad():
+            model.get_parameter("tail.3.weight").mul_(
+                20
+            )  # so that their absolute constants are small beside the gradients
+        with getattr(peer, theirs)(model=model, target_layers=[model.features]) as cam:
+            wanted = cam(x, [targets.ClassifierOutputTarget(c) for c in CLASSES])  # (N, H, W), each 0 to 1
+    map_ = ours(model, layer=model.features).attribute(x, CLASSES).values[:, 0].clamp(min=0)  # type: ignore[call-arg]
+    low, high = map_.amin((1, 2), keepdim=True), map_.amax((1, 2), keepdim=True)
+    assert (high > 0).all()
+    assert np.abs(((map_ - low) / (high - low)).numpy() - wanted).max() < tolerance

@@ -1,0 +1,522 @@
+"""The promises of the command line: real runs on real photos, and a plain answer to every mistake."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commandline import ASSETS, COFFEE, copies, started
+from PIL import Image
+
+import saliency
+from saliency import choices, cli, zoo
+from saliency.attribution import explain_together
+from saliency.cli import main
+from saliency.maps import SIGNS
+from saliency.methods import METHODS
+from saliency.render import overlay, save_picture
+from saliency.trace import Trace
+
+PHOTOS = sorted(ASSETS.glob("*.jpg"))
+SILU = ("--model", "efficientnet_b0", "--weights", "none")  # a network without a ReLU
+
+loaded = cache(zoo.load)
+
+
+@pytest.fixture(autouse=True)
+def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "load", loaded)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Run:
+    """What a command line answered."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    def go(*words: object) -> Run:
+        code = main([str(word) for word in words])
+        return Run(code, *capsys.readouterr())
+
+    return go
+
+
+def explain(run: Callable[..., Run], out: Path, *words: object) -> Run:
+    return run("explain", *words, "--out", out)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+# A run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_photo_becomes_an_overlay_as_large_as_the_photo(run: Callable[..., Run], tmp_path: Path) -> None:
+    answer = explain(run, tmp_path / "deep" / "out", COFFEE)
+    assert (answer.code, answer.err) == (0, "")
+    assert names(tmp_path / "deep" / "out") == ["coffee.grad_cam.png"]
+    with Image.open(tmp_path / "deep" / "out" / "coffee.grad_cam.png") as picture:
+        assert picture.size == (600, 400)
+    assert re.search(r"coffee\.jpg +espresso +95\.\d % +grad_cam +\S+coffee\.grad_cam\.png\n", answer.out)
+
+
+def test_the_overlay_and_the_kept_values_are_those_of_the_library(run: Callable[..., Run], tmp_path: Path) -> None:
+    drawing = ("--opacity", "map", "--colormap", "viridis", "--sign", "signed", "--percentile", "90")
+    answer = explain(run, tmp_path, COFFEE, "--target", "cup", "--layer", "blocks.4", "--save", *drawing)
+    assert answer.code == 0, answer.err
+    ours = saliency.GradCAM(loaded("efficientnet_lite0"), "blocks.4").attribute(COFFEE, "cup")
+    kept = saliency.Explanation.load(tmp_path / "coffee.grad_cam.safetensors")
+    assert (kept.layer, kept.target_names, kept.sign) == ("blocks.4", ("cup",), "positive")
+    assert np.array_equal(np.asarray(kept), np.asarray(ours))
+    expected = overlay(ours, opacity="map", colormap="viridis", sign="signed", percentile=90)
+    with Image.open(tmp_path / "coffee.grad_cam.png") as picture:
+        assert np.array_equal(np.asarray(picture), np.asarray(expected))
+
+
+def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Callable[..., Run], tmp_path: Path) -> None:
+    answer = explain(run, tmp_path, ASSETS, "--sheet")
+    assert answer.code == 0, answer.err
+    assert set(names(tmp_path)) == {f"{photo.stem}.grad_cam.png" for photo in PHOTOS} | {"sheet.png"}
+    for photo in PHOTOS:
+        with Image.open(photo) as original, Image.open(tmp_path / f"{photo.stem}.grad_cam.png") as drawn:
+            assert drawn.size == original.size
+    assert f"5 overlays of 5 photos in {tmp_path}/\ncontact sheet: {tmp_path / 'sheet.png'}\n" in answer.out
+
+
+def test_every_method_is_drawn_and_on_the_sheet(run: Callable[..., Run], tmp_path: Path) -> None:
+    answer = explain(run, tmp_path, COFFEE, "--method", "all", "--sheet")
+    assert answer.code == 0, answer.err
+    assert set(names(tmp_path)) == {f"coffee.{method}.png" for method in METHODS} | {"sheet.png"}
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.width > (len(METHODS) + 1) * 240
+    rows = [line for line in answer.out.splitlines() if "coffee.jpg" in line]
+    assert len(rows) == len(METHODS)
+    assert f"contact sheet: {tmp_path / 'sheet.png'}" in answer.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "grad_cam", "eigen_cam", COFFEE],
+        [COFFEE, "--method", "grad_cam", "--method", "eigen_cam"],
+        ["-m", "grad_cam", "-m", "eigen_cam", "grad_cam", "--", COFFEE],
+        ["--model", "efficientnet_lite0", COFFEE, "-m", "grad_cam", "eigen_cam", "--quiet"],
+    ],
+)
+def test_photos_and_methods_may_come_in_any_order(run: Callable[..., Run], tmp_path: Path, words: list[str]) -> None:
+    assert explain(run, tmp_path, *words).code == 0
+    assert names(tmp_path) == ["coffee.eigen_cam.png", "coffee.grad_cam.png"]
+
+
+def test_the_target_may_be_a_name_or_an_index(run: Callable[..., Run], tmp_path: Path) -> None:
+    by_name = explain(run, tmp_path, COFFEE, "--target", "Espresso")
+    by_index = explain(run, tmp_path, COFFEE, "--target", "967")
+    assert by_name.out == by_index.out
+    assert "espresso" in by_name.out
+
+
+def test_an_option_goes_to_the_methods_that_have_it(run: Callable[..., Run], tmp_path: Path) -> None:
+    words = ("-m", "rectgrad", "grad_cam", "--set", "percentile=50", "--save")
+    assert explain(run, tmp_path, COFFEE, *words).code == 0
+    kept = saliency.Explanation.load(tmp_path / "coffee.rectgrad.safetensors")
+    assert kept.settings["percentile"] == 50
+
+
+def test_all_methods_of_a_photo_share_one_forward(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = counted(monkeypatch)
+    words = ("-m", "grad_cam", "xgrad_cam", "guided_backprop", "fused_cam")
+    assert explain(run, tmp_path, *PHOTOS[:2], *words).code == 0
+    assert len(traces) == 2
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one for each forward that methods read."""
+    traces: list[None] = []
+
+    class Counting(Trace):
+        def __init__(self, *arguments: Any) -> None:
+            traces.append(None)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("saliency.attribution.Trace", Counting)
+    return traces
+
+
+# Failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    copies(folder, "fine.jpg")
+    (folder / "broken.jpg").write_bytes(COFFEE.read_bytes()[:20_000])
+    (folder / "empty.png").touch()
+    (folder / "folder.png").mkdir()
+    (folder / "notes.txt").write_text("no picture")
+    (folder / ".hidden.jpg").write_text("no picture")
+    (tmp_path / "nothing").mkdir()
+    answer = explain(
+        run, tmp_path / "out", folder, folder / "notes.txt", tmp_path / "nothing", "missing.jpg", "--sheet"
+    )
+    assert answer.code == 1
+    assert names(tmp_path / "out") == ["fine.grad_cam.png", "sheet.png"]
+    for reason in (
+        "broken.jpg: is damaged: image file is truncated",
+        "empty.png: is empty",
+        "folder.png: is a folder",
+        "notes.txt: is no AVIF",
+        "nothing: the folder has no pictures in it",
+        "missing.jpg: cannot be read: No such file",
+    ):
+        assert reason in answer.err
+        assert reason.partition(": ")[2] in answer.out
+    assert answer.err.count("\n") == 6
+    assert "hidden" not in answer.out
+
+
+def test_a_method_that_does_not_apply_does_not_cost_the_others(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = counted(monkeypatch)
+    words = ("-m", "guided_backprop", "grad_cam", "layer_cam", *SILU, "--sheet")
+    answer = explain(run, tmp_path, *PHOTOS[:3], *words)
+    assert answer.code == 1
+    made = {f"{photo.stem}.{method}.png" for photo in PHOTOS[:3] for method in ("grad_cam", "layer_cam")}
+    assert set(names(tmp_path)) == made | {"sheet.png"}
+    assert answer.err.count("guided_backprop: no ReLU was called") == 3
+    assert "--set smooth=positive" in answer.err
+    assert len(traces) == 4 + 2 + 2  # once it is known to fail, it is asked by itself and the others share
+
+
+def test_among_all_methods_one_that_does_not_apply_is_no_failure(run: Callable[..., Run], tmp_path: Path) -> None:
+    answer = explain(run, tmp_path, COFFEE, "-m", "all", *SILU, "--quiet")
+    assert (answer.code, answer.out, answer.err) == (0, "", "")
+    assert "coffee.grad_cam.png" in names(tmp_path)
+    assert "coffee.guided_backprop.png" not in names(tmp_path)
+
+
+def test_nothing_but_methods_that_do_not_apply_is_a_failure(run: Callable[..., Run], tmp_path: Path) -> None:
+    assert explain(run, tmp_path, COFFEE, "-m", "guided_backprop", *SILU).code == 1
+    assert names(tmp_path) == []
+
+
+def test_an_error_in_the_model_costs_only_its_photo(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fragile(methods: Sequence[Any], picture: Image.Image, target: int | None) -> list[saliency.Explanation]:
+        if picture.size == (512, 512):
+            raise RuntimeError("out of memory\nfor 3 reasons")
+        return explain_together(methods, picture, target)
+
+    monkeypatch.setattr("saliency.explaining.explain_together", fragile)
+    answer = explain(run, tmp_path, *PHOTOS)
+    assert answer.code == 1
+    assert names(tmp_path) == ["chelsea.grad_cam.png", "coffee.grad_cam.png", "rocket.grad_cam.png"]
+    assert answer.err.count("RuntimeError: out of memory for 3 reasons\n") == 2
+
+
+def test_a_full_disk_is_told_of_the_file(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(picture: Image.Image, path: Path) -> Path:
+        if path.name.startswith("coffee"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save_picture(picture, path)
+
+    monkeypatch.setattr("saliency.explaining.save_picture", full)
+    answer = explain(run, tmp_path, *PHOTOS)
+    assert answer.code == 1
+    assert len(names(tmp_path)) == 4
+    assert answer.err.endswith("coffee.jpg by grad_cam: cannot be written: No space left on device\n")
+
+
+def test_quiet_prints_nothing_but_errors(run: Callable[..., Run], tmp_path: Path) -> None:
+    answer = explain(run, tmp_path, COFFEE, "missing.jpg", "-q", "--sheet")
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err == "saliency: missing.jpg: cannot be read: No such file or directory\n"
+    assert explain(run, tmp_path, COFFEE, "-q", "-m", "grad_cam_plus_plus", *SILU).err == ""
+
+
+def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_path: Path) -> None:
+    answer = explain(run, tmp_path, *PHOTOS[:4], "-m", "grad_cam_plus_plus", *SILU)
+    assert answer.code == 0
+    (line,) = answer.err.splitlines()
+    assert line.startswith("warning: astronaut.jpg, camera.jpg and 2 more: grad_cam_plus_plus: some channels")
+
+
+# Usage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--method", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
+        (["--method", "zzz"], 'no method "zzz"; there are grad_cam, '),
+        (["--method", "other.jpg"], "--method names no method, but other.jpg"),
+        (["--methods", "grad_cam"], 'no option "--methods"; did you mean "--method"'),
+        (["--model", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean "efficientnet_lite'),
+        (["--weights", "v2"], 'only the weights "default", not "v2"'),
+        (["--weights", "gone.safetensors"], "no checkpoint file at gone.safetensors"),
+        (["--target", "espreso"], 'no class "espreso" among 1000; did you mean "espresso"'),
+        (["--target", "5000"], "class 5000 is outside 0..999"),
+        (["--target", "-1"], "class -1 is negative"),
+        (["--target", "2.5"], 'no class "2.5"'),
+        (["--layer", "block.5"], 'no layer "block.5" in EfficientNet; the closest are blocks.5'),
+        (["--layer", "classifier"], 'the output of layer "classifier" has shape (1, 1000)'),
+        (["--layer", "bn2", "-m", "vanilla_gradient"], "no layer is read by vanilla_gradient"),
+        (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
+        (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
+        (["--set", "percentile=high", "-m", "rectgrad"], "rectgrad does not take percentile='high'"),
+        (["--set", "smooth"], "expected NAME=VALUE"),
+        (["--colormap", "infernal"], 'no colour map "infernal"; any name of matplotlib works'),
+        (["--opacity", "2"], "argument --opacity: 2 is not a number from 0 to 1, or map"),
+        (["--percentile", "nan"], "argument --percentile: nan is not a number above 0"),
+        (["--sign", "both"], "argument --sign: invalid choice: 'both'"),
+        (["--device", "gpu"], 'no device "gpu"; try auto, cpu'),
+        (["--device", "cuda:99"], "CUDA devices here; try cpu"),
+        (["--model", "lraspp_mobilenet_v3_large", "--weights", "none"], "not (N, classes)"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_any_work(
+    run: Callable[..., Run], tmp_path: Path, words: list[str], answer: str
+) -> None:
+    got = explain(run, tmp_path / "out", COFFEE, *words)
+    assert (got.code, got.out) == (2, "")
+    assert got.err.startswith("saliency: ")
+    assert answer in got.err
+    assert "Traceback" not in got.err
+    assert not (tmp_path / "out").exists() or names(tmp_path / "out") == []
+
+
+def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = zoo.load("efficientnet_lite0")
+    model.categories = None
+    monkeypatch.setattr(choices, "load", lambda name, weights: model)
+    got = explain(run, tmp_path, COFFEE, "--target", "1000", "-m", "grad_cam", "vanilla_gradient")
+    assert (got.code, got.err) == (2, "saliency: class 1000 is outside 0..999, the classes of the model's output\n")
+    assert "the model carries no class names" in explain(run, tmp_path, COFFEE, "--target", "espresso").err
+    assert "class 967" in explain(run, tmp_path, COFFEE, "--target", "967").out
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["explan", "x.jpg"], 'no command "explan"; did you mean "explain"?'),
+        ([str(COFFEE)], f"{COFFEE} is no command; to explain it: saliency explain {COFFEE}"),
+        (["qqqq"], "there are explain, methods, layers, models"),
+        (["--verbose"], "unrecognized arguments: --verbose"),
+        (["explain"], "no photo was named; try: saliency explain photo.jpg"),
+        (["models", "efficientnet_lite9"], 'no model fits "efficientnet_lite9"; did you mean'),
+        (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
+        (["layers", "--photo", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
+        (["layers", "--phot", "missing.jpg"], 'no option "--phot"; did you mean "--photo"?'),
+        (["methods", "grad_cam"], "unrecognized"),
+    ],
+)
+def test_every_slip_gets_the_closest_right_word(run: Callable[..., Run], words: list[str], answer: str) -> None:
+    got = run(*words)
+    assert (got.code, got.out) == (2, "")
+    assert answer in got.err or 'no option "grad_cam"' in got.err
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert explain(run, file, COFFEE).err == f"saliency: --out {file} is a file, not a folder; choose another\n"
+    assert "cannot be written to: Not a directory" in explain(run, file / "out", COFFEE).err
+    assert file.read_text() == "mine"
+
+    def refused(**options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    got = explain(run, tmp_path / "out", COFFEE)
+    assert (got.code, got.out) == (2, "")
+    assert "cannot be written to: Permission denied" in got.err
+
+
+def test_no_photo_of_the_run_is_ever_replaced(run: Callable[..., Run], tmp_path: Path) -> None:
+    photos = copies(tmp_path, "a.png", "a.grad_cam.png")
+    before = [photo.read_bytes() for photo in photos]
+    got = explain(run, tmp_path, *photos)
+    assert got.code == 2
+    assert "a.grad_cam.png would replace one of the photos" in got.err
+    (sheet,) = copies(tmp_path, "sheet.png")
+    assert explain(run, tmp_path / "." / "..", sheet.rename(tmp_path.parent / "sheet.png"), "--sheet").code == 2
+    assert [photo.read_bytes() for photo in photos] == before
+
+
+# Interruption --------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_keeps_what_is_made(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(picture: Image.Image, path: Path) -> Path:
+        if path.name == "chelsea.layer_cam.png":
+            raise KeyboardInterrupt
+        return save_picture(picture, path)
+
+    monkeypatch.setattr("saliency.explaining.save_picture", interrupted)
+    got = explain(run, tmp_path, *PHOTOS, "-m", "grad_cam", "layer_cam", "--sheet")
+    assert got.code == 130
+    made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]
+    assert names(tmp_path) == [*made, "chelsea.grad_cam.png"]
+    assert all(file in got.out for file in [*made, "chelsea.grad_cam.png"])
+    assert got.err == "saliency: interrupted; 2 of 5 photos are done\n"
+
+
+def test_control_c_ends_with_130_and_leaves_no_partial_file(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for i in range(300):
+        shutil.copy(COFFEE, photos / f"{i:03}.jpg")
+    process = started("explain", photos, "--out", tmp_path / "out", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("*.png")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 130, err
+    assert re.search(r"interrupted; \d+ of 300 photos are done", err)
+    assert "Traceback" not in err
+    made = names(tmp_path / "out")
+    assert made
+    assert all(re.fullmatch(r"\d{3}\.grad_cam\.png", name) for name in made)
+    for name in made:
+        with Image.open(tmp_path / "out" / name) as picture:
+            picture.load()
+
+
+# Names ---------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_photos_that_differ_in_the_suffix_or_the_folder_do_not_collide(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    copies(tmp_path / "in", "a.jpg", "a.png", "b.jpg")
+    copies(tmp_path / "in2", "b.jpg", "c d.jpg")
+    photos = [tmp_path / "in", tmp_path / "in2", tmp_path / "in" / "a.jpg"]
+    assert explain(run, tmp_path / "out", *photos).code == 0
+    expected = ["a.jpg", "a.png", "b", "b-2", "c d"]
+    assert names(tmp_path / "out") == sorted(f"{label}.grad_cam.png" for label in expected)
+
+
+def test_hostile_names_are_written_and_shown_harmlessly(run: Callable[..., Run], tmp_path: Path) -> None:
+    hostile = ["[red]x\x1b[2J.jpg", "line\nbreak.jpg", "é" * 100 + ".jpg", "\U0001f600" * 60 + ".jpg", "-o.jpg"]
+    folder = tmp_path / "in"
+    copies(folder, *hostile)
+    (folder / os.fsdecode(b"\xff.jpg")).write_bytes((folder / "-o.jpg").read_bytes())
+    answer = explain(run, tmp_path / "out", folder)
+    assert answer.code == 0, answer.err
+    assert len(names(tmp_path / "out")) == 6
+    assert "\x1b" not in answer.out
+    assert "[red]x\\x1b[2J.jpg" in answer.out
+    assert "line\\nbreak.jpg" in answer.out
+    assert "\\udcff.jpg" in answer.out
+
+
+# Lists ---------------------------------------------------------------------------------------------------------
+
+
+def test_methods_lists_the_whole_registry_with_papers(run: Callable[..., Run]) -> None:
+    answer = run("methods")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(METHODS)
+    for line in lines[1:]:
+        assert re.search(r"forward.*  \S.* (19|20)\d\d +https?://\S+ +\S.*\.$", line), line
+    assert "Selvaraju et al. 2016" in lines[1]
+
+
+def test_layers_marks_the_one_that_is_taken(run: Callable[..., Run]) -> None:
+    answer = run("layers")
+    assert answer.code == 0
+    assert re.findall(r"^->  (\S+) +BatchNormAct2d +1280 x 7 x 7 +7x7$", answer.out, re.MULTILINE) == ["bn2"]
+    assert '"bn2" is taken' in answer.out
+    assert "on an input of 224x224" in answer.out
+    assert len(run("layers", "--all").out.splitlines()) > 200 > len(answer.out.splitlines())
+
+
+def test_layers_looks_at_the_photo_where_the_model_takes_any_size(run: Callable[..., Run]) -> None:
+    words = ("layers", "lraspp_mobilenet_v3_large", "--weights", "none", "--photo", COFFEE)
+    assert "on an input of 520x780" in run(*words).out
+
+
+def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable[..., Run]) -> None:
+    few = run("models").out.splitlines()
+    assert [line.split()[:2] for line in few[1:4]] == [[f"efficientnet_lite{i}", "bundled"] for i in range(3)]
+    assert "torchvision" in few[-1]
+    assert len(run("models", "--all").out.splitlines()) > 1000
+    fitting = run("models", "resnet1?").out.splitlines()[1:]
+    assert {line.split()[0].rpartition("/")[2] for line in fitting} >= {"resnet18"}
+    assert all(re.match(r"(\w+/)?resnet1.( |d)", line) for line in fitting)
+    assert all("vgg1" in line for line in run("models", "vgg1").out.splitlines()[1:])
+
+
+# Lightness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "answer"),
+    [
+        (["--help"], 0, "saliency explain photo.jpg"),
+        (["explain", "--help"], 0, "cat.jpg.grad_cam.png"),
+        (["--version"], 0, "saliency 0."),
+        ([], 2, "usage: saliency COMMAND"),
+        (["explain", "--metod", "x"], 2, "--method"),
+        (["expl"], 2, "explain"),
+    ],
+)
+def test_help_version_and_slips_answer_without_torch(words: list[str], code: int, answer: str) -> None:
+    program = (
+        "import sys; from saliency.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'numpy', 'PIL', 'rich', 'matplotlib'} & set(sys.modules); "
+        "print(heavy or 'light', code)"
+    )
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.endswith(f"light {code}\n")
+    assert answer in done.stdout + done.stderr
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (command,) = entry_points(group="console_scripts", name="saliency")
+    assert command.load() is main
+    process = started("--version", stdout=subprocess.PIPE)
+    assert process.communicate()[0].decode() == f"saliency {version(cli.DISTRIBUTION)}\n"
+
+
+def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
+    for command in cli.COMMANDS:
+        text = run(command, "--help").out
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_choices_of_the_parser_are_those_of_the_library() -> None:
+    assert SIGNS == cli.SIGNS
+    assert cli.METHOD in METHODS

@@ -1,0 +1,99 @@
+"""The promises of the screen: a table that fits a terminal, whole lines in a pipe, warnings in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+from commandline import copies, started
+from rich.cells import cell_len
+
+from saliency.console import Column, Screen, aligned, as_typed, visible
+from saliency.errors import SaliencyWarning
+
+
+def under_terminal(columns: int, *words: object) -> str:
+    """What a command prints on a terminal of so many columns."""
+    pty = pytest.importorskip("pty")
+    import fcntl
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    environment["TERM"] = "xterm-256color"
+    process = started(*words, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:
+            break
+        output += chunk
+        if not chunk:
+            break
+    os.close(master)
+    assert process.wait() in (0, 1)
+    return output.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_terminal_shows_a_bar_and_then_a_table_that_fits_it(columns: int, tmp_path: Path) -> None:
+    photos = copies(tmp_path, "first.jpg", "second.jpg")
+    methods = ("-m", "grad_cam", "grad_cam_plus_plus")
+    shown = under_terminal(columns, "explain", *photos, "missing.jpg", "--out", tmp_path / "o", *methods)
+    assert "0/3" in shown
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2])
+    assert max(map(cell_len, text.splitlines())) <= columns
+    words = " ".join(text.split())
+    assert words.count("first.jpg") == 1
+    assert "cannot be read: No such file or directory" in words
+    assert "saliency: " not in words  # the table says it
+    assert "4 overlays of 2 photos" in words
+
+
+def test_a_single_photo_needs_no_bar(tmp_path: Path) -> None:
+    assert "0/1" not in under_terminal(80, "explain", *copies(tmp_path, "a.jpg"), "--out", tmp_path / "o")
+
+
+def test_a_pipe_gets_whole_lines_without_colours() -> None:
+    rows = aligned(["name", "what"], [["日本", "x" * 300], ["b", ""]])
+    assert rows == ["name  what", f"日本  {'x' * 300}", "b"]
+
+
+def test_python_options_are_said_as_they_are_typed() -> None:
+    said = 'pass smooth="positive" to rewrite; weights=None, or weights="a.pth"; sign="signed"; with layer=...'
+    typed = "use --set smooth=positive to rewrite; --weights none, or --weights a.pth; --sign signed; with --layer"
+    assert as_typed(said) == typed
+
+
+def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    with screen.noting_warnings():
+        for screen.subject in ("a.jpg", "a.jpg", "b.jpg"):
+            warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
+
+
+def test_an_encoding_that_lacks_a_letter_gets_a_question_mark(tmp_path: Path) -> None:
+    (photo,) = copies(tmp_path, "œuf.jpg")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    process = started("explain", photo, "--out", tmp_path / "o", stdout=subprocess.PIPE, env=environment)
+    assert b"?uf.jpg" in process.communicate()[0]
+    assert process.returncode == 0
+
+
+def test_visible_names_keep_letters_and_escape_commands() -> None:
+    assert visible("Größe 日本.jpg") == "Größe 日本.jpg"
+    assert visible("a\tb\u202e.jpg") == "a\\tb\\u202e.jpg"
+
+
+def test_a_quiet_screen_draws_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    Screen(quiet=True).table([Column("a")], [["b"]])
+    assert capsys.readouterr().out == ""

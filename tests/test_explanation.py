@@ -1,0 +1,385 @@
+"""An explanation is a sequence of its images, and a file keeps all of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import saliency.files
+from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
+from saliency.preprocess import Frame
+from saliency.rectifiers import Coverage
+from saliency.testing import tiny_model
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+@pytest.fixture
+def explanation() -> Explanation:
+    return Explanation(
+        values=numbers(3, 3, 4, 5),
+        scores=numbers(3),
+        method="guided_backprop",
+        settings={"smooth": "leave", "percentile": 98.5, "samples": 25, "on": True, "none": None, "list": [1, ["a"]]},
+        target=(4, None, 0),
+        target_names=("espresso", "contrast of é and 日本", ""),
+        probabilities=numbers(3).sigmoid(),
+        layer="features.0",
+        input_size=(4, 5),
+        frames=(Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3)), None, Frame(picture(1, 1, 2), (0.0, 0.0, 1.0, 1.0))),
+        sign="signed",
+        coverage=Coverage({"relu": 3, "relu6": 1}, {"silu": 2}, {"where": 1}),
+        residual=numbers(3) / 9,
+    )
+
+
+def assert_same(found: Explanation, expected: Explanation) -> None:
+    for each in fields(Explanation):
+        came, wanted = getattr(found, each.name), getattr(expected, each.name)
+        if isinstance(wanted, Tensor):
+            assert came.dtype == wanted.dtype, each.name
+            assert came.shape == wanted.shape, each.name
+            assert same_bits(came, wanted), each.name
+        elif each.name == "frames":
+            assert [frame and frame.box for frame in came] == [frame and frame.box for frame in wanted]
+            assert [frame and pixels(frame) for frame in came] == [frame and pixels(frame) for frame in wanted]
+        else:
+            assert came == wanted, each.name
+            assert type(came) is type(wanted), each.name
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))
+
+
+def pixels(frame: Frame) -> tuple[str, tuple[int, int], bytes]:
+    return frame.picture.mode, frame.picture.size, frame.picture.tobytes()
+
+
+# Saving and loading.
+
+
+def test_a_file_loses_nothing(explanation: Explanation, tmp_path: Path) -> None:
+    path = explanation.save(tmp_path / "kept.safetensors")
+    assert path == tmp_path / "kept.safetensors"
+    assert_same(Explanation.load(path), explanation)
+    assert_same(Explanation.load(str(path)), explanation)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str
+)
+def test_every_type_of_number_comes_back_bit_for_bit(
+    dtype: torch.dtype, explanation: Explanation, tmp_path: Path
+) -> None:
+    kept = replace(explanation, values=explanation.values.to(dtype), scores=explanation.scores.to(dtype))
+    assert_same(Explanation.load(kept.save(tmp_path / "a")), kept)
+
+
+def test_extreme_numbers_come_back(explanation: Explanation, tmp_path: Path) -> None:
+    extreme = torch.tensor([0.0, -0.0, 1e-45, 3e38, -1e-38]).reshape(1, 1, 1, 5)
+    kept = replace(explanation[0], values=extreme)
+    assert_same(Explanation.load(kept.save(tmp_path / "a")), kept)
+
+
+@pytest.mark.parametrize("name", ["probabilities", "layer", "coverage", "residual"])
+def test_what_is_not_there_stays_away(name: str, explanation: Explanation, tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {name: None}
+    kept = replace(explanation, **nothing)
+    loaded = Explanation.load(kept.save(tmp_path / "a"))
+    assert getattr(loaded, name) is None
+    assert_same(loaded, kept)
+
+
+def test_an_empty_coverage_is_not_none(explanation: Explanation, tmp_path: Path) -> None:
+    kept = replace(explanation, coverage=Coverage())
+    assert Explanation.load(kept.save(tmp_path / "a")).coverage == Coverage()
+
+
+def test_settings_that_are_not_finite_come_back(explanation: Explanation, tmp_path: Path) -> None:
+    kept = replace(explanation, settings={"most": float("inf")})
+    assert Explanation.load(kept.save(tmp_path / "a")).settings == {"most": float("inf")}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_gives_is_kept(name: str, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.preprocess = _as_tensor  # type: ignore[assignment]
+    model.categories = list("abcde")  # type: ignore[assignment]
+    found = METHODS[name](model).attribute([picture(16, 16), picture(16, 16, 1)], ["b", "a"])
+    assert_same(Explanation.load(found.save(tmp_path / "a")), found)
+    assert_same(Explanation.load(found[1].save(tmp_path / "b")), found[1])
+
+
+def _as_tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image, dtype=np.float32) / 255).permute(2, 0, 1)
+
+
+def test_views_and_tensors_that_share_their_memory_are_kept(explanation: Explanation, tmp_path: Path) -> None:
+    turned = replace(explanation, values=explanation.values.permute(0, 1, 3, 2), input_size=(5, 4))
+    assert_same(Explanation.load(turned.save(tmp_path / "a")), turned)
+    shared = replace(explanation, residual=explanation.scores)
+    assert_same(Explanation.load(shared.save(tmp_path / "b")), shared)
+    expanded = replace(explanation, values=explanation.values[:, :1, :1, :1].expand(3, 3, 4, 5))
+    assert_same(Explanation.load(expanded.save(tmp_path / "c")), expanded)
+
+
+def test_a_tensor_on_a_graph_is_kept_without_it(explanation: Explanation, tmp_path: Path) -> None:
+    kept = replace(explanation, values=explanation.values.clone().requires_grad_() * 1)
+    assert not Explanation.load(kept.save(tmp_path / "a")).values.requires_grad
+
+
+def test_a_picture_is_kept_however_many_pixels_pillow_opens(
+    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = explanation.save(tmp_path / "a")
+    for limit in (30, 10):  # of 35 pixels: a warning of Pillow's, and an error of Pillow's
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        assert_same(Explanation.load(path), explanation)
+
+
+def test_saving_again_replaces_the_file(explanation: Explanation, tmp_path: Path) -> None:
+    explanation.save(tmp_path / "a")
+    explanation[0].save(tmp_path / "a")
+    assert len(Explanation.load(tmp_path / "a")) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
+    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explanation.save(tmp_path / "a")
+
+    def fail(tensors: Any, path: Path, metadata: Any = None) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("saliency.explanation.save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        explanation[0].save(tmp_path / "a")
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert_same(Explanation.load(tmp_path / "a"), explanation)
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    def write() -> None:
+        with saliency.files.replacing(tmp_path / "a") as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_an_os_error(explanation: Explanation, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        explanation.save(tmp_path / "nowhere" / "a")
+
+
+# Files that are no explanations.
+
+
+@pytest.fixture
+def kept(explanation: Explanation, tmp_path: Path) -> Path:
+    return explanation.save(tmp_path / "kept.safetensors")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExplanationError, match=r"nothing\.safetensors: no readable explanation"):
+        Explanation.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(ExplanationError):
+        Explanation.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"hello", b"\x89PNG\r\n\x1a\n" * 9, b"\xff" * 64, b'{"a":1}' * 9])
+def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ExplanationError, match="no readable explanation"):
+        Explanation.load(tmp_path / "a")
+
+
+def test_a_file_cut_anywhere_is_refused(kept: Path) -> None:
+    whole = kept.read_bytes()
+    for end in range(0, len(whole), 37):
+        kept.write_bytes(whole[:end])
+        with pytest.raises(ExplanationError):
+            Explanation.load(kept)
+
+
+def test_a_damaged_file_is_refused_or_read_and_never_ends_in_another_error(kept: Path) -> None:
+    whole, chance = kept.read_bytes(), random.Random(0)  # noqa: S311
+    refused = 0
+    for _ in range(600):
+        damaged = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        kept.write_bytes(damaged)
+        try:
+            Explanation.load(kept)
+        except ExplanationError:
+            refused += 1
+    assert refused > 100
+
+
+def opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with safe_open(str(path), framework="pt") as file:
+        return json.loads(file.metadata()["saliency"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
+    header, tensors = opened(kept)
+    for metadata in (None, {"format": "pt"}, {"saliency": "null"}, {"saliency": "[]"}, {"saliency": "{}"}):
+        save_file(tensors, kept, metadata=metadata)
+        with pytest.raises(ExplanationError, match=r"but not one that Explanation\.save wrote"):
+            Explanation.load(kept)
+    save_file(tensors, kept, metadata={"saliency": json.dumps({**header, "format": "saliency explanation 99"})})
+    with pytest.raises(ExplanationError):
+        Explanation.load(kept)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda header, tensors: header.pop("method"),
+        lambda header, tensors: header.pop("target"),
+        lambda header, tensors: header.pop("frames"),
+        lambda header, tensors: header.update(unknown=1),
+        lambda header, tensors: header.update(target=None),
+        lambda header, tensors: header.update(target=[]),
+        lambda header, tensors: header.update(target_names=["one"]),
+        lambda header, tensors: header.update(input_size=5),
+        lambda header, tensors: header.update(coverage=[1]),
+        lambda header, tensors: header.update(coverage={"unknown": 1}),
+        lambda header, tensors: header.update(frames=[3, None, None]),
+        lambda header, tensors: header.update(frames=[]),
+        lambda header, tensors: header.update(frames=[[1.0], None, None]),
+        lambda header, tensors: tensors.pop("values"),
+        lambda header, tensors: tensors.pop("scores"),
+        lambda header, tensors: tensors.pop("picture.0"),
+        lambda header, tensors: tensors.update({"picture.0": torch.zeros(20, dtype=torch.uint8)}),
+        lambda header, tensors: tensors.update({"picture.0": tensors["picture.0"][:-30].clone()}),
+        lambda header, tensors: tensors.update({"picture.0": torch.zeros(0, dtype=torch.uint8)}),
+        lambda header, tensors: tensors.update(scores=torch.zeros(2)),
+    ],
+)
+def test_a_header_or_content_that_does_not_fit_is_refused(
+    spoil: Callable[[dict[str, Any], dict[str, Tensor]], Any], kept: Path
+) -> None:
+    header, tensors = opened(kept)
+    spoil(header, tensors)
+    save_file(tensors, kept, metadata={"saliency": json.dumps(header)})
+    with pytest.raises(ExplanationError, match=r"kept\.safetensors: no readable explanation"):
+        Explanation.load(kept)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "{", "[" * 100_000, "1" * 10_000, "\0"], ids=["empty", "open", "deep", "long", "nul"]
+)
+def test_a_header_that_is_no_json_is_refused(header: str, kept: Path) -> None:
+    _, tensors = opened(kept)
+    save_file(tensors, kept, metadata={"saliency": header})
+    with pytest.raises(ExplanationError):
+        Explanation.load(kept)
+
+
+# A sequence of its images.
+
+
+def test_an_explanation_is_a_sequence_of_its_images(explanation: Explanation) -> None:
+    assert len(explanation) == 3
+    parts = list(explanation)
+    assert [len(each) for each in parts] == [1, 1, 1]
+    assert torch.equal(torch.cat([each.values for each in parts]), explanation.values)
+    assert [each.target for each in parts] == [(4,), (None,), (0,)]
+    assert [each.target_names[0] for each in parts] == list(explanation.target_names)
+    assert [each.frames[0] for each in parts] == list(explanation.frames)
+    for at, each in enumerate(parts):
+        for name in ("scores", "probabilities", "residual"):
+            assert torch.equal(getattr(each, name), getattr(explanation, name)[at : at + 1])
+        assert (each.method, each.settings, each.layer) == (
+            explanation.method,
+            explanation.settings,
+            explanation.layer,
+        )
+        assert (each.coverage, each.sign, each.input_size) == (
+            explanation.coverage,
+            explanation.sign,
+            explanation.input_size,
+        )
+
+
+def test_images_are_counted_from_either_end(explanation: Explanation) -> None:
+    assert explanation[-1].target == (0,)
+    assert torch.equal(explanation[-1].values, explanation.values[2:])
+    assert explanation[np.int64(1)].target == (None,)  # type: ignore[index]
+    assert torch.equal(explanation[-3].values, explanation[0].values)
+    assert explanation[1][0].target == (None,)
+    assert [each.target for each in reversed(explanation)] == [(0,), (None,), (4,)]
+    for outside in (3, -4):
+        with pytest.raises(IndexError):
+            explanation[outside]
+    for wrong in ("a", 1.5, None):
+        with pytest.raises(TypeError):
+            explanation[wrong]  # type: ignore[index]
+
+
+def test_one_image_is_a_view_and_no_copy(explanation: Explanation) -> None:
+    assert explanation[1].values.data_ptr() == explanation.values[1].data_ptr()
+
+
+def test_an_array_is_the_values(explanation: Explanation) -> None:
+    array = np.asarray(explanation)
+    assert array.shape == (3, 3, 4, 5)
+    assert array.dtype == np.float32
+    assert np.array_equal(array, explanation.values.numpy())
+    assert np.shares_memory(array, explanation.values.numpy())
+    assert not np.shares_memory(np.array(explanation, copy=True), explanation.values.numpy())
+    assert np.asarray(explanation, dtype=np.float64).dtype == np.float64
+    half = replace(explanation, values=explanation.values.bfloat16())
+    assert np.array_equal(np.asarray(half), half.values.float().numpy())
+    hanging = replace(explanation, values=explanation.values.clone().requires_grad_())
+    assert np.array_equal(np.asarray(hanging), array)
+
+
+def test_an_explanation_does_not_change(explanation: Explanation) -> None:
+    with pytest.raises(FrozenInstanceError):
+        explanation.values = torch.zeros(1)  # type: ignore[misc]
+    with pytest.raises((AttributeError, TypeError)):
+        explanation.note = "mine"  # type: ignore[attr-defined]
+
+
+def test_it_says_what_it_is(explanation: Explanation) -> None:
+    assert repr(explanation) == (
+        "<Explanation of espresso, contrast of é and 日本,  by guided_backprop at features.0, values (3, 3, 4, 5)>"
+    )
+    plain = GuidedBackprop(tiny_model()).attribute(numbers(5, 3, 16, 16), 1)
+    assert repr(plain) == "<Explanation of class 1, class 1, class 1, ... by guided_backprop, values (5, 3, 16, 16)>"
+
+
+def test_it_moves_to_another_device_whole(explanation: Explanation) -> None:
+    moved = explanation.to("cpu")
+    assert_same(moved, explanation)
+    meta = explanation.to("meta")
+    tensors = (meta.values, meta.scores, meta.probabilities, meta.residual)
+    assert all(each is not None and each.is_meta for each in tensors)
+    assert meta.frames is explanation.frames

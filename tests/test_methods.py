@@ -1,0 +1,570 @@
+"""Every method keeps every promise, and the checks see through a method that does not."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saliency
+from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
+from saliency.attribution import Finding, method, source, summary
+from saliency.methods.cam import WeightedCAM
+from saliency.model import leaf, run
+from saliency.selection import Selection
+from saliency.testing import check_method, checks, tiny_model
+
+CASES = [
+    pytest.param(check, id=f"{name}-{check_name}") for name in METHODS for check_name, check in checks(METHODS[name])
+]
+
+
+@pytest.fixture(autouse=True)
+def _the_registry_as_it_was() -> Iterator[None]:
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+@pytest.mark.parametrize("check", CASES)
+def test_every_method_keeps_every_promise(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (saliency.RectGrad, {"percentile": 50.0}),
+        (saliency.GuidedBackprop, {"smooth": "positive"}),
+        (saliency.FusedCAM, {"layers": ["norm", "last"], "cam": "grad_cam", "gamma": 1.0}),
+        (saliency.HiResCAM, {"layer": "down"}),
+    ],
+)
+def test_the_promises_hold_for_other_options_too(cls: type[Attribution], options: dict[str, Any]) -> None:
+    for _, check in checks(cls, **options):
+        check()
+
+
+class TinyTokens(nn.Module):
+    """Attention over the patches of a picture of any size, behind a class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.token = nn.Parameter(torch.ones(1, 1, 8))
+        self.norm = nn.LayerNorm(8)
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm2 = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1)
+        normed = self.norm(tokens)
+        tokens = tokens + self.mix(normed, normed, normed, need_weights=False)[0]
+        scores: Tensor = self.head(self.norm2(tokens)[:, 0].relu())
+        return scores
+
+
+def tiny_tokens() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return TinyTokens().eval()
+
+
+@pytest.mark.parametrize("cls", [saliency.GuidedBackprop, GradCAM, saliency.EigenCAM, saliency.GuidedGradCAM])
+def test_the_promises_hold_on_a_model_of_tokens(cls: type[Attribution]) -> None:
+    for _, check in checks(cls, model=tiny_tokens):
+        check()
+
+
+def test_a_check_for_every_way_that_a_call_can_end() -> None:
+    endings = ["a_call", "a_bad_target", "an_error_in_the_target", "a_bad_shape", "an_interrupt", "a_late_interrupt"]
+    names = [name for name, _ in checks(saliency.VanillaGradient)]
+    assert {f"untouched_after_{ending}" for ending in endings} <= set(names)
+    assert "untouched_after_a_layer_that_is_never_called" in dict(checks(GradCAM))
+    assert len(names) == len(set(names))
+
+
+# A method by a stranger.
+
+
+class Honest(Attribution):
+    """The plain gradient, as a stranger might write it.
+
+    Values: (N, C, H, W), signed, in score units per unit of the input.
+
+    Raises:
+        TargetError: The target does not fit the model's output.
+
+    Source: Somebody, "A gradient" (2024), https://example.org.
+
+    """
+
+    cost = "1 forward, 1 backward"
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values, scores)
+
+    def gradient(self, x: Tensor, target: Selection) -> tuple[Tensor, Tensor]:
+        x = leaf(x)
+        scores = target(run(self.model, x))
+        if not scores.requires_grad:
+            raise TargetError("the score has no gradient")
+        (values,) = torch.autograd.grad(scores.sum(), x)
+        return values, scores
+
+
+def named(cls: type[Attribution], **namespace: Any) -> type[Attribution]:
+    """A class of the same documentation with a name, which puts it into METHODS."""
+    return type(cls.__name__, (cls,), {"name": "strangers", "__doc__": cls.__doc__ or Honest.__doc__} | namespace)
+
+
+def test_a_method_by_a_stranger_passes_and_enters_the_registry() -> None:
+    class SquaredCAM(WeightedCAM):
+        """Activations weighted by the mean squared gradient of their channel.
+
+        Values: (N, 1, h, w), in squared score units.
+
+        Raises:
+            LayerError: The layer does not exist, is not run, or has no extent in space.
+
+        Source: A stranger, "Squares" (2024), https://example.org.
+        """
+
+        name = "squared_cam"
+
+        def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
+            return gradient.square().mean((2, 3))
+
+    assert METHODS["squared_cam"] is method("squared_cam") is SquaredCAM
+    check_method(SquaredCAM)
+    dict(checks(SquaredCAM, layer="last"))["result"]()
+    assert summary(SquaredCAM).startswith("Activations weighted by the mean squared")
+    assert source(SquaredCAM) == 'A stranger, "Squares" (2024), https://example.org.'
+
+
+def test_an_honest_method_written_from_nothing_passes() -> None:
+    check_method(named(Honest))
+
+
+def test_a_second_class_of_one_name_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r'"grad_cam" belongs to saliency\.methods\.cam\.GradCAM'):
+        type("Another", (Honest,), {"name": "grad_cam"})
+    assert METHODS["grad_cam"] is GradCAM
+
+
+def test_the_same_class_may_be_defined_again() -> None:
+    def define() -> type[Attribution]:
+        class Again(Honest):
+            name = "again"
+
+        return Again
+
+    first, second = define(), define()
+    assert first is not second
+    assert METHODS["again"] is second
+
+
+def test_a_class_without_a_name_stays_out_of_the_registry() -> None:
+    class Helper(Honest):
+        pass
+
+    assert Helper not in METHODS.values()
+
+
+def test_an_unknown_method_gets_the_closest() -> None:
+    with pytest.raises(saliency.MethodError, match='no method "gradcam"; did you mean "grad_cam"'):
+        method("gradcam")
+    with pytest.raises(saliency.MethodError, match=r"there are .*guided_backprop"):
+        method("zzzz")
+
+
+# Methods that break a promise, each with the checks that find out.
+
+
+class LeavesAHook(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        next(self.model.children()).register_forward_hook(lambda module, inputs, output: None)
+        return super().explain(x, target)
+
+
+class LeavesAHookAfterAnError(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        handle = self.model.register_forward_hook(lambda module, inputs, output: None)
+        finding = super().explain(x, target)
+        handle.remove()
+        return finding
+
+
+class MovesTorchsRandomState(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        torch.rand(1)
+        return super().explain(x, target)
+
+
+class MovesNumPysRandomState(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        np.random.rand()  # noqa: NPY002
+        return super().explain(x, target)
+
+
+class MovesPythonsRandomState(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        random.random()  # noqa: S311
+        return super().explain(x, target)
+
+
+class SetsTheSeed(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        torch.manual_seed(0)
+        return super().explain(x, target)
+
+
+class IsNoisy(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        return super().explain(x + 0.1 * torch.randn(x.shape, dtype=x.dtype), target)
+
+
+class ChangesATrainingFlag(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        finding = super().explain(x, target)
+        self.model.get_submodule("drop").train()
+        return finding
+
+
+class RunsInTrainingMode(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        self.model.train()
+        finding = super().explain(x, target)
+        self.model.eval()
+        return finding
+
+
+class FillsGradients(Honest):
+    def gradient(self, x: Tensor, target: Selection) -> tuple[Tensor, Tensor]:
+        x = leaf(x)
+        scores = target(run(self.model, x))
+        torch.autograd.backward(scores.sum())
+        assert x.grad is not None
+        return x.grad, scores
+
+
+class FreezesParameters(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        self.model.requires_grad_(False)
+        return super().explain(x, target)
+
+
+class WritesParametersAnew(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        finding = super().explain(x, target)
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        return finding
+
+
+class WritesIntoTheInput(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        x.mul_(1)
+        return super().explain(x, target)
+
+
+class ChangesItself(Honest):
+    def gradient(self, x: Tensor, target: Selection) -> tuple[Tensor, Tensor]:
+        self.seen: Tensor = x
+        return super().gradient(x, target)
+
+
+class ChangesTheDefaultType(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        torch.set_default_dtype(torch.float64)
+        return super().explain(x, target)
+
+
+class SwallowsErrors(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        try:
+            return super().explain(x, target)
+        except Exception:  # noqa: BLE001
+            return Finding(torch.zeros_like(x), torch.zeros(len(x)))
+
+
+class SwallowsInterrupts(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        try:
+            return super().explain(x, target)
+        except KeyboardInterrupt:
+            return Finding(torch.zeros_like(x), torch.zeros(len(x)))
+
+
+class MixesTheBatch(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values / values.abs().max(), scores)
+
+
+class CountsTheImages(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values + torch.arange(len(x))[:, None, None, None], scores)
+
+
+class ReturnsNaN(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values.log(), scores)
+
+
+class NeverReturnsZero(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values + 1e-3 * scores[:, None, None, None].exp().detach(), scores)
+
+
+class Transposes(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values.transpose(2, 3), scores)
+
+
+class FailsOnSmallInput(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(nn.functional.avg_pool2d(values, 3, 1), scores)
+
+
+class NeedsNoise(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        if float(x.std()) == 0:
+            raise ZeroDivisionError
+        return super().explain(x, target)
+
+
+class KeepsTheGraph(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values.requires_grad_(), scores)
+
+
+class Collects(Honest):
+    kept: ClassVar[list[Any]] = []
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        self.kept.append((self.model, x))
+        return super().explain(x, target)
+
+
+class ReportsAnotherScore(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values, scores.exp())
+
+
+class PretendsToBeComplete(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values, scores, residual=torch.zeros_like(scores))
+
+
+class HidesAResidual(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        values, scores = self.gradient(x, target)
+        return Finding(values, scores, residual=torch.zeros(()))
+
+
+class ReadsTheTensorItself(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        x = leaf(x)
+        scores = target(run(self.model, x) * 1)
+        (values,) = torch.autograd.grad(scores.sum(), x)
+        return Finding(values, scores)
+
+
+class NeedsFreeParameters(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        scores = target(run(self.model, x))
+        torch.autograd.grad(scores.sum(), self.model.get_parameter("head.weight"))
+        return super().explain(x, target)
+
+
+class PicksTheLowestClass(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        if target.indices == (None,) * len(x):
+            target = Selection(run(self.model, x).argmin(1).tolist(), len(x))
+        return super().explain(x, target)
+
+
+class AnswersOneTargetForAll(Honest):
+    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+        return [self.explain(x, targets[0])] * len(targets)
+
+
+class KeepsItsInputInTheClass(Honest):
+    seen: ClassVar[list[Tensor]] = []
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        self.seen[:] = [x]
+        values, scores = self.gradient(x, target)
+        return Finding(values * self.seen[0].abs().amax(), scores)
+
+
+class ActsOnOtherThreads(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        handle = self.model.register_forward_hook(lambda module, inputs, output: output * 2)
+        try:
+            time.sleep(0.001)
+            values, scores = self.gradient(x, target)
+        finally:
+            handle.remove()
+        return Finding(values / 2, scores / 2)
+
+
+class ForgetsAnOption(Honest):
+    def __init__(self, model: nn.Module, *, strength: float = 1.0) -> None:
+        super().__init__(model)
+
+
+class ChangesAnOption(Honest):
+    def __init__(self, model: nn.Module, *, strength: float = 1.0) -> None:
+        super().__init__(model)
+        self.strength = strength + 1
+
+
+class CannotBeCopied(Honest):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.lock = threading.Lock()
+
+
+class IsUndocumented(Honest):
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        return super().explain(x, target)
+
+
+class HasNoCost(Honest):
+    cost = ""
+
+
+BROKEN: list[tuple[type[Attribution], str, str]] = [
+    (LeavesAHook, "untouched_after_a_call", "model.stem: forward_hooks"),
+    (LeavesAHookAfterAnError, "untouched_after_an_error_in_the_target", "model: forward_hooks"),
+    (LeavesAHookAfterAnError, "untouched_after_a_bad_target", "model: forward_hooks"),
+    (LeavesAHookAfterAnError, "untouched_after_a_bad_shape", "model: forward_hooks"),
+    (LeavesAHookAfterAnError, "untouched_after_an_interrupt", "model: forward_hooks"),
+    (MovesTorchsRandomState, "untouched_after_a_call", "torch's random state changed"),
+    (MovesNumPysRandomState, "untouched_after_a_call", "NumPy's random state changed"),
+    (MovesPythonsRandomState, "untouched_after_a_call", "Python's random state changed"),
+    (SetsTheSeed, "untouched_after_a_call", "torch's random state changed"),
+    (IsNoisy, "seed_fixes_the_result", "the same call again"),
+    (ChangesATrainingFlag, "untouched_after_a_call", "model.drop: training changed"),
+    (RunsInTrainingMode, "untouched_after_a_call", "model.norm.running_mean: values"),
+    (RunsInTrainingMode, "callers_modes", "off by up to"),
+    (FillsGradients, "untouched_after_a_call", r"model.stem.weight: \.grad"),
+    (FreezesParameters, "untouched_after_a_call", "model.stem.weight: requires_grad"),
+    (WritesParametersAnew, "untouched_after_a_call", "model.stem: parameters"),
+    (WritesIntoTheInput, "untouched_after_a_call", "input: version counter changed"),
+    (ChangesItself, "untouched_after_a_call", "method changed"),
+    (SwallowsErrors, "untouched_after_an_error_in_the_target", "expected Deliberate, and nothing was raised"),
+    (SwallowsErrors, "bad_targets", "target 1000000: expected TargetError"),
+    (SwallowsInterrupts, "untouched_after_an_interrupt", "expected KeyboardInterrupt"),
+    (MixesTheBatch, "batch_is_its_images", r"image \d of a batch against the image alone: values: off by"),
+    (CountsTheImages, "order_does_not_matter", "image 2 in another place of the batch: values: off by"),
+    (CountsTheImages, "zero_gradient", "neither zero nor blind"),
+    (NeverReturnsZero, "zero_gradient", "neither zero nor blind"),
+    (Transposes, "non_square", "a map of 20x12 for an input of 12x20"),
+    (Collects, "memory", "more tensors are alive"),
+    (ReportsAnotherScore, "result", "the scores against the model's output: off by"),
+    (PretendsToBeComplete, "residual", "do not make up the score"),
+    (HidesAResidual, "residual", r"a residual of shape \(\)"),
+    (PicksTheLowestClass, "top_class", "without a target"),
+    (AnswersOneTargetForAll, "several_targets", "attribute_classes against attribute"),
+    (KeepsItsInputInTheClass, "nested_in_the_target", "off by"),
+    (ActsOnOtherThreads, "threads_do_not_see_each_other", "off by"),
+    (ForgetsAnOption, "settings", r"\['strength'\] are not kept"),
+    (ChangesAnOption, "settings", "built anew from its settings"),
+    (IsUndocumented, "documented", 'no line "Values:'),
+    (HasNoCost, "documented", "`cost` says nothing"),
+]
+
+# These end in an exception of their own, which pytest and check_method report as it is.
+FAILING: list[tuple[type[Attribution], str, type[Exception]]] = [
+    (ReturnsNaN, "result", saliency.NonFiniteError),
+    (NeedsNoise, "constant_image", ZeroDivisionError),
+    (FailsOnSmallInput, "one_pixel", RuntimeError),
+    (ReadsTheTensorItself, "named_outputs", TypeError),
+    (NeedsFreeParameters, "frozen_model", RuntimeError),
+    (CannotBeCopied, "copies", TypeError),
+]
+
+
+@pytest.mark.parametrize(("cls", "check", "message"), BROKEN, ids=lambda each: getattr(each, "__name__", None))
+def test_a_broken_promise_is_found_and_named(cls: type[Attribution], check: str, message: str) -> None:
+    broken = named(cls) if cls is not IsUndocumented else named(cls, __doc__="Nothing much.")
+    try:
+        with pytest.raises(AssertionError, match=message):
+            dict(checks(broken))[check]()
+    finally:
+        Collects.kept.clear()
+
+
+@pytest.mark.parametrize(("cls", "check", "error"), FAILING, ids=lambda each: getattr(each, "__name__", None))
+def test_an_error_where_a_value_was_promised_is_found(
+    cls: type[Attribution], check: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        dict(checks(named(cls)))[check]()
+
+
+def test_a_process_wide_setting_that_moved_is_found() -> None:
+    try:
+        with pytest.raises(AssertionError, match="default dtype changed"):
+            dict(checks(named(ChangesTheDefaultType)))["untouched_after_a_call"]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_all_broken_promises_are_listed_at_once_with_their_tracebacks() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_method(named(LeavesAHook))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("LeavesAHook: ")
+    assert any(line.startswith("  untouched_after_a_call: after a call, in training: model.stem") for line in lines)
+    cause = caught.value.__cause__
+    assert isinstance(cause, ExceptionGroup)
+    assert f"{len(cause.exceptions)} broken promises" in lines[0]
+
+
+def test_an_error_of_the_methods_own_is_listed_by_its_name() -> None:
+    with pytest.raises(AssertionError, match="constant_image: ZeroDivisionError"):
+        check_method(named(NeedsNoise))
+
+
+def test_a_method_that_does_not_apply_to_the_model_is_told_so() -> None:
+    def headless() -> nn.Module:
+        model = tiny_model()
+        model.register_forward_hook(lambda module, inputs, output: output.tanh())
+        return model
+
+    with pytest.raises(AssertionError, match="NotApplicableError: cam: no linear layer"):
+        check_method(saliency.CAM, model=headless)
+    with pytest.raises(NotApplicableError):
+        saliency.CAM(headless()).attribute(torch.ones(1, 3, 16, 16))
+
+
+def test_the_checks_do_not_move_the_random_state_themselves() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]  # noqa: NPY002
+    check_method(saliency.VanillaGradient)
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]  # noqa: NPY002
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]

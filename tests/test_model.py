@@ -1,0 +1,452 @@
+"""The model is borrowed: evaluated whatever its state, by anybody at any time, and given back as it was."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saliency
+from saliency import GradCAM, GuidedBackprop, ModelError, VanillaGradient
+from saliency.hooks import HookManager
+from saliency.model import borrowed, evaluating, leaf, reference, run, unwrap
+from saliency.testing import tiny_model
+
+
+def flags(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def mixed(model: nn.Module) -> nn.Module:
+    for i, module in enumerate(model.modules()):
+        module.training = i % 2 == 0
+    return model
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
+
+
+# The lease.
+
+
+def test_the_model_is_in_evaluation_mode_inside_and_as_it_was_outside() -> None:
+    model = mixed(tiny_model())
+    before = flags(model)
+    with evaluating(model):
+        assert not any(flags(model))
+    assert flags(model) == before
+    assert len(set(before)) == 2
+
+
+def test_a_nested_lease_is_given_back_by_the_last_holder() -> None:
+    model = mixed(tiny_model())
+    before = flags(model)
+    with evaluating(model):
+        with evaluating(model):
+            assert not any(flags(model))
+        assert not any(flags(model))
+    assert flags(model) == before
+
+
+def test_holders_may_leave_in_any_order() -> None:
+    model = mixed(tiny_model())
+    before = flags(model)
+    first, second = evaluating(model), evaluating(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(flags(model))
+    second.__exit__(None, None, None)
+    assert flags(model) == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, SystemExit])
+def test_an_exception_gives_the_model_back(error: type[BaseException]) -> None:
+    model = mixed(tiny_model())
+    before = flags(model)
+    with pytest.raises(error), evaluating(model):
+        raise error
+    assert flags(model) == before
+
+
+def test_many_threads_share_one_lease() -> None:
+    model = mixed(tiny_model())
+    before, seen = flags(model), []
+
+    def hold() -> None:
+        for _ in range(200):
+            with evaluating(model):
+                seen.append(any(flags(model)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=hold) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == [False] * 1600
+    assert flags(model) == before
+
+
+def test_models_that_share_a_part_do_not_take_it_from_each_other() -> None:
+    shared = nn.Dropout().train()
+    one, other = nn.Sequential(shared, nn.Flatten()).train(), nn.Sequential(nn.Identity(), shared).train()
+    with evaluating(one):
+        with evaluating(other):
+            assert not shared.training
+        assert not shared.training
+        assert other[0].training
+    assert shared.training
+
+
+def test_the_lease_keeps_no_model_alive() -> None:
+    model = mixed(tiny_model())
+    with evaluating(model), evaluating(model):
+        held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+class Guarded(nn.Module):
+    """A model whose train() does more than set flags, and may not be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model()
+        self.calls = 0
+
+    def train(self, mode: bool = True) -> Guarded:
+        self.calls += 1
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_an_overridden_train_is_not_called() -> None:
+    model = Guarded()
+    model.training = model.inner.training = True
+    VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
+    assert model.calls == 0
+    assert model.training
+    assert model.inner.training
+
+
+def test_flags_that_cannot_be_set_leave_those_before_them_as_they_were() -> None:
+    class Stubborn(nn.Module):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "training" and not value:
+                raise RuntimeError("this part cannot be evaluated")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(nn.Dropout(), Stubborn(), nn.Dropout())
+    with pytest.raises(RuntimeError, match="cannot be evaluated"):
+        VanillaGradient(model).attribute(noise(1, 3, 4, 4), lambda output: output.flatten(1).sum(1))
+    assert flags(model) == [True] * 4
+    with evaluating(model[0]):
+        assert not model[0].training
+    assert model[0].training
+
+
+# Scripted, traced and frozen models.
+
+
+def plain_net() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Dropout(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(6, 4))
+    for i, parameter in enumerate(model.parameters()):
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) / 3)
+    return model.eval()
+
+
+def scripted(model: nn.Module) -> nn.Module:
+    made: nn.Module = torch.jit.script(model)
+    return made
+
+
+def traced(model: nn.Module) -> nn.Module:
+    trace: Any = torch.jit.trace
+    made: nn.Module = trace(model, noise(2, 3, 12, 12))
+    return made
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    made: nn.Module = torch.jit.freeze(torch.jit.script(model))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [scripted, traced, frozen])
+@pytest.mark.parametrize("method", [VanillaGradient, GuidedBackprop])
+def test_a_scripted_model_is_explained_as_its_original(
+    make: Callable[[nn.Module], nn.Module], method: type[saliency.Attribution]
+) -> None:
+    model, x = plain_net(), noise(2, 3, 12, 12)
+    expected = method(model).attribute(x, [0, 3])
+    script = make(model)
+    for _ in range(3):  # the executor profiles at first, and would fuse then
+        found = method(script).attribute(x, [0, 3])
+        torch.testing.assert_close(found.values, expected.values, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+def test_the_training_flags_of_a_scripted_model_are_restored() -> None:
+    script = scripted(plain_net().train())
+    VanillaGradient(script).attribute(noise(1, 3, 12, 12), 0)
+    assert all(flags(script))
+    with evaluating(script):
+        assert not any(flags(script))
+
+
+# Modes of the caller's.
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_gradients_are_at_hand_whatever_the_callers_mode_is(mode: Callable[[], Any]) -> None:
+    model = tiny_model()
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with borrowed(model):
+            assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+
+
+def test_a_model_made_under_inference_mode_is_refused_with_the_cure() -> None:
+    with torch.inference_mode():
+        model = tiny_model()
+    with pytest.raises(ModelError, match=r"made under torch\.inference_mode\(\).*build or load the model outside"):
+        VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
+
+
+def test_statistics_made_under_inference_mode_are_refused_too() -> None:
+    model = tiny_model()
+    with torch.inference_mode():
+        model.get_submodule("norm").register_buffer("running_mean", torch.zeros(6))
+    with pytest.raises(ModelError, match=r"made under torch\.inference_mode"):
+        VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
+
+
+def test_a_part_made_under_inference_mode_is_refused_too() -> None:
+    model = tiny_model()
+    with torch.inference_mode():
+        head = nn.Linear(8, 5)
+    model.add_module("head", head)
+    with pytest.raises(ModelError, match=r"made under torch\.inference_mode"):
+        VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
+
+
+# The compiler.
+
+
+def test_a_compiled_part_runs_eagerly_and_the_stance_is_restored() -> None:
+    stance = importlib.import_module("torch._dynamo.eval_frame")
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = plain_net()
+    expected = GuidedBackprop(model).attribute(noise(1, 3, 12, 12), 0)
+    for name in ("0", "1"):
+        part: Any = torch.compile(model.get_submodule(name), backend=backend)
+        model.add_module(name, part)
+    found = GuidedBackprop(model).attribute(noise(1, 3, 12, 12), 0)
+    assert graphs == []
+    assert torch.equal(found.values, expected.values)
+    assert stance._stance.stance == "default"
+    with torch.no_grad():
+        model(noise(1, 3, 12, 12))
+    assert graphs
+    torch.compiler.reset()
+
+
+def test_the_callers_own_stance_comes_back() -> None:
+    stance = importlib.import_module("torch._dynamo.eval_frame")
+    with torch.compiler.set_stance("eager_on_recompile"):
+        VanillaGradient(plain_net()).attribute(noise(1, 3, 12, 12), 0)
+        assert stance._stance.stance == "eager_on_recompile"
+    assert stance._stance.stance == "default"
+
+
+def test_the_stance_comes_back_after_an_error_and_from_nested_holders() -> None:
+    stance = importlib.import_module("torch._dynamo.eval_frame")
+
+    def fail() -> None:
+        with borrowed(plain_net()), borrowed(plain_net()):
+            assert stance._stance.stance == "force_eager"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert stance._stance.stance == "default"
+
+
+# Unwrapping.
+
+
+def test_wrappers_are_taken_off_in_any_number_and_order() -> None:
+    model = plain_net()
+    compiled: Any = torch.compile(nn.DataParallel(model), backend="eager")
+    for wrapped in (model, nn.DataParallel(model), nn.DataParallel(nn.DataParallel(model)), compiled):
+        assert unwrap(wrapped) is model
+
+
+def test_a_module_of_that_name_is_not_taken_for_a_wrapper() -> None:
+    model = nn.Module()
+    model.module = nn.Identity()
+    assert unwrap(model) is model
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x, nn.ReLU, "resnet18", None, {}])
+def test_what_is_no_module_is_refused(wrong: Any) -> None:
+    with pytest.raises(ModelError, match=f"expected a torch.nn.Module, got {type(wrong).__name__}"):
+        VanillaGradient(wrong)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled])
+def test_class_names_on_the_wrapper_count_as_on_the_model(wrap: Callable[[nn.Module], Any]) -> None:
+    names = ["ant", "bee", "cat", "dog"]
+    wrapped = wrap(plain_net())
+    wrapped.categories = names
+    assert VanillaGradient(wrapped).categories == tuple(names)
+    inside = plain_net()
+    inside.categories = names  # type: ignore[assignment]
+    assert VanillaGradient(wrap(inside)).categories == tuple(names)
+
+
+def test_layers_of_a_wrapped_model_are_found_by_either_name() -> None:
+    model, x = plain_net(), noise(1, 3, 12, 12)
+    expected = GradCAM(model, "0").attribute(x, 0).values
+    for name in ("0", "module.0"):
+        assert torch.equal(GradCAM(nn.DataParallel(model), name).attribute(x, 0).values, expected)
+    assert torch.equal(GradCAM(compiled(model), "_orig_mod.0").attribute(x, 0).values, expected)
+
+
+# Running.
+
+
+class Normalising(nn.Module):
+    """A model that normalises its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x.sub_(0.5).div_(0.25))
+
+
+@pytest.mark.parametrize("method", [VanillaGradient, GuidedBackprop, GradCAM])
+@pytest.mark.parametrize("dims", [3, 4])
+def test_a_model_that_normalises_in_place_changes_no_tensor_of_the_users(
+    method: type[saliency.Attribution], dims: int
+) -> None:
+    x = noise(1, 3, 16, 16)[0] if dims == 3 else noise(2, 3, 16, 16)
+    before, version = x.clone(), x._version
+    found = method(Normalising()).attribute(x, 0)
+    assert torch.equal(x, before)
+    assert x._version == version
+    scale = 1 if method is GradCAM else 4  # d / dx of (x - 0.5) / 0.25
+    expected = method(tiny_model()).attribute((before - 0.5) / 0.25, 0)
+    torch.testing.assert_close(found.values, expected.values * scale)
+
+
+def test_an_error_in_the_model_says_what_went_in() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        VanillaGradient(tiny_model()).attribute(noise(2, 5, 16, 16), 0)
+    assert caught.value.__notes__ == ["saliency ran TinyNet on an input of shape (2, 5, 16, 16), torch.float32, on cpu"]
+
+
+def test_the_input_takes_the_models_type() -> None:
+    found = VanillaGradient(tiny_model().double()).attribute(noise(1, 3, 16, 16), 0)
+    assert found.values.dtype == torch.float64
+    assert reference(nn.Flatten()) is None
+    assert reference(nn.BatchNorm2d(3, affine=False).double()) is not None
+    counting = nn.Module()
+    counting.register_buffer("steps", torch.zeros(1, dtype=torch.long))
+    assert reference(counting) is None
+
+
+def test_a_model_without_parameters_is_explained() -> None:
+    x = noise(2, 3, 2, 2)
+    found = VanillaGradient(nn.Flatten()).attribute(x, [0, 7])
+    assert found.values.flatten(1).nonzero().tolist() == [[0, 0], [1, 7]]
+
+
+def test_a_leaf_is_fresh_and_leaves_the_tensor_alone() -> None:
+    x = noise(1, 3, 4, 4)
+    fresh = leaf(x)
+    assert fresh.requires_grad
+    assert fresh.is_leaf
+    assert not x.requires_grad
+    assert torch.equal(fresh, x)
+    hanging = noise(1, 3, 4, 4).requires_grad_() * 2
+    assert leaf(hanging).is_leaf
+    with torch.inference_mode():
+        made = noise(1, 3, 4, 4)
+    assert not leaf(made).is_inference()
+
+
+def test_the_model_runs_on_a_clone() -> None:
+    seen: list[Tensor] = []
+
+    class Seeing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x)
+            return x
+
+    x = noise(1, 3, 4, 4)
+    run(Seeing(), x)
+    assert torch.equal(seen[0], x)
+    assert seen[0].data_ptr() != x.data_ptr()
+
+
+def test_a_call_inside_the_forward_of_another_is_not_captured_by_it() -> None:
+    """A model that looks at one of its own explanations while it runs."""
+    model, x, other = tiny_model(), noise(2, 3, 16, 16), noise(1, 3, 16, 16) + 1
+    outer, inner = GradCAM(model, "relu").attribute(x, 0), GradCAM(model, "relu").attribute(other, 1)
+    inside: list[Tensor] = []
+
+    def nest(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not inside:
+            inside.append(torch.empty(0))
+            inside[0] = GradCAM(model, "relu").attribute(other, 1).values
+
+    handle = model.register_forward_hook(nest)
+    found = GradCAM(model, "relu").attribute(x, 0)
+    handle.remove()
+    assert torch.equal(inside[0], inner.values)
+    assert torch.equal(found.values, outer.values)
+
+
+def test_captures_in_one_block_see_one_call_each() -> None:
+    model = tiny_model()
+    with HookManager() as outer:
+        seen = outer.capture(model.get_submodule("last"))
+        model(noise(1, 3, 16, 16))
+        with HookManager() as inner:
+            inside = inner.capture(model.get_submodule("last"))
+            model(noise(1, 3, 16, 16))
+        model(noise(1, 3, 16, 16))
+    assert (len(seen), len(inside)) == (2, 1)

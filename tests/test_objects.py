@@ -1,0 +1,112 @@
+"""On the bundled network and real photos, the maps of a class lie on the object of that class.
+
+The boxes are drawn by hand around what can be seen, in pixels of the photo. A map that pays no heed to the picture puts
+into a box what the box's share of the picture is; the least shares here are those measured, less a margin.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import saliency
+from saliency import METHODS, Explanation, explain_together
+
+ASSETS = Path(__file__).parent.parent / "assets"
+CAMS = [name for name, cls in METHODS.items() if cls.sign == "positive" and cls.__module__.startswith("saliency.")]
+OF_ONE_LAYER = [name for name in CAMS if name != "fused_cam"]
+Box = tuple[int, int, int, int]
+
+# Photo, class, box, least ratio of the mass in the box to the box's share of the picture: for one layer, for a fusion.
+OBJECTS: list[tuple[str, str, Box, float, float]] = [
+    ("coffee.jpg", "espresso", (170, 15, 410, 310), 1.40, 1.20),  # the cup
+    ("coffee.jpg", "espresso", (200, 95, 370, 195), 2.20, 1.50),  # the coffee in it
+    ("camera.jpg", "tripod", (225, 130, 410, 512), 1.85, 1.60),  # the tripod with the camera on it
+    ("chelsea.jpg", "tabby", (130, 70, 350, 275), 1.06, 1.02),  # the face, of which the picture is almost full
+    ("rocket.jpg", "missile", (285, 120, 355, 427), 1.45, 1.35),  # a cell of the map is wider than the rocket
+]
+
+
+@cache
+def model() -> nn.Module:
+    return saliency.load("efficientnet_lite0")
+
+
+@cache
+def explanations(photo: str, target: str) -> dict[str, Explanation]:
+    methods = [METHODS[name](model()) for name in CAMS]
+    return dict(zip(CAMS, explain_together(methods, ASSETS / photo, target), strict=True))
+
+
+def shares(explanation: Explanation, box: Box) -> tuple[float, float]:
+    """The share of the positive mass that lies in the box, and the share of the model's input that does."""
+    frame = explanation.frames[0]
+    assert frame is not None
+    left, top, right, bottom = frame.box
+    height, width = explanation.input_size
+    mass = F.interpolate(explanation.values.clamp(min=0), (height, width), mode="bilinear")[0, 0]
+    x = left + (torch.arange(width) + 0.5) * (right - left) / width
+    y = top + (torch.arange(height) + 0.5) * (bottom - top) / height
+    inside = ((y >= box[1]) & (y < box[3]))[:, None] & ((x >= box[0]) & (x < box[2]))
+    return float(mass[inside].sum() / mass.sum()), float(inside.float().mean())
+
+
+def test_the_cams_are_all_there() -> None:
+    assert {"grad_cam", "cam", "hires_cam", "xgrad_cam", "layer_cam", "eigen_cam", "fused_cam"} <= set(CAMS)
+
+
+@pytest.mark.parametrize("name", CAMS)
+@pytest.mark.parametrize(("photo", "target", "box", "least", "least_fused"), OBJECTS)
+def test_the_mass_of_the_map_lies_on_the_object(
+    photo: str, target: str, box: Box, least: float, least_fused: float, name: str
+) -> None:
+    mass, area = shares(explanations(photo, target)[name], box)
+    assert mass / area > (least_fused if name == "fused_cam" else least)
+
+
+@pytest.mark.parametrize("name", OF_ONE_LAYER)
+@pytest.mark.parametrize(
+    ("photo", "target", "box"),
+    [
+        ("coffee.jpg", "espresso", (200, 95, 370, 195)),
+        # The legs begin at the right of the coat: the peak lies between them and the man's knee.
+        ("camera.jpg", "tripod", (225, 190, 410, 512)),
+    ],
+)
+def test_the_peak_of_the_map_lies_on_the_object(photo: str, target: str, box: Box, name: str) -> None:
+    explanation = explanations(photo, target)[name]
+    frame = explanation.frames[0]
+    assert frame is not None
+    left, top, right, bottom = frame.box
+    height, width = explanation.values.shape[-2:]
+    row, column = divmod(int(explanation.values.argmax()), width)
+    x, y = left + (column + 0.5) * (right - left) / width, top + (row + 0.5) * (bottom - top) / height
+    assert box[0] < x < box[2]
+    assert box[1] < y < box[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("photo", "target", "box"),
+    [("coffee.jpg", "espresso", (200, 95, 370, 195)), ("camera.jpg", "tripod", (225, 130, 410, 512))],
+)
+def test_a_network_that_learned_nothing_finds_less(photo: str, target: str, box: Box) -> None:
+    """The control: what random weights put into the box by the mere look of the picture."""
+    untrained = saliency.load("efficientnet_lite0", weights=None)
+    mass, _ = shares(saliency.GradCAM(untrained).attribute(ASSETS / photo, target), box)
+    learned, _ = shares(explanations(photo, target)["grad_cam"], box)
+    assert learned > 1.3 * mass
+
+
+def test_on_this_network_grad_cam_is_cam() -> None:
+    """It ends in global average pooling and one linear layer."""
+    found = explanations("coffee.jpg", "espresso")
+    places = found["cam"].values[0].numel()
+    assert torch.allclose(found["grad_cam"].values * places, found["cam"].values, rtol=1e-3, atol=1e-4)
+    head: Tensor = model().get_parameter("classifier.bias")[967]
+    assert torch.allclose(found["cam"].values.mean() + head, found["cam"].scores, rtol=1e-4)

@@ -1,0 +1,535 @@
+"""What is explained: every way to say it, its closed form, and what a mistake gets to hear."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
+from saliency.classes import output_tensor
+from saliency.selection import Selection
+from saliency.targets import as_target
+
+NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
+
+
+class Linear(nn.Module):
+    """A linear classifier of (N, 3, 2, 2), whose gradients are its weights."""
+
+    def __init__(self, pack: Callable[[Tensor], Any] = lambda scores: scores) -> None:
+        super().__init__()
+        weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+        self.weight = nn.Parameter(weight)
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(x.flatten(1) @ self.weight.T)
+
+
+class Segmenter(nn.Module):
+    """A linear classifier of every pixel: (N, 3, H, W) -> {"out": (N, 4, H, W)}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = torch.einsum("nchw,kc->nkhw", x, self.weight)
+        return {"out": scores, "aux": scores}
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+
+
+def rows(model: Linear, *classes: int) -> Tensor:
+    """The gradients of some classes' scores."""
+    return model.weight.detach()[list(classes)].reshape(-1, 3, 2, 2)
+
+
+# A class by index.
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        3,
+        np.int64(3),
+        np.uint8(3),
+        np.array(3),
+        torch.tensor(3),
+        torch.tensor(3, dtype=torch.uint8),
+        [3, 3],
+        (3, 3),
+        range(3, 4),
+        [np.int32(3), torch.tensor(3)],
+        np.array([3, 3]),
+        torch.tensor([3, 3]),
+    ],
+    ids=repr,
+)
+def test_a_class_index_in_any_spelling_gives_the_gradient_of_its_score(target: Any, x: Tensor) -> None:
+    model = Linear()
+    x = x[:1] if isinstance(target, range) else x
+    found = VanillaGradient(model).attribute(x, target)
+    assert torch.equal(found.values, rows(model, 3).expand_as(x))
+    assert torch.equal(found.scores, model(x)[:, 3].detach())
+    assert found.target == (3,) * len(x)
+    assert found.target_names == ("class 3",) * len(x)
+
+
+@pytest.mark.parametrize("target", [[4, 0], (4, 0), np.array([4, 0]), torch.tensor([4, 0]), range(4, -1, -4)], ids=repr)
+def test_one_class_per_image(target: Any, x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model).attribute(x, target)
+    assert torch.equal(found.values, rows(model, 4, 0))
+    assert found.target == (4, 0)
+
+
+def test_without_a_target_the_top_class_of_each_image_is_explained(x: Tensor) -> None:
+    model = Linear()
+    top = model(x).argmax(1).tolist()
+    found = VanillaGradient(model).attribute(x)
+    assert found.target == tuple(top)
+    assert torch.equal(found.values, rows(model, *top))
+
+
+def test_the_probability_of_the_class_comes_with_it(x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model).attribute(x, [4, 0])
+    torch.testing.assert_close(found.probabilities, model(x).softmax(1)[[0, 1], [4, 0]].detach())
+    settled = VanillaGradient(Linear(lambda scores: scores.softmax(1))).attribute(x, [4, 0])
+    torch.testing.assert_close(settled.probabilities, found.probabilities)
+
+
+def test_several_classes_of_one_image(x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model, categories=NAMES).attribute_classes(x[0], [0, "Tabby", None, contrast(0, 4)])
+    assert [each.target for each in found] == [(0,), (4,), (int(model(x[:1]).argmax()),), (0,)]
+    torch.testing.assert_close(found[3].values, rows(model, 0) - rows(model, 4))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (-1, "class -1 is negative; classes count from 0"),
+        ([0, -2], "class -2 is negative"),
+        (2.5, r"a class is an index or a name, got 2\.5 \(float\)"),
+        (1.0, r"a class is an index or a name, got 1\.0 \(float\)"),
+        (float("nan"), r"got nan \(float\)"),
+        (True, r"got True \(bool\)"),
+        ([True, False], r"got True \(bool\)"),
+        (np.bool_(True), r"got .*True.* \(bool"),
+        ([np.bool_(True), 0], r"got .*True.* \(bool"),
+        (torch.tensor(True), r"got True \(bool\)"),
+        ([torch.tensor(True), 0], r"got .*True"),
+        (torch.tensor([0.0, 1.0]), r"got 0\.0 \(float\)"),
+        (5, r"class 5 is outside 0\.\.4, the classes of the model's output"),
+        (5000, r"class 5000 is outside 0\.\.4"),
+        (2**70, r"is outside 0\.\.4"),
+        ([0, 5], r"class 5 is outside 0\.\.4"),
+        ([0], "1 targets came for 2 images; pass one for all, or one for each"),
+        ([0, 1, 2], "3 targets came for 2 images"),
+        ([], "0 targets came for 2 images"),
+        (torch.zeros(3, dtype=torch.long), "3 targets came for 2 images"),
+        ([[0], [1]], r"got \[0\] \(list\)"),
+        ([None, 1], "got None"),
+        ({0: 1}, "got {0: 1}"),
+        ({0, 1}, "got {0, 1}"),
+        (1j, "got 1j"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_class_is_refused_with_the_reason(target: Any, message: str, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Linear()).attribute(x, target)
+
+
+@pytest.mark.parametrize("target", [-1, 2.5, True, [0, 1, 2], "ant", contrast(0, -1), probability([0])], ids=repr)
+def test_what_can_be_refused_before_the_model_runs_is(target: Any, x: Tensor) -> None:
+    def fail(scores: Tensor) -> Tensor:
+        raise AssertionError("the model was run")
+
+    with pytest.raises(TargetError):
+        VanillaGradient(Linear(fail)).attribute(x, target)
+
+
+# A class by name.
+
+
+@pytest.mark.parametrize(
+    "target", ["tiger cat", "Tiger Cat", ["tiger cat", "TIGER CAT"], ["tiger cat", 2], np.array(["tiger cat"] * 2)]
+)
+def test_a_class_name_is_looked_up(target: Any, x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model, categories=NAMES).attribute(x, target)
+    assert found.target == (2, 2)
+    assert found.target_names == ("tiger cat", "tiger cat")
+    assert torch.equal(found.values, rows(model, 2, 2))
+
+
+def test_the_exact_spelling_comes_before_another_case(x: Tensor) -> None:
+    method = VanillaGradient(Linear(), categories=["Jay", "jay", "JAY", "b", "c"])
+    assert [method.attribute(x, name).target for name in ("Jay", "jay", "JAY")] == [(0, 0), (1, 1), (2, 2)]
+    with pytest.raises(TargetError, match=r'class "jAY" is the name of several: 0, 1, 2; pass the index'):
+        method.attribute(x, "jAY")
+
+
+def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) -> None:
+    method = VanillaGradient(Linear(), categories=NAMES)
+    with pytest.raises(TargetError, match='class "crane" is the name of several: 1, 3; pass the index'):
+        method.attribute(x, "crane")
+    assert method.attribute(x, 3).target_names == ("crane", "crane")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tabi", r'no class "tabi" among 5; did you mean "Tabby"\?'),
+        ("tiger", r'did you mean "tiger cat"'),
+        ("tgier cat", r'did you mean "tiger cat"'),
+        ("zzz", r'no class "zzz" among 5$'),
+        ("", r'no class "" among 5$'),
+        ("3", r'no class "3" among 5$'),
+    ],
+)
+def test_an_unknown_name_gets_the_closest(name: str, message: str, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Linear(), categories=NAMES).attribute(x, name)
+
+
+def test_a_name_without_categories_says_how_to_bring_them(x: Tensor) -> None:
+    with pytest.raises(TargetError, match=r'class "ant" cannot be looked up.*set model\.categories'):
+        VanillaGradient(Linear()).attribute(x, "ant")
+
+
+def test_the_models_own_categories_count(x: Tensor) -> None:
+    model = Linear()
+    model.categories = NAMES  # type: ignore[assignment]
+    assert VanillaGradient(model).attribute(x, "ant").target == (0, 0)
+    assert VanillaGradient(model, categories=list("vwxyz")).attribute(x, "z").target == (4, 4)
+
+
+def test_more_names_than_outputs_are_told_apart(x: Tensor) -> None:
+    method = VanillaGradient(Linear(), categories=[*NAMES, "one too many"])
+    with pytest.raises(TargetError, match=r"class 5 is outside 0\.\.4, the classes of the model's output"):
+        method.attribute(x, "one too many")
+
+
+def test_fewer_names_than_outputs_leave_the_others_without(x: Tensor) -> None:
+    method = VanillaGradient(Linear(lambda scores: scores * 0 + torch.arange(5.0)), categories=["ant"])
+    assert method.attribute(x).target_names == ("class 4", "class 4")
+
+
+# A function of the output.
+
+
+def test_a_function_of_the_output_is_the_score(x: Tensor) -> None:
+    model = Linear()
+
+    def spread(output: Tensor) -> Tensor:
+        return output[:, 0] - output[:, 1:].mean(1)
+
+    found = VanillaGradient(model).attribute(x, spread)
+    expected = rows(model, 0) - rows(model, 1, 2, 3, 4).mean(0, keepdim=True)
+    torch.testing.assert_close(found.values, expected.expand_as(x))
+    assert found.target == (None, None)
+    assert found.target_names == ("spread", "spread")
+    assert found.probabilities is None
+    assert VanillaGradient(model).attribute(x, lambda output: output[:, 0]).target_names == ("lambda", "lambda")
+
+
+def test_the_output_reaches_the_function_as_the_model_gave_it(x: Tensor) -> None:
+    seen: list[Any] = []
+
+    def target(output: Any) -> Tensor:
+        seen.append(output)
+        scores: Tensor = output["scores"][:, 1]
+        return scores
+
+    model = Linear(lambda scores: {"scores": scores, "boxes": scores * 2})
+    found = VanillaGradient(model).attribute(x, target)
+    assert set(seen[0]) == {"scores", "boxes"}
+    torch.testing.assert_close(found.values, rows(model, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (lambda o: o.sum(), r"torch\.float32 of shape \(\); expected one score per image, a float tensor \(2,\)"),
+        (lambda o: o[:, :1], r"of shape \(2, 1\)"),
+        (lambda o: o[:1, 0], r"of shape \(1,\)"),
+        (lambda o: o.argmax(1), r"torch\.int64 of shape \(2,\)"),
+        (lambda o: 1.0, "the target returned float"),
+        (lambda o: None, "the target returned NoneType"),
+        (lambda o: o[:, 0].detach(), "has no gradient: the target or the model detaches it"),
+        (lambda o: torch.ones(2, requires_grad=True), "does not depend on the input"),
+        (probability, "the target returned Probability"),
+    ],
+)
+def test_a_function_that_gives_no_score_per_image_is_told_what_came(target: Any, message: str, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Linear()).attribute(x, target)
+
+
+def test_an_error_in_the_function_comes_out_as_it_is(x: Tensor) -> None:
+    with pytest.raises(ZeroDivisionError):
+        VanillaGradient(Linear()).attribute(x, lambda output: output[:, 0] * (1 // 0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_named_by_its_image(bad: float, x: Tensor) -> None:
+    torch.set_warn_always(True)  # a warning that comes once a process would show in one test only
+    try:
+        with pytest.raises(NonFiniteError, match=f"the score of image 1 is {bad}"):
+            VanillaGradient(Linear()).attribute(x, lambda output: output[:, 0] * 0 + torch.tensor([1, bad]))
+    finally:
+        torch.set_warn_always(False)
+
+
+# Ready-made targets, against their closed forms.
+
+
+def test_a_probability_is_the_softmax_of_the_scores(x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model, categories=NAMES).attribute(x, probability(["ant", 4]))
+    p = model(x).softmax(1).detach()  # (N, 5)
+    torch.testing.assert_close(found.scores, p[[0, 1], [0, 4]])
+    mean = (p @ model.weight.detach()).reshape(2, 3, 2, 2)
+    expected = p[[0, 1], [0, 4]].reshape(2, 1, 1, 1) * (rows(model, 0, 4) - mean)
+    torch.testing.assert_close(found.values, expected)
+    assert found.target == (0, 4)
+    assert found.target_names == ("probability of ant", "probability of Tabby")
+
+
+def test_a_probability_of_the_top_class(x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model).attribute(x, probability())
+    assert found.target == tuple(model(x).argmax(1).tolist())
+    torch.testing.assert_close(found.scores, model(x).softmax(1).amax(1).detach())
+
+
+def test_a_contrast_is_the_difference_of_two_scores(x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model, categories=NAMES).attribute(x, contrast(["ant", "Tabby"], "tiger cat"))
+    torch.testing.assert_close(found.values, rows(model, 0, 4) - rows(model, 2, 2))
+    assert found.target == (0, 4)
+    assert found.target_names == ("ant rather than tiger cat", "Tabby rather than tiger cat")
+    top = VanillaGradient(model).attribute(x, contrast(None, 0))
+    torch.testing.assert_close(top.scores, (model(x).amax(1) - model(x)[:, 0]).detach())
+
+
+@pytest.mark.parametrize("make", [lambda c: contrast(0, c), lambda c: contrast(c, 0), probability])
+@pytest.mark.parametrize(("label", "message"), [(99, r"class 99 is outside 0\.\.4"), ("tabi", 'did you mean "Tabby"')])
+def test_a_ready_made_target_refuses_what_is_no_class(
+    make: Callable[[Any], Any], label: Any, message: str, x: Tensor
+) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Linear(), categories=NAMES if isinstance(label, str) else None).attribute(x, make(label))
+
+
+def test_a_region_is_the_mean_score_of_its_pixels(x: Tensor) -> None:
+    model = Segmenter()
+    where = torch.tensor([[True, False], [True, True]])
+    for marked in (where, where.numpy(), where.tolist(), where.float(), where.expand(2, 2, 2)):
+        found = VanillaGradient(model).attribute(x, region(1, marked))
+        torch.testing.assert_close(found.scores, model(x)["out"][:, 1][:, where].mean(1).detach())
+        expected = model.weight.detach()[1].reshape(1, 3, 1, 1) * where / 3
+        torch.testing.assert_close(found.values, expected.expand_as(x))
+        assert found.target_names == ("region of class 1",) * 2
+        assert found.target == (None, None)
+
+
+def test_a_region_may_differ_between_images(x: Tensor) -> None:
+    model = Segmenter()
+    where = torch.zeros(2, 2, 2)
+    where[0, 0, 0] = where[1, 1, 1] = 1
+    found = VanillaGradient(model, categories=["sky", "cat", "dog", "sea"]).attribute(x, region("cat", where))
+    torch.testing.assert_close(found.scores, model(x)["out"][[0, 1], 1, [0, 1], [0, 1]].detach())
+    assert found.target_names == ("region of cat", "region of cat")
+
+
+def test_a_region_without_pixels_is_where_the_model_sees_the_class() -> None:
+    model, x = Segmenter(), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    output = model(x)["out"].detach()
+    won = output.argmax(1) == 2
+    assert won.flatten(1).any(1).all()
+    found = VanillaGradient(model).attribute(x, region(2))
+    expected = torch.stack([output[i, 2][won[i]].mean() for i in range(2)])
+    torch.testing.assert_close(found.scores, expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (region(9), r"class 9 is outside 0\.\.3"),
+        (region(1, torch.ones(3, 3)), r"the region has shape \(3, 3\); expected \(2, 2\), or \(2, 2, 2\)"),
+        (region(1, torch.zeros(2, 2)), "the region holds no pixel"),
+        (region(-1), "class -1 is negative"),
+        (region(1.5), "got 1.5"),  # type: ignore[arg-type]
+        (1, r"shape \(2, 4, 2, 2\), not \(N, classes\); use saliency\.region"),
+        (None, r"use saliency\.region"),
+    ],
+)
+def test_a_region_that_cannot_be_is_refused(target: Any, message: str, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Segmenter()).attribute(x, target)
+
+
+def test_a_class_that_the_model_sees_nowhere_has_no_region_of_its_own() -> None:
+    model, x = Segmenter(), torch.zeros(1, 3, 2, 2)
+    with pytest.raises(TargetError, match=r"gives no pixel to class 3 in image 0; name the pixels: region\(3, where\)"):
+        VanillaGradient(model).attribute(x, region(3))
+
+
+def test_a_region_of_a_classifier_is_refused(x: Tensor) -> None:
+    with pytest.raises(TargetError, match=r"needs an output of shape \(N, classes, H, W\); this model's is \(2, 5\)"):
+        VanillaGradient(Linear()).attribute(x, region(1))
+
+
+@pytest.mark.parametrize(
+    "where", [torch.ones(2, 2, requires_grad=True), "left", object()], ids=["grad", "str", "object"]
+)
+def test_pixels_of_any_tensor_are_taken_and_what_is_none_is_a_target_error(where: Any, x: Tensor) -> None:
+    if isinstance(where, Tensor):
+        assert VanillaGradient(Segmenter()).attribute(x, region(1, where)).scores.shape == (2,)
+        return
+    with pytest.raises(TargetError):
+        VanillaGradient(Segmenter()).attribute(x, region(1, where))
+
+
+def test_a_value_is_one_number_of_the_output(x: Tensor) -> None:
+    model = Linear()
+    found = VanillaGradient(model).attribute(x, value(3))
+    assert torch.equal(found.values, rows(model, 3, 3))
+    assert (found.target, found.target_names) == ((None, None), ("value 3", "value 3"))
+    deep = Linear(lambda scores: scores[:, :4].reshape(-1, 2, 2))
+    assert torch.equal(VanillaGradient(deep).attribute(x, value(1, 0)).values, rows(deep, 2, 2))
+    assert VanillaGradient(deep).attribute(x, value(1, 0)).target_names[0] == "value 1 0"
+    flat = Linear(lambda scores: scores[:, 1])
+    assert torch.equal(VanillaGradient(flat).attribute(x, value()).values, rows(flat, 1, 1))
+
+
+@pytest.mark.parametrize("target", [value(5), value(), value(0, 0), value(10**9)], ids=repr)
+def test_a_value_that_is_not_there_is_refused_with_the_shape(target: Any, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=r"there is no value \(.*\) in an output of shape \(5,\) per image"):
+        VanillaGradient(Linear()).attribute(x, target)
+
+
+@pytest.mark.parametrize("index", [-1, 1.5, True, "a", None])
+def test_a_value_is_named_by_whole_numbers(index: Any) -> None:
+    with pytest.raises(TargetError):
+        value(index)
+
+
+# What models return.
+
+Pair = namedtuple("Pair", ["logits", "hidden"])
+
+
+@dataclass
+class ModelOutput:
+    logits: Tensor
+    hidden: Any = None
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda s: (s,),
+        lambda s: [s],
+        lambda s: (s, None, "text"),
+        lambda s: {"logits": s, "hidden": s * 2},
+        lambda s: {"out": s, "aux": s * 2},
+        lambda s: OrderedDict(anything=s),
+        lambda s: {0: s},
+        lambda s: {"logits": None, "scores": s},
+        lambda s: Pair(s, s * 2),
+        lambda s: ModelOutput(s),
+    ],
+)
+def test_the_scores_are_found_in_what_the_model_returns(pack: Callable[[Tensor], Any], x: Tensor) -> None:
+    model = Linear(pack)
+    found = VanillaGradient(model).attribute(x, [1, 2])
+    assert torch.equal(found.values, rows(model, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (lambda s: (s, s), r"returned a tuple \('0': Tensor, '1': Tensor\), and it is not clear which"),
+        (lambda s: {"a": s, "b": s}, r"returned a dict \('a': Tensor, 'b': Tensor\).*pass a function as the target"),
+        (lambda s: {"a": 1}, r"\('a': int\)"),
+        (lambda s: None, r"returned a NoneType \(nothing in it\)"),
+        (lambda s: "scores", "returned a str"),
+        (lambda s: s[:, :0], r"shape \(2, 0\), not \(N, classes\)"),
+        (lambda s: s.sum(), r"shape \(\), not \(N, classes\)"),
+        (lambda s: s[:, None], r"shape \(2, 1, 5\), not \(N, classes\); pass a function"),
+        (lambda s: s.long(), r"torch\.int64"),
+        (lambda s: s.detach(), "has no gradient"),
+        (lambda s: s[:1], r"1 .*2|2 .*1"),
+        (lambda s: torch.cat([s, s]), r"4 .*2|2 .*4"),
+    ],
+)
+def test_an_output_without_scores_is_a_target_error(pack: Callable[[Tensor], Any], message: str, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(Linear(pack)).attribute(x, 0)
+
+
+def test_the_tensor_of_scores_is_not_copied() -> None:
+    scores = torch.ones(2, 3)
+    assert output_tensor(scores) is scores
+    assert output_tensor({"logits": scores}) is scores
+
+
+def test_a_single_value_per_image_counts_as_one_class(x: Tensor) -> None:
+    for pack in (lambda s: s[:, 0], lambda s: s[:, :1]):
+        model = Linear(pack)
+        found = VanillaGradient(model).attribute(x)
+        assert torch.equal(found.values, rows(model, 0, 0))
+        assert found.target == (0, 0)
+        assert found.probabilities is None
+
+
+# Settling.
+
+
+def test_a_target_settles_on_the_first_output_and_keeps_to_it() -> None:
+    selection = Selection(None, 2)
+    first = torch.tensor([[0.0, 1.0], [3.0, 2.0]])
+    assert selection(first).tolist() == [1.0, 3.0]
+    assert selection(first.flip(1)).tolist() == [0.0, 2.0]
+    assert selection.indices == (1, 0)
+    kept = selection.probabilities
+    selection(first * 5)
+    assert selection.probabilities is kept
+
+
+def test_a_ready_made_target_serves_many_calls(x: Tensor) -> None:
+    target = probability()
+    method, before = VanillaGradient(Linear()), repr(target)
+    one, other = method.attribute(x, target), method.attribute(-x, target)
+    assert repr(target) == before
+    assert one.target == tuple(Linear()(x).argmax(1).tolist())
+    assert other.target == tuple(Linear()(-x).argmax(1).tolist())
+
+
+def test_a_target_that_knows_what_it_is_says_so() -> None:
+    function = as_target(3, 2)
+    assert torch.equal(function(torch.eye(4)[:2] * 7), torch.zeros(2))
+    assert re.fullmatch(r"ClassScore\(classes=\(3, 3\)\)", repr(function))
+
+
+@pytest.mark.parametrize("targets", ["ant", 3, None, [], {}, torch.tensor([0, 1])], ids=repr)
+def test_several_targets_come_as_a_list(targets: Any, x: Tensor) -> None:
+    with pytest.raises(ValueError, match="expected a list of targets"):
+        VanillaGradient(Linear()).attribute_classes(x, targets)
