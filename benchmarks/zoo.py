@@ -196,7 +196,7 @@ def table(found: list[Row]) -> str:
         f"Made by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__},",
         f"timm {timm.__version__}.",
         f"{len(found)} networks with random weights: guided backpropagation is exact on {exact}, refused with the",
-        f"reason on {refused}, wrong on {len(found) - exact - refused}.",
+        f"reason on {refused}, wrong or failed on {len(found) - exact - refused}.",
         f"Every promise is kept on {sum(row.passed for row in found)}.",
         "",
         "| network | guided backpropagation | coverage | layer found | map | untouched |",

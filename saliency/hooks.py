@@ -6,6 +6,7 @@ autograd graph of the very call that is explained, so that nothing is attached t
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -117,7 +118,7 @@ def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
         return tensor
     if isinstance(output, dict):
         at = next(key for key, each in output.items() if isinstance(each, Tensor))
-        changed = type(output)(output)
+        changed = copy.copy(output)
         changed[at] = tensor
         return changed
     index = next(i for i, each in enumerate(output) if isinstance(each, Tensor))

@@ -16,10 +16,10 @@ from saliency.choices import ready_model
 from saliency.console import Column, Screen, UsageError
 from saliency.errors import did_you_mean
 from saliency.images import read
-from saliency.layers import Spatial, Survey, survey
 from saliency.methods import METHODS
 from saliency.model import borrowed, reference
 from saliency.pictures import ImageLike
+from saliency.survey import Spatial, Survey, survey
 from saliency.zoo import Listing
 from saliency.zoo import models as zoo_models
 

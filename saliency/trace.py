@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from .errors import LayerError, TargetError
 from .hooks import HookManager, Rule
-from .layers import Layout, layout_of
+from .layers import layout_of
+from .layouts import Layout
 from .model import leaf, run
 from .rectifiers import INDEPENDENT, Site, Sites, find_sites
 from .selection import Selection

@@ -21,7 +21,9 @@ HOME = Path(saliency.__file__).parent
 FLOORS: list[set[str]] = [
     {"errors", "files"},
     {"rectifiers", "classes", "ramp", "pictures", "model", "download", "weights"},
-    {"preprocess", "hooks", "targets"},
+    {"preprocess", "hooks", "targets", "layouts"},
+    {"locality"},
+    {"survey"},
     {"images", "layers", "selection", "explanation", "libraries"},
     {"trace", "bundled"},
     {"attribution", "zoo"},

@@ -16,7 +16,7 @@ from saliency.console import Column, Screen, aligned, as_typed, visible
 from saliency.errors import SaliencyWarning
 
 
-def under_terminal(columns: int, *words: object) -> str:
+def under_terminal(columns: int, *words: object, folder: Path | None = None) -> str:
     """What a command prints on a terminal of so many columns."""
     pty = pytest.importorskip("pty")
     import fcntl
@@ -27,7 +27,7 @@ def under_terminal(columns: int, *words: object) -> str:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     environment["TERM"] = "xterm-256color"
-    process = started(*words, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    process = started(*words, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=folder)
     os.close(slave)
     output = b""
     while True:
@@ -47,7 +47,8 @@ def under_terminal(columns: int, *words: object) -> str:
 def test_a_terminal_shows_a_bar_and_then_a_table_that_fits_it(columns: int, tmp_path: Path) -> None:
     photos = copies(tmp_path, "first.jpg", "second.jpg")
     methods = ("-m", "grad_cam", "grad_cam_plus_plus")
-    shown = under_terminal(columns, "explain", *photos, "missing.jpg", "--out", tmp_path / "o", *methods)
+    names = [photo.name for photo in photos]
+    shown = under_terminal(columns, "explain", *names, "missing.jpg", "--out", "o", *methods, folder=tmp_path)
     assert "0/3" in shown
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2])
     assert max(map(cell_len, text.splitlines())) <= columns
@@ -56,6 +57,7 @@ def test_a_terminal_shows_a_bar_and_then_a_table_that_fits_it(columns: int, tmp_
     assert "cannot be read: No such file or directory" in words
     assert "saliency: " not in words  # the table says it
     assert "4 overlays of 2 photos" in words
+    assert "o/second.grad_cam_plus_plus.png" in text  # in one piece
 
 
 def test_a_single_photo_needs_no_bar(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError
-from saliency.layers import Layout, Survey, find, layout_of, survey
+from saliency.layers import find, layout_of
+from saliency.layouts import Layout
 from saliency.model import borrowed
+from saliency.survey import Survey, survey
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,9 @@ from ..attribution import Finding, TracedAttribution
 from ..classes import output_tensor
 from ..errors import LayerError, NotApplicableError, SaliencyWarning
 from ..explanation import Sign
-from ..layers import LayerLike, find, survey
+from ..layers import LayerLike, find
 from ..preprocess import PreprocessLike
+from ..survey import survey
 from ..trace import Evidence
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from ..attribution import Finding, TracedAttribution, chosen
 from ..errors import LayerError, MethodError
 from ..explanation import Sign
-from ..layers import LayerLike, find, survey
+from ..layers import LayerLike, find
 from ..preprocess import PreprocessLike
+from ..survey import survey
 from ..trace import Evidence
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .gradient import GuidedBackprop, Smooth
@@ -119,8 +121,8 @@ class FusedCAM(TracedAttribution):
         super().__init__(model, preprocess=preprocess, categories=categories)
         if isinstance(layers, str) or (layers is not None and not layers):
             raise LayerError(f"fused_cam takes a list of layers, got {layers!r}")
-        if gamma <= 0:
-            raise MethodError(f"gamma={gamma} is not positive")
+        if not 0 < gamma < math.inf:
+            raise MethodError(f"gamma={gamma} is not a positive number")
         self.fused = None if layers is None else tuple(find(self.model, layer)[0] for layer in layers)
         self.cam = chosen("cam", cam, tuple(_FUSABLE))
         self.gamma = gamma

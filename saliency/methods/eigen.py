@@ -59,6 +59,9 @@ def principal_map(features: Tensor) -> Tensor:
     """
     exact = features if features.dtype in (torch.float32, torch.float64) else features.float()
     places = exact.flatten(2).transpose(1, 2)  # (N, hw, K)
+    # A Gram matrix squares its entries: scaled, they neither overflow nor vanish.
+    scale = places.abs().amax((1, 2), keepdim=True)
+    places = places / torch.where(scale == 0, torch.ones_like(scale), scale)
     if places.shape[1] <= places.shape[2]:
         values, vectors = torch.linalg.eigh(places @ places.transpose(1, 2))  # (N, hw, hw), ascending
         projection = vectors[:, :, -1] * values[:, -1:].clamp(min=0).sqrt()
@@ -66,5 +69,5 @@ def principal_map(features: Tensor) -> Tensor:
         _, vectors = torch.linalg.eigh(places.transpose(1, 2) @ places)
         projection = (places @ vectors[:, :, -1:]).squeeze(2)
     along = (projection * places.sum(2)).sum(1, keepdim=True)
-    projection = torch.where(along < 0, -projection, projection)
+    projection = torch.where(along < 0, -projection, projection) * scale[:, 0]
     return projection.reshape(features.shape[0], 1, *features.shape[2:]).to(features.dtype)

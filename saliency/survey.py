@@ -1,0 +1,189 @@
+"""What one forward shows of a model's layers, and which of them a CAM is read at by default."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .classes import output_tensor
+from .errors import TargetError
+from .hooks import HookManager, first_tensor
+from .layouts import Grid, Layout, is_map, layout_from
+from .locality import Place, misplaced
+from .model import run
+
+
+@dataclass(frozen=True, slots=True)
+class Spatial:
+    """A layer whose output has an extent in space."""
+
+    name: str
+    kind: str  # the module's class
+    shape: tuple[int, ...]  # of its output, for one image
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What one forward of one image shows of a model's layers."""
+
+    modules: tuple[int, ...]  # the identities of the modules: a changed model is surveyed anew
+    shapes: dict[str, tuple[int, ...] | None]  # in the order in which the layers finished
+    grids: tuple[Grid, ...]
+    spatial: tuple[Spatial, ...]
+    candidates: tuple[Spatial, ...]  # those that a CAM may be read at by default
+    misplaced: frozenset[str]  # layers that look like maps, but whose places are not the picture's
+    chosen: str | None
+    alive: bool  # whether the score has a gradient at the chosen layer
+
+    def stages(self, most: int = 3) -> tuple[str, ...]:
+        """The outermost layer that ends each of the last resolutions, the finest first."""
+        if self.chosen is None:
+            return ()
+        best: dict[Grid, Spatial] = {}
+        for each in self.candidates[: [spatial.name for spatial in self.candidates].index(self.chosen) + 1]:
+            known = best.get(each.layout.grid)
+            outer = known is None or each.name.count(".") <= known.name.count(".")
+            if each.name == self.chosen or (outer and each.name not in self.misplaced):
+                best[each.layout.grid] = each
+        coarse_first = sorted(best.items(), key=lambda item: item[0][0] * item[0][1])
+        return tuple(each.name for _, each in reversed(coarse_first[:most]))
+
+
+_surveys: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Survey]] = WeakKeyDictionary()
+_surveys_lock = threading.Lock()
+
+
+def survey(model: nn.Module, x: Tensor) -> Survey:
+    """What one forward of the first image of `x` shows of the model's layers; remembered per model and input shape.
+
+    The model is expected to be borrowed.
+    """
+    shape = tuple(x.shape[1:])
+    modules = tuple(map(id, model.modules()))
+    with _surveys_lock:
+        known = _surveys.get(model, {}).get(shape)
+    if known is not None and known.modules == modules:
+        return known
+    made = _survey(model, x[:1].detach(), modules)
+    # Where no layer has a gradient, as under a head of zeros, the next call may know better.
+    if made.alive:
+        with _surveys_lock:
+            _surveys.setdefault(model, {})[shape] = made
+    return made
+
+
+def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
+    names = {module: name for name, module in model.named_modules() if name}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+
+    def note(name: str, output: Any) -> None:
+        shapes.pop(name, None)
+        tensor = first_tensor(output)
+        shapes[name] = None if tensor is None else tuple(tensor.shape)
+
+    with HookManager() as hooks, torch.no_grad():
+        for module, name in names.items():
+            hooks.observe(module, partial(note, name))
+        output = run(model, x)
+    size = (int(x.shape[-2]), int(x.shape[-1]))
+    grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if s is not None and is_map(s, size)))
+    kinds = {name: type(module).__name__ for module, name in names.items()}
+    spatial = tuple(
+        Spatial(name, kinds[name], each, layout)
+        for name, each in shapes.items()
+        if each is not None and (layout := layout_from(each, 1, size, grids)) is not None
+    )
+    final = first_tensor(output)
+    classes = final.shape[1] if final is not None and final.dim() == 4 else None
+    candidates = _candidates(model, spatial, classes)
+    elsewhere = misplaced(
+        model, x, [Place(each.name, each.layout) for each in candidates if each.layout.kind != "NCHW"]
+    )
+    candidates = _in_place(candidates, elsewhere)
+    alive = _last_alive(model, x, candidates)
+    chosen = alive or (candidates[-1] if candidates else None)
+    return Survey(
+        modules, shapes, grids, spatial, candidates, elsewhere, chosen.name if chosen else None, alive is not None
+    )
+
+
+def _candidates(model: nn.Module, spatial: tuple[Spatial, ...], classes: int | None) -> tuple[Spatial, ...]:
+    """The layers that a CAM may be read at, in the order in which they finished.
+
+    Left out: single points, images themselves, the class scores of a segmentation, pooling in front of the head, layers
+    that do nothing in evaluation, and what lies inside an attention: its maps of token by token, its queries and keys.
+    """
+    tokens = {each.shape[1] for each in spatial if each.layout.kind == "NTC"}
+
+    def serves(each: Spatial) -> bool:
+        height, breadth = each.layout.grid
+        module = model.get_submodule(each.name)
+        if each.layout.kind == "NTC":
+            return height * breadth > 1 and _is_block_or_norm(module)
+        channels = each.shape[1] if each.layout.kind == "NCHW" else each.shape[3]
+        token_by_token = bool({height, breadth} & tokens)
+        return (
+            height * breadth > 1 and channels > 3 and channels != classes and not (token_by_token or _is_idle(module))
+        )
+
+    return tuple(each for each in spatial if serves(each))
+
+
+def _is_idle(module: nn.Module) -> bool:
+    pooling = nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d
+    return isinstance(module, pooling | nn.Identity | nn.Dropout | nn.Dropout2d | nn.Softmax)
+
+
+def _is_block_or_norm(module: nn.Module) -> bool:
+    """Whether a layer of tokens is a whole block, or a normalisation, whose parameters are one number per channel."""
+    parameters = list(module.parameters())
+    return any(module.children()) or (bool(parameters) and all(each.dim() == 1 for each in parameters))
+
+
+def _in_place(candidates: tuple[Spatial, ...], elsewhere: frozenset[str]) -> tuple[Spatial, ...]:
+    """The candidates less those whose places are not the picture's.
+
+    Where that would leave none of the tokens, they all stay: a network with random weights may mix its places so
+    thoroughly that a change shows anywhere.
+    """
+    kept = tuple(each for each in candidates if each.name not in elsewhere)
+    return kept if any(each.layout.kind != "NCHW" for each in kept) else candidates
+
+
+def _last_alive(model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...]) -> Spatial | None:
+    """The last candidate at whose places the top score has a gradient.
+
+    In a vision transformer with a class token the patches of the last block's output have none: the layer in front of
+    its attention has. One more forward decides, mostly: recording begins at the last candidate, and further back only
+    where that one fails.
+    """
+    for part in (candidates[-1:], candidates[-24:-1], candidates[:-24]):
+        alive = _with_gradient(model, x, part) if part else []
+        if alive:
+            return alive[-1]
+    return None
+
+
+def _with_gradient(model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...]) -> list[Spatial]:
+    with HookManager() as hooks:
+        captured = [(each, hooks.capture(model.get_submodule(each.name), record=True)) for each in candidates]
+        with torch.no_grad():
+            output = run(model, x)
+    try:
+        score = output_tensor(output).flatten(1).max(1).values.sum()
+    except TargetError:
+        return list(candidates)
+    if not score.requires_grad:
+        return []
+    last = [(each, calls[-1]) for each, calls in captured if calls and calls[-1].requires_grad]
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, [tensor for _, tensor in last], allow_unused=True)
+    return [
+        each for (each, _), grad in zip(last, grads, strict=True) if grad is not None and bool(each.layout(grad).any())
+    ]
