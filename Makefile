@@ -26,7 +26,7 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-test
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff format .

@@ -12,7 +12,7 @@ STATEMENTS = {
     "import torch": ["-c", "import torch"],
     "import saliency": ["-c", "import saliency"],
     "import saliency, and a method used": ["-c", "import saliency; saliency.GradCAM"],
-    "saliency --help": ["-m", "saliency.cli", "--help"],
+    "saliency --help": ["-m", "saliency", "--help"],
 }
 TARGETS = {"import saliency": 1.08, "import saliency, and a method used": 1.08}
 

@@ -10,6 +10,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Case:
 
 def cases() -> list[Case]:
     """ResNet-50 with random weights, and the bundled network."""
-    resnet = saliency.load("resnet50", weights=None)
+    resnet: Any = saliency.load("resnet50", weights=None)
 
     def body(x: Tensor) -> Tensor:
         stem = resnet.maxpool(resnet.relu(resnet.bn1(resnet.conv1(x))))
@@ -44,7 +45,7 @@ def cases() -> list[Case]:
         out: Tensor = resnet.fc(torch.flatten(resnet.avgpool(a), 1))
         return out
 
-    lite = saliency.load("efficientnet_lite0")
+    lite: Any = saliency.load("efficientnet_lite0")
     return [
         Case("resnet50", resnet, "layer4", body, head),
         Case("efficientnet_lite0", lite, "bn2", lite.forward_features, lite.forward_head),

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -71,6 +72,7 @@ def timm_names() -> list[str]:
 def build(name: str) -> tuple[nn.Module, Tensor]:
     """A network with random weights that carry signal, and an image for it."""
     library, _, bare = name.partition("/")
+    model: Any
     torch.manual_seed(0)
     if library == "torchvision":
         options = {"init_weights": False} if bare in ("googlenet", "inception_v3") else {}
@@ -124,7 +126,7 @@ def fingerprint(model: nn.Module) -> list[object]:
     """Everything of a model that a call could leave changed."""
     marks: list[object] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        data = tensor.detach().contiguous().view(-1).numpy() if tensor.numel() else b""
+        data = tensor.detach().contiguous().view(-1).numpy().tobytes()
         marks.append((name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad is None, zlib.crc32(data)))
     for name, module in model.named_modules():
         hooks = [len(value) for key, value in vars(module).items() if "hook" in key and hasattr(value, "__len__")]

@@ -16,6 +16,8 @@ Each also derives from the built-in error that Python code would expect in its p
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -62,6 +64,14 @@ class ExplanationError(SaliencyError, ValueError):
 
 class SaliencyWarning(UserWarning):
     """The result is right, but the reader should know something about it."""
+
+
+def warn(message: str) -> None:
+    """Give a `SaliencyWarning` that points at the line outside this package which asked for the work."""
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saliency":
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(message, SaliencyWarning, stacklevel=levels + 1)
 
 
 def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:

@@ -13,7 +13,7 @@ from uuid import uuid4
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name beside `path`; what the block writes there is moved to `path` if the block ends well."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name[:80]}.{uuid4().hex}.part")
+    temporary = path.with_name(f".{uuid4().hex}.part")
     try:
         yield temporary
         temporary.replace(path)

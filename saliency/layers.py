@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import Tensor, nn
 
-from .errors import LayerError, SaliencyWarning, closest
+from .errors import LayerError, closest, warn
 from .layouts import Layout, layout_from
 from .survey import survey
 
@@ -52,10 +50,8 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
             f"{size[0]}x{size[1]}; choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
         )
     if seen is not None and name in seen.misplaced:
-        warnings.warn(
+        warn(
             f'the places of layer "{name}" do not follow those of the picture: a change of the picture shows '
-            "elsewhere, so its map may be scrambled",
-            SaliencyWarning,
-            stacklevel=2,
+            "elsewhere, so its map may be scrambled"
         )
     return layout

@@ -23,4 +23,4 @@ def copies(folder: Path, *files: str) -> list[Path]:
 
 def started(*words: object, **options: Any) -> subprocess.Popen[bytes]:
     """The command as a process of its own."""
-    return subprocess.Popen([sys.executable, "-m", "saliency.cli", *map(str, words)], **options)  # noqa: S603
+    return subprocess.Popen([sys.executable, "-m", "saliency", *map(str, words)], **options)  # noqa: S603

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from saliency import bundled, zoo
+from saliency import zoo
 from saliency.errors import ModelError
 from saliency.preprocess import Preprocess
+from saliency.zoo import bundled
 
 ASSETS = Path(__file__).parents[1] / "assets"
 

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from saliency import bundled, zoo
+from saliency import zoo
 from saliency.errors import ModelError
-from saliency.libraries import imagenet_categories
+from saliency.zoo import bundled
+from saliency.zoo.libraries import imagenet_categories
 
 SMALL = "timm/test_resnet"  # a third of a million weights
 

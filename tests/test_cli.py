@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commandline import ASSETS, COFFEE, copies, started
 from PIL import Image
 
 import saliency
-from saliency import choices, cli, zoo
+from saliency import cli, zoo
 from saliency.attribution import explain_together
-from saliency.cli import main
+from saliency.cli import choices, main
 from saliency.maps import SIGNS
 from saliency.methods import METHODS
 from saliency.render import overlay, save_picture
 from saliency.trace import Trace
+from tests.commandline import ASSETS, COFFEE, copies, started
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))
 SILU = ("--model", "efficientnet_b0", "--weights", "none")  # a network without a ReLU
@@ -228,7 +228,7 @@ def test_an_error_in_the_model_costs_only_its_photo(
             raise RuntimeError("out of memory\nfor 3 reasons")
         return explain_together(methods, picture, target)
 
-    monkeypatch.setattr("saliency.explaining.explain_together", fragile)
+    monkeypatch.setattr("saliency.cli.explaining.explain_together", fragile)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert names(tmp_path) == ["chelsea.grad_cam.png", "coffee.grad_cam.png", "rocket.grad_cam.png"]
@@ -243,7 +243,7 @@ def test_a_full_disk_is_told_of_the_file(
             raise OSError(errno.ENOSPC, "No space left on device")
         return save_picture(picture, path)
 
-    monkeypatch.setattr("saliency.explaining.save_picture", full)
+    monkeypatch.setattr("saliency.cli.explaining.save_picture", full)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert len(names(tmp_path)) == 4
@@ -381,7 +381,7 @@ def test_an_interrupted_run_keeps_what_is_made(
             raise KeyboardInterrupt
         return save_picture(picture, path)
 
-    monkeypatch.setattr("saliency.explaining.save_picture", interrupted)
+    monkeypatch.setattr("saliency.cli.explaining.save_picture", interrupted)
     got = explain(run, tmp_path, *PHOTOS, "-m", "grad_cam", "layer_cam", "--sheet")
     assert got.code == 130
     made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]

@@ -9,11 +9,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-from commandline import copies, started
 from rich.cells import cell_len
 
-from saliency.console import Column, Screen, aligned, as_typed, visible
+from saliency.cli.console import Column, Screen, aligned, as_typed, visible
 from saliency.errors import SaliencyWarning
+from tests.commandline import copies, started
 
 
 def under_terminal(columns: int, *words: object, folder: Path | None = None) -> str:

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from saliency import zoo
-from saliency.download import require_network
 from saliency.errors import ModelError
-from saliency.libraries import Torchvision
 from saliency.preprocess import as_preprocess
+from saliency.zoo.download import require_network
+from saliency.zoo.libraries import Torchvision
 
 SMALL = "timm/test_resnet"  # a third of a million weights
 
@@ -71,7 +71,7 @@ def test_a_host_that_never_answers_is_waited_for_only_so_long(monkeypatch: pytes
         gave_up.set()
         raise OSError
 
-    monkeypatch.setattr("saliency.download._PATIENCE", 0.05)
+    monkeypatch.setattr("saliency.zoo.download._PATIENCE", 0.05)
     monkeypatch.setattr("urllib.request.urlopen", hang)
     try:
         with pytest.raises(ModelError, match="no network"):
@@ -83,7 +83,7 @@ def test_a_host_that_never_answers_is_waited_for_only_so_long(monkeypatch: pytes
 
 def test_the_hubs_offline_switch_counts_as_no_network(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("saliency.download._answers", lambda host: True)
+    monkeypatch.setattr("saliency.zoo.download._answers", lambda host: True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         zoo.load("timm/resnet18")
 
@@ -91,7 +91,7 @@ def test_the_hubs_offline_switch_counts_as_no_network(offline: Path, monkeypatch
 def test_what_a_library_raises_while_it_downloads_is_a_model_error(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saliency.download._answers", lambda host: True)
+    monkeypatch.setattr("saliency.zoo.download._answers", lambda host: True)
     with pytest.raises(ModelError, match="pretrained weights of resnet18 could not be loaded: URLError"):
         zoo.load("resnet18")
 

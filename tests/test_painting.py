@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawing import explained, hot, noise, pixels_of, whole
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from saliency.colors import CENTRE, table
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.explanation import Explanation, Sign
 from saliency.maps import shared_limit
-from saliency.painting import Opacity, spread, window
 from saliency.preprocess import Frame, Preprocess
 from saliency.ramp import Box
 from saliency.render import contact_sheet, cutout, figure, overlay
+from saliency.render.colors import CENTRE, table
+from saliency.render.painting import Opacity, spread, window
+from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # Geometry ------------------------------------------------------------------------------------------------------
 

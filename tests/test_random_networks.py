@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import RULES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saliency import METHODS, NotApplicableError
+from tests.reference import RULES
 
 SHARED, SHARED_IN_PLACE = nn.ReLU(), nn.ReLU(inplace=True)
 ZERO = torch.zeros((), dtype=torch.float64)

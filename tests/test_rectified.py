@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from reference import RULES, error, reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import saliency
 from saliency import METHODS, Explanation, NotApplicableError, SaliencyWarning
 from saliency.preprocess import as_preprocess
+from tests.reference import RULES, error, reference
 
 Form = Callable[[Tensor], Tensor]
 ASSETS = Path(__file__).parent.parent / "assets"

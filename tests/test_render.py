@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawing import explained, hot, noise, pixels_of, whole
 from PIL import Image
 
-from saliency.colors import table
 from saliency.errors import RenderError
 from saliency.explanation import Sign
-from saliency.painting import Opacity
 from saliency.preprocess import Frame
 from saliency.render import contact_sheet, cutout, overlay, save_picture
+from saliency.render.colors import table
+from saliency.render.painting import Opacity
+from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # The photo -----------------------------------------------------------------------------------------------------
 

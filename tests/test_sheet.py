@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawing import explained, hot, noise, pixels_of, whole
 from PIL import Image, ImageFont
 
-from saliency.colors import table
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.explanation import Explanation
 from saliency.preprocess import Frame, Preprocess
 from saliency.render import contact_sheet, figure
-from saliency.sheet import ellipsised, wrapped
+from saliency.render.colors import table
+from saliency.render.sheet import ellipsised, wrapped
+from tests.drawing import explained, hot, noise, pixels_of, whole
 
 
 def rows_of(sizes: Sequence[tuple[int, int]], methods: Sequence[str]) -> list[list[Explanation]]:

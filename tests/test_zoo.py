@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from saliency import zoo
 from saliency.errors import ModelError
-from saliency.libraries import Timm, Torchvision, imagenet_categories
 from saliency.preprocess import Preprocess, as_preprocess
+from saliency.zoo.libraries import Timm, Torchvision, imagenet_categories
 
 ASSETS = Path(__file__).parents[1] / "assets"
 SMALL = "timm/test_resnet"  # a third of a million weights

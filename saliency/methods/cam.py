@@ -6,7 +6,6 @@ themselves.
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution
 from ..classes import output_tensor
-from ..errors import LayerError, NotApplicableError, SaliencyWarning
+from ..errors import LayerError, NotApplicableError, warn
 from ..explanation import Sign
 from ..layers import LayerLike, find
 from ..preprocess import PreprocessLike
@@ -143,11 +142,9 @@ class GradCAMPlusPlus(WeightedCAM):
         """The sum over each channel's positive gradients g of g / (2 + g * summed activation)."""
         mass = activation.sum((2, 3), keepdim=True)
         if (mass < 0).any():
-            warnings.warn(
+            warn(
                 f"{self.name}: some channels of this layer sum to less than 0, where Grad-CAM++ is not defined; their "
-                "sums count as 0 (choose a layer behind a ReLU)",
-                SaliencyWarning,
-                stacklevel=2,
+                "sums count as 0 (choose a layer behind a ReLU)"
             )
         positive = gradient.clamp(min=0)
         return (positive / (2 + positive * mass.clamp(min=0))).sum((2, 3))

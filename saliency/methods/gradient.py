@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution, chosen
-from ..errors import MethodError, NotApplicableError, SaliencyWarning
+from ..errors import MethodError, NotApplicableError, warn
 from ..hooks import Rule
 from ..preprocess import PreprocessLike
 from ..rectifiers import Coverage, Site, Sites, output_of, saturation_of
@@ -127,11 +126,9 @@ class RectifiedGradient(TracedAttribution):
                 f"{self.name}: no ReLU was called, so the result would be the plain gradient{cure}{doubt}"
             )
         if hidden:
-            warnings.warn(
+            warn(
                 f"{self.name}: {hidden} may be ReLUs written by hand, which the autograd graph cannot tell; they keep "
-                "their plain derivative (spell them torch.relu if they are)",
-                SaliencyWarning,
-                stacklevel=2,
+                "their plain derivative (spell them torch.relu if they are)"
             )
 
 

@@ -5,9 +5,7 @@ Public drawing stands in `render`, `sheet` and `plot`; this is the ground that t
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..errors import RenderError, warn
+from ..explanation import Explanation, Sign
+from ..maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels
+from ..methods import METHODS
+from ..pictures import ImageLike, open_picture
+from ..preprocess import Frame
+from ..ramp import Box
 from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
-from .errors import RenderError, SaliencyWarning
-from .explanation import Explanation, Sign
-from .maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels
-from .methods import METHODS
-from .pictures import ImageLike, open_picture
-from .preprocess import Frame
-from .ramp import Box
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
@@ -86,8 +84,7 @@ def shade(
     maps = read_sign(evidence, read)
     if maps.min() == maps.max():
         lost = bool((evidence < 0).any())
-        reason = _why_flat(explanation, float(maps.max()), lost)
-        warnings.warn(reason, SaliencyWarning, stacklevel=_levels_up())
+        warn(_why_flat(explanation, float(maps.max()), lost))
     if limit is None:
         limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
     elif not (math.isfinite(limit) and limit >= 0):
@@ -95,14 +92,6 @@ def shade(
     values = maps[0].double().cpu().numpy()
     shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
     return Shade(shares.astype(np.float32), read, limit, bool((np.abs(values) > limit).any()))
-
-
-def _levels_up() -> int:
-    """How far above its caller the code outside this package stands, so that a warning points at its line."""
-    frame, levels = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saliency":
-        frame, levels = frame.f_back, levels + 1
-    return levels
 
 
 def _why_flat(explanation: Explanation, value: float, lost: bool) -> str:

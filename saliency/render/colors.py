@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import RenderError, did_you_mean
+from ..errors import RenderError, did_you_mean
 
 SEQUENTIAL = "inferno"
 DIVERGING = "RdBu_r"

@@ -9,19 +9,19 @@ from pathlib import Path
 
 from PIL import Image
 
-from saliency.attribution import Attribution, explain_together
-from saliency.choices import ALL, built, methods_and_photos, ready_model, require_folder, target_of
-from saliency.colors import table
-from saliency.console import Screen, UsageError, visible
-from saliency.errors import ImageError, LayerError, NotApplicableError, TargetError
-from saliency.explanation import Explanation, Sign
-from saliency.maps import Percentile
-from saliency.outcomes import Outcome, tell
-from saliency.painting import Opacity, probability
-from saliency.photos import Photo, find_photos, labels
-from saliency.pictures import open_picture
-from saliency.preprocess import Frame
-from saliency.render import contact_sheet, overlay, save_picture
+from ..attribution import Attribution, explain_together
+from ..errors import ImageError, LayerError, NotApplicableError, TargetError
+from ..explanation import Explanation, Sign
+from ..maps import Percentile
+from ..pictures import open_picture
+from ..preprocess import Frame
+from ..render import contact_sheet, overlay, save_picture
+from ..render.colors import table
+from ..render.painting import Opacity, probability
+from .choices import ALL, built, methods_and_photos, ready_model, require_folder, target_of
+from .console import Screen, UsageError, visible
+from .outcomes import Outcome, tell
+from .photos import Photo, find_photos, labels
 
 SHEET = "sheet.png"
 THUMB = 240
@@ -177,7 +177,13 @@ class Work:
         whole = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
         if not methods or not whole:
             return None
-        sheet = contact_sheet(whole, thumb=THUMB, opacity=self.request.opacity, colormap=self.request.colormap)
+        sheet = contact_sheet(
+            whole,
+            thumb=THUMB,
+            opacity=self.request.opacity,
+            colormap=self.request.colormap,
+            percentile=self.request.percentile,
+        )
         return save_picture(sheet, self.request.out / SHEET)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .errors import RenderError
-from .explanation import Explanation
-from .maps import shared_limit
+from ..errors import RenderError
+from ..explanation import Explanation
+from ..maps import shared_limit
 from .painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
 
 if TYPE_CHECKING:

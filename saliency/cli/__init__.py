@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from saliency.arguments import Help, Parser, opacity, percentile
-from saliency.errors import SaliencyError, did_you_mean
+from ..errors import SaliencyError, did_you_mean
+from .arguments import Help, Parser, opacity, percentile
 
 if TYPE_CHECKING:
-    from saliency.console import Screen
+    from .console import Screen
 
 DISTRIBUTION = "saliency-toolkit"
 MODEL = "efficientnet_lite0"
@@ -59,7 +59,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         _root_parser().error(_unknown_command(name))
     arguments = _parser(name).parsed(words)
 
-    from saliency.console import Screen
+    from .console import Screen
 
     screen = Screen(quiet=getattr(arguments, "quiet", False))
     try:
@@ -75,7 +75,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from saliency.explaining import Request, explain
+        from .explaining import Request, explain
 
     # The default would stay in front of what is typed: argparse extends it.
     arguments.methods = arguments.methods or [METHOD]
@@ -84,21 +84,21 @@ def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def _methods(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from saliency.listing import methods
+        from .listing import methods
 
     return methods(screen)
 
 
 def _layers(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from saliency.listing import layers
+        from .listing import layers
 
     return layers(arguments.model, arguments.weights, arguments.photo, arguments.all, screen)
 
 
 def _models(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from saliency.listing import models
+        from .listing import models
 
     return models(arguments.pattern, arguments.all, screen)
 
@@ -263,7 +263,3 @@ def _unknown_command(name: str) -> str:
     if Path(name).exists():
         return f"{name} is no command; to explain it: saliency explain {name}"
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ModelError
+from ..errors import ModelError
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar"})
 Build = Callable[[int | None], nn.Module]  # number of classes, None for the usual one -> a model of random weights

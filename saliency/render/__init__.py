@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 from PIL import Image, ImageColor
 
-from .errors import RenderError
-from .explanation import Explanation, Sign
-from .maps import Percentile, shared_limit
+from ..errors import RenderError
+from ..explanation import Explanation, Sign
+from ..files import replacing
+from ..maps import Percentile, shared_limit
+from ..pictures import ImageLike
 from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
-from .pictures import ImageLike
 from .plot import figure
 from .sheet import contact_sheet
 
@@ -137,23 +137,14 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')
-    beside = path.with_name(f".{path.stem[:64]}.{uuid4().hex}{path.suffix.lower()}")
-    try:
-        _write(picture, beside)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        if path.suffix.lower() == ".png":
+            temporary.write_bytes(_png(picture))
+        elif path.suffix.lower() == ".webp":
+            picture.save(temporary, format="WEBP", quality=WEBP_QUALITY)
+        else:
+            picture.convert("RGB").save(temporary, format="JPEG", quality=JPEG_QUALITY)
     return path
-
-
-def _write(picture: Image.Image, path: Path) -> None:
-    if path.suffix == ".png":
-        path.write_bytes(_png(picture))
-    elif path.suffix == ".webp":
-        picture.save(path, quality=WEBP_QUALITY)
-    else:
-        picture.convert("RGB").save(path, quality=JPEG_QUALITY)
 
 
 def _png(picture: Image.Image) -> bytes:

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from ..errors import ModelError, did_you_mean
+from ..preprocess import PreprocessLike
 from .download import downloading, hub_file, library, no_network, require_network
-from .errors import ModelError, did_you_mean
-from .preprocess import PreprocessLike
 
 Source = Literal["bundled", "torchvision", "timm"]
 Where = Literal["here", "download", "pip install", "none"]

@@ -11,17 +11,17 @@ from PIL import Image
 from rich.table import Table
 from rich.text import Text
 
-from saliency.attribution import Attribution, source, summary
-from saliency.choices import ready_model
-from saliency.console import Column, Screen, UsageError
-from saliency.errors import did_you_mean
-from saliency.images import read
-from saliency.methods import METHODS
-from saliency.model import borrowed, reference
-from saliency.pictures import ImageLike
-from saliency.survey import Spatial, Survey, survey
-from saliency.zoo import Listing
-from saliency.zoo import models as zoo_models
+from ..attribution import Attribution, source, summary
+from ..errors import did_you_mean
+from ..images import read
+from ..methods import METHODS
+from ..model import borrowed, reference
+from ..pictures import ImageLike
+from ..survey import Spatial, Survey, survey
+from ..zoo import Listing
+from ..zoo import models as zoo_models
+from .choices import ready_model
+from .console import Column, Screen, UsageError
 
 _WHERE = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
 

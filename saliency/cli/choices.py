@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from saliency.attribution import Attribution, method
-from saliency.classes import Categories, class_index
-from saliency.console import Screen, UsageError, one_line
-from saliency.errors import did_you_mean
-from saliency.methods import METHODS
-from saliency.photos import SUFFIXES
-from saliency.zoo import load
+from ..attribution import Attribution, method
+from ..classes import Categories, class_index
+from ..errors import did_you_mean
+from ..methods import METHODS
+from ..zoo import load
+from .console import Screen, UsageError, one_line
+from .photos import SUFFIXES
 
 ALL = "all"
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from saliency.errors import did_you_mean
+from ..errors import did_you_mean
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from .errors import ModelError
+from ..errors import ModelError
 
 _PATIENCE = 5.0  # seconds for a host to answer at all
 _MEND = 'pip install --upgrade "torch>=2.14" "torchvision>=0.29"'

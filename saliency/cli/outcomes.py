@@ -13,8 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from saliency.console import GAP, Column, Screen, as_typed, one_line, visible
-from saliency.errors import SaliencyError
+from ..errors import SaliencyError
+from .console import GAP, Column, Screen, as_typed, one_line, visible
 
 _COLUMNS = (
     Column("photo", "bold"),

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ModelError, did_you_mean
+from ..preprocess import PreprocessLike, as_preprocess
 from .bundled import Bundled
-from .errors import ModelError, did_you_mean
 from .libraries import Facts, Library, Source, Timm, Torchvision, Where
-from .preprocess import PreprocessLike, as_preprocess
 from .weights import SUFFIXES, fit
 
 _LIBRARIES: tuple[Library, ...] = (

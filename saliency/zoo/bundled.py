@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from .errors import ModelError
+from ..errors import ModelError
 from .libraries import Facts, Library, Timm, Where
 from .weights import fit
 

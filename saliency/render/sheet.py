@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from .errors import RenderError
-from .explanation import Explanation
-from .maps import limits, usual_percentile
+from ..errors import RenderError
+from ..explanation import Explanation
+from ..maps import Percentile, chosen_percentile, limits
+from ..preprocess import Frame
 from .painting import (
     Opacity,
     Shade,
@@ -26,7 +27,6 @@ from .painting import (
     spread,
     window,
 )
-from .preprocess import Frame
 
 PAPER = "#ffffff"
 INK = "#1d1f23"
@@ -94,6 +94,7 @@ def contact_sheet(
     thumb: int = 240,
     opacity: Opacity = 0.5,
     colormap: str | None = None,
+    percentile: Percentile = "auto",
     shared: bool = False,
 ) -> Image.Image:
     """One row per photo, one column per method, the untouched photo first: RGB on white.
@@ -106,6 +107,7 @@ def contact_sheet(
         thumb: The longer edge of the thumbnails in pixels, at least 32; all else grows with it.
         opacity: As in `overlay`.
         colormap: As in `overlay`.
+        percentile: As in `overlay`, of what the thumbnail shows.
         shared: Draw each column on one scale, so that colours compare down the column; otherwise each drawing
             has its own.
 
@@ -121,7 +123,7 @@ def contact_sheet(
         raise RenderError(f"thumb {thumb} is too small to see anything; the least is {SMALLEST_THUMB} pixels")
     _require_nested(rows)
     _require_columns(rows)
-    table = [[_drawing(each, thumb) for each in row] for row in rows]
+    table = [[_drawing(each, thumb, percentile) for each in row] for row in rows]
     scales = [max(each.limit for each in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, drawings in zip(rows, table, strict=True):
@@ -173,13 +175,13 @@ class _Drawing:
         return paint(self.frame, replace(self.shading, values=values), colormap, opacity)
 
 
-def _drawing(explanation: Explanation, thumb: int) -> _Drawing:
+def _drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _Drawing:
     """The map as the thumbnail can show it: speckles average out first, and the colours span what is left of them."""
     frame = _shrunk(frame_of(explanation), thumb)
     inside = window(frame)
     largest = shade(explanation, percentile=None)
     shares = spread(largest.values, frame, inside)
-    limit = largest.limit * float(limits(torch.from_numpy(shares)[None], usual_percentile(explanation)))
+    limit = largest.limit * float(limits(torch.from_numpy(shares)[None], chosen_percentile(explanation, percentile)))
     return _Drawing(Frame(frame.picture, inside.box), replace(largest, values=shares), limit)
 
 

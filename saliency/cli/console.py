@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from saliency.errors import SaliencyError, SaliencyWarning
+from ..errors import SaliencyError, SaliencyWarning
 
 GAP = 2  # the space between columns
 
