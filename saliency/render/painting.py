@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,9 +152,8 @@ def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
     """The map at each pixel of the window: bilinear by centres, to a fraction of a pixel: (rows, columns).
 
     Beyond the centres of the outermost cells the map goes on as it ends. Where a cell is smaller than a
-    pixel, all cells under the pixel count, so that no evidence falls between pixels. Two matrix products;
-    OpenCV's affine warp rounds positions to 1/32 of a cell in its older versions, which shows as stairs on 7
-    x 7 maps.
+    pixel, all cells under the pixel count, so that no evidence falls between pixels. Not by OpenCV's affine warp,
+    which rounds positions to 1/32 of a cell in its older versions: that shows as stairs on 7 x 7 maps.
     """
     left, top, right, bottom = frame.box
     wide = _stretch(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
@@ -164,15 +163,29 @@ def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
 def _stretch(cells: Plane, low: float, high: float, first: int, last: int) -> Plane:
     """Rows `first` to `last` of a picture on which the rows of `cells` cover `low` to `high`."""
     pitch = len(cells) / (high - low)  # cells per pixel
-    reach = max(1.0, pitch)
-    out = np.empty((last - first, cells.shape[1]), np.float32)
-    for start in range(first, last, STRIP):
-        stop = min(start + STRIP, last)
-        centres = (np.arange(start, stop) + (0.5 - low)) * pitch - 0.5
-        band = np.arange(max(0, math.floor(centres[0] - reach)), min(len(cells), math.ceil(centres[-1] + reach) + 1))
-        weights = np.maximum(0, 1 - np.abs(centres[:, None] - band) / reach)
+    centres = (np.arange(first, last) + (0.5 - low)) * pitch - 0.5
+    if pitch > 1:
+        return _averaged(cells, centres, pitch)
+    centres = np.clip(centres, 0, len(cells) - 1)
+    above = np.minimum(centres.astype(np.intp), max(len(cells) - 2, 0))
+    share = (centres - above).astype(np.float32)[:, None]
+    below = cells[np.minimum(above + 1, len(cells) - 1)]
+    out: Plane = cells[above]
+    below -= out
+    below *= share
+    out += below
+    return out
+
+
+def _averaged(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) -> Plane:
+    """The mean of the cells under each pixel, weighted by a tent of `reach` cells to either side."""
+    out = np.empty((len(centres), cells.shape[1]), np.float32)
+    for start in range(0, len(centres), STRIP):
+        strip = centres[start : start + STRIP]
+        band = np.arange(max(0, math.floor(strip[0] - reach)), min(len(cells), math.ceil(strip[-1] + reach) + 1))
+        weights = np.maximum(0, 1 - np.abs(strip[:, None] - band) / reach)
         weights /= weights.sum(axis=1, keepdims=True)
-        np.matmul(weights.astype(np.float32), cells[band[0] : band[-1] + 1], out=out[start - first : stop - first])
+        out[start : start + STRIP] = weights.astype(np.float32) @ cells[band[0] : band[-1] + 1]
     return out
 
 
