@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .classes import as_categories
 from .errors import MethodError, NonFiniteError, did_you_mean
 from .explanation import Explanation, Setting, Sign
 from .images import Batch, ImagesLike, read
@@ -81,10 +83,12 @@ class Attribution(ABC):
     ) -> None:
         self.model = unwrap(model)
         # What stands on a wrapper counts as on the model within.
-        preprocess = preprocess if preprocess is not None else _carried("preprocess", model, self.model)
+        if preprocess is None:
+            preprocess = _carried("preprocess", _is_preprocess, model, self.model)
         self.preprocess = None if preprocess is None else as_preprocess(preprocess)
-        categories = categories if categories is not None else _carried("categories", model, self.model)
-        self.categories = None if categories is None else tuple(categories)
+        if categories is None:
+            categories = _carried("categories", _is_categories, model, self.model)
+        self.categories = None if categories is None else as_categories(categories)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -219,7 +223,9 @@ def read_one_forward(
     findings = []
     for target in targets:
         evidence = trace.evidence(target)
-        findings.append([m.read_evidence(evidence, names) for m, names in zip(methods, layers, strict=True)])
+        # The methods' own arithmetic is not the model's: it keeps its precision under the caller's autocast.
+        with torch.autocast(x.device.type, enabled=False):
+            findings.append([m.read_evidence(evidence, names) for m, names in zip(methods, layers, strict=True)])
     return findings
 
 
@@ -240,9 +246,14 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     Raises:
         MethodError: The methods explain different models, or there is none.
     """
-    if not methods or any(method.model is not methods[0].model for method in methods):
-        raise MethodError("explain_together takes one or more methods on one and the same model")
+    methods = list(methods) if isinstance(methods, list | tuple) else []
+    if not methods or not all(isinstance(method, Attribution) for method in methods):
+        raise MethodError("explain_together takes a list of methods first, as in [GradCAM(model), LayerCAM(model)]")
     first = methods[0]
+    if any(method.model is not first.model for method in methods):
+        raise MethodError("explain_together takes methods on one and the same model")
+    if any((each.preprocess, each.categories) != (first.preprocess, first.categories) for each in methods):
+        raise MethodError("explain_together takes methods with the same preprocessing and the same class names")
     batch = first.read(image)
     selection = Selection(target, len(batch.tensor), first.categories)
     traced = [method for method in methods if isinstance(method, TracedAttribution)]
@@ -282,13 +293,23 @@ def chosen(option: str, choice: _Choice, choices: Sequence[_Choice]) -> _Choice:
     return choice
 
 
-def _carried(name: str, *models: nn.Module) -> Any:
-    """The attribute of the first of the models that has it."""
-    return next((each for model in models if (each := getattr(model, name, None)) is not None), None)
+def _is_preprocess(like: Any) -> bool:
+    return callable(like) or isinstance(like, Mapping)
+
+
+def _is_categories(like: Any) -> bool:
+    return isinstance(like, Sequence | Mapping)
+
+
+def _carried(name: str, serves: Callable[[Any], bool], *models: nn.Module) -> Any:
+    """The attribute of the first of the models that has it and means by it what we do."""
+    return next((each for model in models if (each := getattr(model, name, None)) is not None and serves(each)), None)
 
 
 def _plain(setting: Any) -> Setting:
     """An option as a value that JSON can hold."""
+    if isinstance(setting, np.generic | np.ndarray | Tensor):
+        setting = setting.tolist()
     if isinstance(setting, tuple | list):
         return [_plain(each) for each in setting]
     if setting is None or isinstance(setting, str | int | float | bool):

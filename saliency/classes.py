@@ -40,8 +40,30 @@ def output_tensor(output: Any) -> Tensor:
     came = ", ".join(f"{name!r}: {type(each).__name__}" for name, each in named.items()) or "nothing in it"
     raise TargetError(
         f"the model returned a {type(output).__name__} ({came}), and it is not clear which tensor holds the scores; "
-        "pass a function as the target, for example target=lambda output: output['boxes'].sum(1)"
+        f"pass a function as the target, for example target=lambda output: {_written(output, named)}.flatten(1).sum(1)"
     )
+
+
+def _written(output: Any, named: Mapping[Any, Any]) -> str:
+    """How one writes the first of an output's parts."""
+    first = next(iter(named), "boxes")
+    if isinstance(output, Mapping) or not named:
+        return f"output[{first!r}]"
+    plain = isinstance(output, tuple | list) and not hasattr(output, "_fields")
+    return f"output[{first}]" if plain else f"output.{first}"
+
+
+def as_categories(like: Any) -> tuple[str, ...]:
+    """The class names in the order of the output, from a sequence or from a mapping of index to name.
+
+    Raises:
+        TargetError: It is neither, or holds something else than names.
+    """
+    if isinstance(like, Mapping) and all(isinstance(key, int) for key in like):
+        like = [like[key] for key in sorted(like)]
+    if isinstance(like, str) or not isinstance(like, Sequence) or not all(isinstance(each, str) for each in like):
+        raise TargetError(f"class names are a list of strings in the order of the output, got {type(like).__name__}")
+    return tuple(like)
 
 
 def class_scores(output: Any) -> Tensor:
@@ -61,6 +83,22 @@ def class_scores(output: Any) -> Tensor:
         else "pass a function of the output as the target"
     )
     raise TargetError(f"the model's output has shape {tuple(scores.shape)}, not (N, classes); {cure}")
+
+
+def class_probabilities(output: Any) -> Tensor:
+    """The probabilities (N, classes): the softmax of the scores, or the scores where they are probabilities already.
+
+    Raises:
+        TargetError: The output is no row of classes, or only one number, which has no softmax.
+    """
+    scores = class_scores(output)
+    if scores.shape[1] == 1:
+        raise TargetError("the model gives one number per image, which has no softmax; explain the number itself")
+    known = scores.detach().float()
+    is_distribution = not scores.is_floating_point() or bool(
+        (known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-3).all()
+    )
+    return scores if is_distribution else scores.softmax(1)
 
 
 def per_image(classes: Any, images: int) -> list[Any]:

@@ -15,6 +15,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
+        # Made here, with the permissions that new files have: some writers would keep theirs to themselves.
+        temporary.touch()
         yield temporary
         temporary.replace(path)
     finally:

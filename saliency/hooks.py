@@ -43,8 +43,8 @@ class HookManager(ExitStack):
     def __enter__(self) -> Self:
         """The manager, now the innermost one of this thread."""
         super().__enter__()
+        self.callback(_close, self)
         _open.managers.append(self)
-        self.callback(_open.managers.remove, self)
         return self
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
@@ -53,13 +53,18 @@ class HookManager(ExitStack):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if _open.managers[-1:] == [self] else None
 
-        self.callback(layer.register_forward_hook(hook).remove)
+        # The undoing comes first, so that an interrupt in between leaves nothing behind.
+        self.callback(_forget, layer, hook)
+        # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
+        layer.register_forward_hook(hook, prepend=True)
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """The outputs of `layer`, one tensor per call, as the calls come.
 
-        A clone flows on: a following in-place operation cannot overwrite the capture. Of an output of several tensors
-        the first is captured. With `record`, gradients are recorded from here on, also where they were off before.
+        A copy is captured, and where gradients are wanted a copy of that flows on: a following in-place operation
+        cannot overwrite the capture, and its gradient is that of what the layer returned, not of other names for the
+        same memory. Of an output of several tensors the first is captured. With `record`, gradients are recorded from
+        here on, also where they were off before.
         """
         captured: list[Tensor] = []
 
@@ -70,10 +75,11 @@ class HookManager(ExitStack):
             if record:
                 # Lasts until the no_grad block around the model's forward ends and restores its own state.
                 torch.set_grad_enabled(True)
-                if not tensor.requires_grad and tensor.is_floating_point():
-                    tensor = tensor.detach().requires_grad_()
-            captured.append(tensor)
-            return _with_first_tensor(output, tensor.clone())
+            kept = tensor.clone()
+            if record and not kept.requires_grad and kept.is_floating_point():
+                kept = kept.detach().requires_grad_()
+            captured.append(kept)
+            return _with_first_tensor(output, kept.clone()) if kept.requires_grad else None
 
         self.observe(layer, keep)
         return captured
@@ -85,6 +91,18 @@ class HookManager(ExitStack):
         """
         for site in sites:
             self.callback(site.node.register_hook(_node_hook(rule_for(site))).remove)
+
+
+def _close(manager: HookManager) -> None:
+    if manager in _open.managers:
+        _open.managers.remove(manager)
+
+
+def _forget(layer: nn.Module, hook: Callable[..., Any]) -> None:
+    """Take a hook away that may or may not have been registered."""
+    for key, each in list(layer._forward_hooks.items()):
+        if each is hook:
+            del layer._forward_hooks[key]
 
 
 def _node_hook(rule: Rule) -> Callable[[_Gradients, _Gradients], _Gradients]:

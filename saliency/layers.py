@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .errors import LayerError, closest, warn
-from .layouts import Layout, layout_from
+from .layouts import Layout, is_channels_first, is_plain, layout_from
 from .survey import survey
 
 LayerLike = str | nn.Module | None
@@ -42,8 +42,12 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         LayerError: It has no extent in space.
     """
     shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
-    seen = None if len(shape) == 4 else survey(model, x)
-    layout = layout_from(shape, len(x), size, seen.grids if seen else ())
+    known = is_channels_first(model.get_submodule(name))
+    seen = None if known or is_plain(shape, size) else survey(model, x)
+    layout = layout_from(shape, len(x), size, seen.grids if seen else (), channels_first=known)
+    if seen is not None:
+        same = next((each.layout for each in seen.spatial if each.name == name and each.shape[1:] == shape[1:]), None)
+        layout = same or layout
     if layout is None:
         raise LayerError(
             f'the output of layer "{name}" has shape {shape}, which has no extent in space for an input of '

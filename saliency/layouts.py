@@ -6,9 +6,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Grid = tuple[int, int]
+
+_CHANNELS_FIRST = (
+    nn.Conv2d,
+    nn.ConvTranspose2d,
+    nn.BatchNorm2d,
+    nn.InstanceNorm2d,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,9 @@ class Layout:
         return places.reshape(*places.shape[:2], *self.grid)
 
 
-def layout_from(shape: tuple[int, ...], images: int, size: Grid, grids: Iterable[Grid]) -> Layout | None:
+def layout_from(
+    shape: tuple[int, ...], images: int, size: Grid, grids: Iterable[Grid], *, channels_first: bool = False
+) -> Layout | None:
     """How an output of this shape lies in memory; None where it has no extent in space.
 
     Args:
@@ -41,15 +54,26 @@ def layout_from(shape: tuple[int, ...], images: int, size: Grid, grids: Iterable
         images: The number of images in the batch.
         size: (H, W) of the input: the grid must have its proportions.
         grids: Grids that the model was seen to use, for tokens.
+        channels_first: Whether it is known to be channels first, so that its proportions need not tell.
     """
     if len(shape) < 3 or shape[0] != images or 0 in shape:
         return None
     if len(shape) == 4:
-        channels_first, channels_last = _misfit(shape[2:], size), _misfit(shape[1:3], size)
-        if channels_first <= channels_last:
-            return Layout("NCHW", (shape[2], shape[3])) if channels_first <= 2 else None
-        return Layout("NHWC", (shape[1], shape[2])) if channels_last <= 2 else None
+        first, last = _misfit(shape[2:], size), _misfit(shape[1:3], size)
+        if channels_first or first <= last:
+            return Layout("NCHW", (shape[2], shape[3])) if channels_first or first <= 2 else None
+        return Layout("NHWC", (shape[1], shape[2])) if last <= 2 else None
     return _token_layout(shape[1], size, grids) if len(shape) == 3 else None
+
+
+def is_channels_first(module: nn.Module) -> bool:
+    """Whether a layer gives channels first by its definition, as convolutions, their norms and pooling do."""
+    return isinstance(module, _CHANNELS_FIRST)
+
+
+def is_plain(shape: tuple[int, ...], size: Grid) -> bool:
+    """Whether the proportions of an output fit channels first, and no worse than channels last."""
+    return len(shape) == 4 and _misfit(shape[2:], size) <= min(2, _misfit(shape[1:3], size))
 
 
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import ModelError
 
@@ -33,63 +34,66 @@ def unwrap(model: nn.Module) -> nn.Module:
     )
 
 
-class _Lease:
-    """The training flags of the modules that are held, and how many hold each.
+class _Leases:
+    """Which calls hold which modules in evaluation mode, and which of these modules were training before.
 
-    The first holder of a module switches it to evaluation and the last one restores it, in any order, from any thread.
+    Every step can be interrupted and done again: what is to be undone is written down before it is done.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holders: dict[nn.Module, int] = {}
+        self.held: dict[object, list[nn.Module]] = {}
         self.was_training: set[nn.Module] = set()
 
-    def take(self, modules: list[nn.Module]) -> None:
-        holders = self.holders
+    def take(self, holder: object, modules: list[nn.Module]) -> None:
         with self.lock:
-            for at, module in enumerate(modules):
-                held = holders.get(module, 0)
+            self.held[holder] = modules
+            for module in modules:
                 # A frozen ScriptModule has no such flag.
-                if not held and getattr(module, "training", False):
-                    try:
-                        module.training = False
-                    except BaseException:
-                        self._give_back(modules[:at])
-                        raise
+                if getattr(module, "training", False):
                     self.was_training.add(module)
-                holders[module] = held + 1
+                    module.training = False
 
-    def give_back(self, modules: list[nn.Module]) -> None:
+    def give_back(self, holder: object) -> None:
         with self.lock:
-            self._give_back(modules)
-
-    def _give_back(self, modules: list[nn.Module]) -> None:
-        holders = self.holders
-        for module in modules:
-            held = holders.pop(module)
-            if held > 1:
-                holders[module] = held - 1
-            elif module in self.was_training:
-                self.was_training.remove(module)
-                module.training = True
+            others = [modules for each, modules in self.held.items() if each is not holder]
+            still = {module for modules in others for module in modules} if self.was_training else set()
+            for module in self.held.get(holder, ()):
+                if module in self.was_training and module not in still:
+                    module.training = True
+                    self.was_training.discard(module)
+            self.held.pop(holder, None)
 
 
-_evaluation = _Lease()
+_evaluation = _Leases()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, shared by any number of threads; the last to leave restores every training flag.
 
-    The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are counted per
+    The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are held module by
     module, because two models may share a part.
     """
-    modules = list(model.modules())
-    _evaluation.take(modules)
+    holder, modules = object(), list(model.modules())
     try:
+        _evaluation.take(holder, modules)
         yield
     finally:
-        _evaluation.give_back(modules)
+        _surely(lambda: _evaluation.give_back(holder))
+
+
+def _surely(undo: Callable[[], None]) -> None:
+    """Undo, and begin again where a Ctrl-C interrupts it, which is raised afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            undo()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 class _EagerStance:
@@ -97,29 +101,39 @@ class _EagerStance:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holders = 0
+        self.holders: set[object] = set()
         self.stance: Any = None
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        # Nothing can be compiled in a process that has not imported the compiler, which takes seconds to import.
-        if "torch._dynamo" not in sys.modules:
-            yield
-            return
+    def take(self, holder: object) -> None:
         with self.lock:
-            if self.holders == 0:
+            self.holders.add(holder)
+            if self.stance is None:
                 self.stance = torch.compiler.set_stance("force_eager")
-            self.holders += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.holders -= 1
-                if self.holders == 0:
-                    self.stance.__exit__(None, None, None)
+
+    def give_back(self, holder: object) -> None:
+        with self.lock:
+            self.holders.discard(holder)
+            if not self.holders and self.stance is not None:
+                self.stance.__exit__(None, None, None)
+                self.stance = None
 
 
-_eager = _EagerStance()
+_stance = _EagerStance()
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled parts run as they are written."""
+    # Nothing can be compiled in a process that has not imported the compiler, which takes seconds to import.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    holder = object()
+    try:
+        _stance.take(holder)
+        yield
+    finally:
+        _surely(lambda: _stance.give_back(holder))
 
 
 @contextmanager
@@ -129,11 +143,11 @@ def _unoptimised() -> Iterator[None]:
     The switch is the thread's own.
     """
     optimise = torch._C._get_graph_executor_optimize()
-    torch._C._set_graph_executor_optimize(False)
     try:
+        torch._C._set_graph_executor_optimize(False)
         yield
     finally:
-        torch._C._set_graph_executor_optimize(optimise)
+        _surely(lambda: torch._C._set_graph_executor_optimize(optimise))
 
 
 @contextmanager
@@ -143,6 +157,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
 
     """
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
@@ -175,9 +191,18 @@ def run(model: nn.Module, x: Tensor) -> Any:
 
 
 def reference(model: nn.Module) -> Tensor | None:
-    """A floating-point parameter or buffer whose device and dtype an input should have; None for a model without."""
+    """A floating-point parameter or buffer whose device and dtype an input should have; None for a model without.
+
+    The first weight decides; scales and counters only where there is none.
+    """
     tensors = (each for group in (model.parameters(), model.buffers()) for each in group)
-    return next((each for each in tensors if each.is_floating_point()), None)
+    real = (each for each in tensors if not is_lazy(each) and each.is_floating_point() and not each.is_meta)
+    some: Tensor | None = None
+    for each in real:
+        if each.dim() > 1:
+            return each
+        some = each if some is None else some
+    return some
 
 
 def leaf(x: Tensor) -> Tensor:

@@ -33,6 +33,19 @@ class TransformPreprocess:
         self._boxes: dict[tuple[int, int], Box] = {}
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock, which can be neither copied nor pickled."""
+        return {name: each for name, each in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransformPreprocess) and self.transform == other.transform
+
+    def __hash__(self) -> int:
+        return hash(self.transform)
+
     def __repr__(self) -> str:
         return f"TransformPreprocess({self.transform!r})"
 

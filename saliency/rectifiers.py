@@ -20,6 +20,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import NotApplicableError, TargetError
 
+_REENTRANT = (
+    "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
+    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
+)
 INDEPENDENT = "the score does not depend on the input, so there is nothing to explain"
 
 
@@ -119,6 +123,10 @@ _OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
 _MASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda t: torch.where(t > 0, t, 0.0),
     "masked_fill": lambda t: t.masked_fill(t < 0, 0.0),
+    "masked_scatter": lambda t: t.masked_scatter(t < 0, torch.zeros(1)),
+    "minimum with 0": lambda t: torch.minimum(t, torch.zeros(1)),
+    "fmin with 0": lambda t: torch.fmin(t, torch.zeros(1)),
+    "clamp from above at 0": lambda t: t.clamp(max=0),
     "product with a mask": lambda t: t * (t > 0),
 }
 
@@ -153,6 +161,10 @@ def _is_masked(node: Any, kind: str) -> bool:
             return False
         zeros, ones = factor == 0, factor == 1
         return factor.dtype == torch.bool or bool((zeros | ones).all() and zeros.any() and ones.any())
+    if kind in ("minimum with 0", "fmin with 0"):
+        return _constant_operand_is_zero(node)
+    if kind == "clamp from above at 0":
+        return node._saved_min is None and _is_zero(node._saved_max)
     if kind == "where":
         return sum(function is not None for function, _ in node.next_functions) == 1
     return True
@@ -244,6 +256,13 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
     return Sites(rectifiers, others, hidden)
 
 
+def refuse_checkpoints(score: Tensor) -> None:
+    """Raise NotApplicableError where a part of the model is checkpointed so that no gradient can be asked for."""
+    for node in _postorder(score):
+        if isinstance(node, CheckpointFunction._backward_cls):
+            raise NotApplicableError(_REENTRANT)
+
+
 def _opaque(node: Any) -> str:
     """The name of an operation whose inside is not in the graph; "" for the operations of PyTorch and torchvision.
 
@@ -251,10 +270,7 @@ def _opaque(node: Any) -> str:
     """
     name = node.name()
     if isinstance(node, CheckpointFunction._backward_cls):
-        raise NotApplicableError(
-            "a part of the model is checkpointed with use_reentrant=True, which keeps its ReLUs out of the autograd "
-            "graph; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
-        )
+        raise NotApplicableError(_REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
             "a part of the model is compiled, which keeps its ReLUs out of the autograd graph; hand over the model as "

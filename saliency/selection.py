@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .classes import Categories, class_scores
+from .classes import Categories, class_probabilities, class_scores
 from .errors import NonFiniteError, TargetError
 from .targets import ClassScore, OutputTarget, TargetLike, as_target
 
@@ -37,7 +38,10 @@ class Selection:
                 self.target = self.target.settle(output)
             self.probabilities = self._probabilities(output)
             self._settled = True
+        before = _versions(output)
         scores = self.target(output)
+        if _versions(output) != before:
+            raise TargetError("the target changed the model's output in place; let it work on output.clone()")
         self._check(scores)
         return scores
 
@@ -57,11 +61,9 @@ class Selection:
         """The probability of each image's class; None without classes. An output that sums to 1 is taken as it is."""
         if None in self.indices:
             return None
-        scores = class_scores(output).detach().float()
-        is_distribution = bool((scores >= 0).all() and ((scores.sum(1) - 1).abs() < 1e-3).all())
-        if scores.shape[1] == 1:
+        if class_scores(output).shape[1] == 1:
             return None
-        return ClassScore(self.indices)(scores if is_distribution else scores.softmax(1))
+        return ClassScore(self.indices)(class_probabilities(output).detach().float())
 
     def _check(self, scores: Any) -> None:
         if not isinstance(scores, Tensor) or scores.shape != (self.images,) or not scores.is_floating_point():
@@ -79,3 +81,9 @@ class Selection:
             raise NonFiniteError(
                 f"the score of image {at} is {float(scores.detach()[at])}; the model's output is not finite"
             )
+
+
+def _versions(output: Any) -> list[int]:
+    """How often each tensor of an output was changed in place."""
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+    return [each._version for each in parts if isinstance(each, Tensor) and not each.is_inference()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .classes import output_tensor
 from .errors import TargetError
 from .hooks import HookManager, first_tensor
-from .layouts import Grid, Layout, is_map, layout_from
+from .layouts import Grid, Layout, is_channels_first, is_map, layout_from
 from .locality import Place, misplaced
 from .model import run
 
@@ -61,9 +61,10 @@ _surveys_lock = threading.Lock()
 
 
 def survey(model: nn.Module, x: Tensor) -> Survey:
-    """What one forward of the first image of `x` shows of the model's layers; remembered per model and input shape.
+    """What one forward shows of the model's layers; remembered per model and input shape.
 
-    The model is expected to be borrowed.
+    It is a forward of noise in the shape of `x`, so that the layer that is found does not depend on the image that
+    comes first. The model is expected to be borrowed.
     """
     shape = tuple(x.shape[1:])
     modules = tuple(map(id, model.modules()))
@@ -71,7 +72,8 @@ def survey(model: nn.Module, x: Tensor) -> Survey:
         known = _surveys.get(model, {}).get(shape)
     if known is not None and known.modules == modules:
         return known
-    made = _survey(model, x[:1].detach(), modules)
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
+    made = _survey(model, noise, modules)
     # Where no layer has a gradient, as under a head of zeros, the next call may know better.
     if made.alive:
         with _surveys_lock:
@@ -95,10 +97,13 @@ def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
     size = (int(x.shape[-2]), int(x.shape[-1]))
     grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if s is not None and is_map(s, size)))
     kinds = {name: type(module).__name__ for module, name in names.items()}
+    # What a convolution gives is channels first, and so is what has a shape that one gave.
+    channels_first = {shapes.get(name) for module, name in names.items() if is_channels_first(module)}
     spatial = tuple(
         Spatial(name, kinds[name], each, layout)
         for name, each in shapes.items()
-        if each is not None and (layout := layout_from(each, 1, size, grids)) is not None
+        if each is not None
+        and (layout := layout_from(each, 1, size, grids, channels_first=each in channels_first)) is not None
     )
     final = first_tensor(output)
     classes = final.shape[1] if final is not None and final.dim() == 4 else None
@@ -177,7 +182,7 @@ def _with_gradient(model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...])
         with torch.no_grad():
             output = run(model, x)
     try:
-        score = output_tensor(output).flatten(1).max(1).values.sum()
+        score = output_tensor(output).reshape(len(x), -1).max(1).values.sum()
     except TargetError:
         return list(candidates)
     if not score.requires_grad:

@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .classes import Categories, class_index, class_name, class_number, class_scores, output_tensor, per_image
+from .classes import (
+    Categories,
+    class_index,
+    class_name,
+    class_number,
+    class_probabilities,
+    class_scores,
+    output_tensor,
+    per_image,
+)
 from .errors import TargetError
 
 Target = Callable[[Any], Tensor]
@@ -114,7 +123,7 @@ class Probability(OutputTarget):
 
     def __call__(self, output: Any) -> Tensor:
         """The probabilities (N,), 0 to 1."""
-        return self.score(class_scores(output).softmax(1))
+        return self.score(class_probabilities(output))
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """For example `probability of espresso`."""
@@ -138,7 +147,11 @@ class Contrast(OutputTarget):
 
     def settle(self, output: Any) -> Contrast:
         """With the top class, where none was named."""
-        return Contrast(self.score.settle(output), self.against.settle(output))
+        settled = Contrast(self.score.settle(output), self.against.settle(output))
+        for index, other in zip(settled.score.classes, settled.against.classes, strict=True):
+            if index == other:
+                raise TargetError(f"contrast compares class {index} with itself; name another class to speak against")
+        return settled
 
     def __call__(self, output: Any) -> Tensor:
         """The differences (N,) of the two scores."""
@@ -195,8 +208,8 @@ class Region(OutputTarget):
         """The mean scores (N,) of the class over its pixels."""
         scores = self._scores(output)[:, int(self.label)]
         assert self.where is not None  # noqa: S101 - settle() comes first
-        where = self.where.to(scores.dtype)
-        return (scores * where).flatten(1).sum(1) / where.flatten(1).sum(1)
+        # Picked rather than multiplied by a mask, which would look like a ReLU written by hand.
+        return torch.stack([each[where].mean() for each, where in zip(scores, self.where, strict=True)])
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """For example `region of cat`."""

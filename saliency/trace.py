@@ -16,7 +16,7 @@ from .hooks import HookManager, Rule
 from .layers import layout_of
 from .layouts import Layout
 from .model import leaf, run
-from .rectifiers import INDEPENDENT, Site, Sites, find_sites
+from .rectifiers import INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
 from .selection import Selection
 
 
@@ -65,7 +65,13 @@ class Trace:
         last = self._backwards_left == 1
         if self._backwards_left is not None:
             self._backwards_left -= 1
-        return list(torch.autograd.grad(score, at, retain_graph=not last, allow_unused=True))
+        wanted = [each for each in at if each.requires_grad]
+        try:
+            found = iter(torch.autograd.grad(score, wanted, retain_graph=not last, allow_unused=True) if wanted else ())
+        except RuntimeError:
+            refuse_checkpoints(score)
+            raise
+        return [next(found) if each.requires_grad else None for each in at]
 
     def evidence(self, selection: Selection) -> Evidence:
         """What this forward says of one target."""
@@ -95,7 +101,7 @@ class Evidence:
 
     def activation(self, layer: str) -> Tensor:
         """The output of a layer as maps (N, K, h, w)."""
-        return self.trace.layout(layer)(self.trace.layers[layer].detach())
+        return _widened(self.trace.layout(layer)(self.trace.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
         """The gradient of the scores at a layer (N, K, h, w). One backward serves all layers of the trace."""
@@ -109,7 +115,7 @@ class Evidence:
             }
             if all(gradient is None for gradient in gradients):
                 raise LayerError(f'the score does not depend on layer "{layer}", so it has no gradient there')
-        return layout(self._layer_gradients[layer])
+        return _widened(layout(self._layer_gradients[layer]))
 
     def input_gradient(self) -> Tensor:
         """The gradient of the scores at the input (N, C, H, W)."""
@@ -145,6 +151,11 @@ class Evidence:
             raise TargetError(
                 "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
             )
+
+
+def _widened(maps: Tensor) -> Tensor:
+    """Half precision as float32: a sum over a map overflows or drowns in it."""
+    return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
 
 
 def _last_call(name: str, calls: list[Tensor]) -> Tensor:

@@ -324,8 +324,14 @@ def test_a_contrast_is_the_difference_of_two_scores(x: Tensor) -> None:
     torch.testing.assert_close(found.values, rows(model, 0, 4) - rows(model, 2, 2))
     assert found.target == (0, 4)
     assert found.target_names == ("ant rather than tiger cat", "Tabby rather than tiger cat")
-    top = VanillaGradient(model).attribute(x, contrast(None, 0))
-    torch.testing.assert_close(top.scores, (model(x).amax(1) - model(x)[:, 0]).detach())
+    worst = model(x).argmin(1).tolist()
+    top = VanillaGradient(model).attribute(x, contrast(None, worst))
+    torch.testing.assert_close(top.scores, (model(x).amax(1) - model(x).amin(1)).detach())
+
+
+def test_a_contrast_of_a_class_with_itself_is_refused(x: Tensor) -> None:
+    with pytest.raises(TargetError, match="class 3 with itself"):
+        VanillaGradient(Linear()).attribute(x, contrast(3, [0, 3]))
 
 
 @pytest.mark.parametrize("make", [lambda c: contrast(0, c), lambda c: contrast(c, 0), probability])

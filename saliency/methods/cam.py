@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution
 from ..classes import output_tensor
-from ..errors import LayerError, NotApplicableError, warn
+from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..explanation import Sign
 from ..layers import LayerLike, find
 from ..preprocess import PreprocessLike
@@ -87,12 +87,16 @@ class WeightedCAM(LayerCombination):
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """The weighted sum over the channels."""
-        weights = self.weights(activation, gradient)  # (N, K)
+        weights: Any = self.weights(activation, gradient)  # (N, K)
+        if not isinstance(weights, Tensor) or weights.shape != activation.shape[:2]:
+            came = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            expected = f"a tensor (N, K), here {tuple(activation.shape[:2])}"
+            raise MethodError(f"{type(self).__name__}.weights gave {came}; expected {expected}")
         return torch.einsum("nk,nkhw->nhw", weights, activation)[:, None]
 
     @abstractmethod
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The weights (N, K)."""
+        """The weights (N, K), from activations (N, K, h, w) and gradients of the same shape."""
 
 
 class GradCAM(WeightedCAM):

@@ -95,8 +95,8 @@ class RectifiedGradient(TracedAttribution):
         self.smooth = chosen("smooth", smooth, ("leave", "positive"))
 
     @abstractmethod
-    def rule_for(self, site: Site) -> Rule:
-        """The rule that takes the place of the derivative at a rectifier."""
+    def rule_for(self, site: Site, images: int) -> Rule:
+        """The rule that takes the place of the derivative at a rectifier, in a batch of so many images."""
 
     def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
         """What arrives at the input."""
@@ -110,7 +110,8 @@ class RectifiedGradient(TracedAttribution):
         self._require_sites(sites, rewritten)
         rectifiers = {id(site.node) for site in sites.rectifiers}
         values = evidence.rewritten_gradient(
-            rewritten, lambda site: self.rule_for(site) if id(site.node) in rectifiers else _positive_signal
+            rewritten,
+            lambda site: self.rule_for(site, len(evidence.x)) if id(site.node) in rectifiers else _positive_signal,
         )
         passed = [] if self.smooth == "positive" else sites.others
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(sites.hidden))
@@ -152,7 +153,7 @@ class GuidedBackprop(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, site: Site) -> Rule:
+    def rule_for(self, site: Site, images: int) -> Rule:
         """The derivative's result, where it is positive."""
         if site.kind not in ("clamp", "maximum"):
             return _positive_gradient
@@ -179,7 +180,7 @@ class DeconvNet(RectifiedGradient):
     units = "score per unit of normalised input"
     sign = "absolute"
 
-    def rule_for(self, site: Site) -> Rule:
+    def rule_for(self, site: Site, images: int) -> Rule:
         """The incoming signal, where it is positive."""
         return _positive_incoming
 
@@ -225,14 +226,14 @@ class RectGrad(RectifiedGradient):
             raise MethodError(f"percentile={percentile} is outside 0..100")
         self.percentile = percentile
 
-    def rule_for(self, site: Site) -> Rule:
+    def rule_for(self, site: Site, images: int) -> Rule:
         """The incoming signal, where activation times signal exceeds the layer's threshold."""
         # Asked for ahead of the backward pass: a checkpoint lets a saved tensor be unpacked only once within it.
         activation, saturation = output_of(site.node), saturation_of(site.node)
 
         def rule(grad_input: Tensor, grad_output: Tensor) -> Tensor:
             product = activation * grad_output
-            open_ = product > _nearest_percentile(product, self.percentile)
+            open_ = product > _nearest_percentile(product, self.percentile, images)
             if saturation is not None:
                 open_ = open_ & (activation < saturation)
             return torch.where(open_, grad_output, torch.zeros_like(grad_output))
@@ -258,11 +259,20 @@ def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
     return torch.where(grad_output > 0, grad_input, torch.zeros_like(grad_input))
 
 
-def _nearest_percentile(values: Tensor, percentile: float) -> Tensor:
-    """The value of the nearest rank among all values of each image, with the shape (N, 1, ...) that broadcasts."""
-    flat = values.reshape(len(values), -1)
+def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tensor:
+    """The value of the nearest rank among all values of each image, in a shape that broadcasts.
+
+    Rows in multiples of the images are windows of theirs. Raises NotApplicableError where the images cannot be told.
+    """
+    rows = len(values)
+    if rows % images or (images > 1 and rows != images and values.dim() > 1 and values.shape[1] == images):
+        raise NotApplicableError(
+            f"rectgrad: a ReLU works on values of shape {tuple(values.shape)}, in which the {images} images cannot be "
+            "told apart; explain them one by one"
+        )
+    flat = values.reshape(images, -1)
     rank = 1 + round(percentile / 100 * (flat.shape[1] - 1))
-    threshold = flat.kthvalue(rank, dim=1).values
+    threshold = flat.kthvalue(rank, dim=1).values.repeat_interleave(rows // images)
     return threshold.reshape(-1, *[1] * (values.dim() - 1))
 
 
