@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -15,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from .interrupts import surely
 from .rectifiers import Site
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -24,37 +26,55 @@ _Gradients = tuple[Tensor | None, ...]
 
 
 class _Open(threading.local):
-    """The managers that are open in a thread, the innermost last."""
+    """The managers that are open in a thread, each by its mark, the innermost last."""
 
     def __init__(self) -> None:
-        self.managers: list[HookManager] = []
+        self.marks: list[object] = []
 
 
 _open = _Open()
 
+_Registered = list[tuple[nn.Module, Callable[..., Any]]]
 
-class HookManager(ExitStack):
+
+class HookManager(ExitStack[None]):
     """Every hook of one call, taken away when the block ends, however it ends.
 
     Hooks act only in the thread that opened the manager, since other threads may run the same model at the same time,
     and only while no other manager is open inside it, since a model may ask for an explanation while it runs.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._mark = object()
+        self._registered: _Registered = []
+        # Hooks know the mark and not the manager, so it dies with its block, even where a Ctrl-C keeps __exit__ from
+        # running.
+        self._last_resort = weakref.finalize(self, _close, self._mark, self._registered)
+
     def __enter__(self) -> Self:
         """The manager, now the innermost one of this thread."""
         super().__enter__()
-        self.callback(_close, self)
-        _open.managers.append(self)
+        _open.marks.append(self._mark)
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Take everything away. Errors of the block go on."""
+        try:
+            super().__exit__(*error)
+        finally:
+            surely(lambda: _close(self._mark, self._registered))
+            self._last_resort.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
         """Call `see(output)` after each call of `layer`; what it returns, if anything, takes the output's place."""
+        mark = self._mark
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return see(output) if _open.managers[-1:] == [self] else None
+            return see(output) if _open.marks[-1:] == [mark] else None
 
-        # The undoing comes first, so that an interrupt in between leaves nothing behind.
-        self.callback(_forget, layer, hook)
+        # Written down first, so that an interrupt in between leaves nothing behind.
+        self._registered.append((layer, hook))
         # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
         layer.register_forward_hook(hook, prepend=True)
 
@@ -93,16 +113,14 @@ class HookManager(ExitStack):
             self.callback(site.node.register_hook(_node_hook(rule_for(site))).remove)
 
 
-def _close(manager: HookManager) -> None:
-    if manager in _open.managers:
-        _open.managers.remove(manager)
-
-
-def _forget(layer: nn.Module, hook: Callable[..., Any]) -> None:
-    """Take a hook away that may or may not have been registered."""
-    for key, each in list(layer._forward_hooks.items()):
-        if each is hook:
-            del layer._forward_hooks[key]
+def _close(mark: object, registered: _Registered) -> None:
+    """Take away the hooks of a manager, of which the last may not have been registered yet."""
+    for layer, hook in registered:
+        for key, each in list(layer._forward_hooks.items()):
+            if each is hook:
+                del layer._forward_hooks[key]
+    while mark in _open.marks:
+        _open.marks.remove(mark)
 
 
 def _node_hook(rule: Rule) -> Callable[[_Gradients, _Gradients], _Gradients]:

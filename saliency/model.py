@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .errors import ModelError
+from .interrupts import surely
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -80,20 +81,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         _evaluation.take(holder, modules)
         yield
     finally:
-        _surely(lambda: _evaluation.give_back(holder))
-
-
-def _surely(undo: Callable[[], None]) -> None:
-    """Undo, and begin again where a Ctrl-C interrupts it, which is raised afterwards."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            undo()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+        surely(lambda: _evaluation.give_back(holder))
 
 
 class _EagerStance:
@@ -133,7 +121,7 @@ def _eager() -> Iterator[None]:
         _stance.take(holder)
         yield
     finally:
-        _surely(lambda: _stance.give_back(holder))
+        surely(lambda: _stance.give_back(holder))
 
 
 @contextmanager
@@ -147,7 +135,7 @@ def _unoptimised() -> Iterator[None]:
         torch._C._set_graph_executor_optimize(False)
         yield
     finally:
-        _surely(lambda: torch._C._set_graph_executor_optimize(optimise))
+        surely(lambda: torch._C._set_graph_executor_optimize(optimise))
 
 
 @contextmanager
@@ -163,7 +151,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_eager())
-        stack.enter_context(_unoptimised())
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            stack.enter_context(_unoptimised())
         stack.enter_context(evaluating(model))
         yield
 

@@ -19,7 +19,7 @@ HOME = Path(saliency.__file__).parent
 
 # From the ground up: a module imports from the floors below its own.
 FLOORS: list[set[str]] = [
-    {"errors", "files"},
+    {"errors", "files", "interrupts"},
     {"rectifiers", "classes", "ramp", "pictures", "model", "zoo.download", "zoo.weights"},
     {"preprocess", "hooks", "targets", "layouts"},
     {"locality"},

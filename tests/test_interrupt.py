@@ -1,0 +1,74 @@
+"""Ctrl-C at any moment leaves the model, the thread and the next call as they were."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import GradCAM, GuidedBackprop
+from saliency.testing import tiny_model
+
+ROUNDS = 400
+
+
+class Crowded(nn.Module):
+    """A small network among many modules, so that taking and giving back the lease takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = tiny_model()
+        self.extra = nn.ModuleList([nn.Identity() for _ in range(200)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def state(model: nn.Module) -> tuple[object, ...]:
+    """What a call could leave changed."""
+    flags = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._get_graph_executor_optimize()
+    return flags, hooks, modes
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="interrupts by a timer need setitimer")
+def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    model, x = Crowded().train(), torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    methods = [GradCAM(model), GuidedBackprop(model)]
+    expected = [method.attribute(x, 0).values for method in methods]
+    good = state(model)
+    start = time.perf_counter()
+    for method in methods * 5:
+        method.attribute(x, 0)
+    longest = (time.perf_counter() - start) / 10
+    moment = random.Random(0)  # noqa: S311
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    hit = 0
+    try:
+        for turn in range(ROUNDS):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moment.uniform(2e-5, longest))
+                methods[turn % 2].attribute(x, 0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hit += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            # An interrupt on the very threshold of an exit is made good when its traceback is collected.
+            if state(model) != good:
+                gc.collect()
+            assert state(model) == good, f"round {turn}"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert hit > ROUNDS / 4
+    for method, values in zip(methods, expected, strict=True):
+        assert torch.equal(method.attribute(x, 0).values, values)
