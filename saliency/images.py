@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from .errors import ImageError, NonFiniteError
@@ -115,7 +116,7 @@ def _checked(image: Tensor, prepare: Preprocess | TransformPreprocess | None, fi
     for index, (low, high) in enumerate(extremes, start=first):
         if not np.isfinite([low, high]).all():
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-        if low >= 0 and high > 20 and not _reaches(prepare, high):
+        if low >= 0 and 20 < high <= 255 and tensor.shape[1] in (1, 3, 4) and not _reaches(prepare, high):
             raise ImageError(
                 f"image {index} is a float tensor in {low:g}..{high:g}, which looks like 0..255; pass uint8 "
                 "or divide by 255 and normalise"
@@ -130,8 +131,11 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 def _reaches(prepare: Preprocess | TransformPreprocess | None, high: float) -> bool:
     """Whether white comes out at `high` or above."""
-    if not isinstance(prepare, Preprocess):
+    if prepare is None:
         return False
+    if isinstance(prepare, TransformPreprocess):
+        white = Image.new("RGB", (256, 256), "white")
+        return high <= 1.001 * float(prepare(white).max())
     return high <= 1.001 * max((1 - mean) / std for mean, std in zip(prepare.mean, prepare.std, strict=True))
 
 

@@ -81,7 +81,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         _evaluation.take(holder, modules)
         yield
     finally:
-        surely(lambda: _evaluation.give_back(holder))
+        try:
+            surely(lambda: _evaluation.give_back(holder))
+        except KeyboardInterrupt:  # perhaps on its threshold, before it began
+            surely(lambda: _evaluation.give_back(holder))
+            raise
 
 
 class _EagerStance:
@@ -121,7 +125,11 @@ def _eager() -> Iterator[None]:
         _stance.take(holder)
         yield
     finally:
-        surely(lambda: _stance.give_back(holder))
+        try:
+            surely(lambda: _stance.give_back(holder))
+        except KeyboardInterrupt:  # perhaps on its threshold, before it began
+            surely(lambda: _stance.give_back(holder))
+            raise
 
 
 @contextmanager
@@ -135,7 +143,11 @@ def _unoptimised() -> Iterator[None]:
         torch._C._set_graph_executor_optimize(False)
         yield
     finally:
-        surely(lambda: torch._C._set_graph_executor_optimize(optimise))
+        try:
+            surely(lambda: torch._C._set_graph_executor_optimize(optimise))
+        except KeyboardInterrupt:  # perhaps on its threshold, before it began
+            surely(lambda: torch._C._set_graph_executor_optimize(optimise))
+            raise
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class TransformPreprocess:
     callable that resizes, crops, pads and normalises in whatever way needs no description.
 
     Args:
-        transform: Takes an RGB picture and returns a float tensor (3, H, W), the same one each time.
+        transform: Takes an RGB picture and returns a float tensor (C, H, W), the same one each time.
     """
 
     def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
@@ -50,7 +50,7 @@ class TransformPreprocess:
         return f"TransformPreprocess({self.transform!r})"
 
     def __call__(self, picture: Image.Image) -> Tensor:
-        """The model's input for one picture: (3, H, W), floating point.
+        """The model's input for one picture: (C, H, W), floating point.
 
         Raises:
             ImageError: The callable returned something else.
@@ -62,10 +62,10 @@ class TransformPreprocess:
                 'with ToTensor, or take the tensor out: lambda p: processor(p, return_tensors="pt")'
                 '["pixel_values"][0]'
             )
-        if tensor.ndim != 3 or tensor.shape[0] != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
+        if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
             raise ImageError(
                 f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
-                "expected floating point values of shape (3, H, W)"
+                "expected floating point values of shape (C, H, W)"
             )
         return tensor.detach()
 

@@ -438,7 +438,10 @@ def test_a_normalised_range_beyond_20_is_no_mistake_where_the_preprocessing_reac
     with pytest.raises(ImageError, match=r"looks like 0\.\.255"):
         read(values, IMAGENET)
     with pytest.raises(ImageError, match=r"looks like 0\.\.255"):
-        read(values * 2, raw)
+        read(values, Preprocess((8, 8), 8, (0.0,) * 3, (1 / 100,) * 3))
+    assert torch.equal(read(values, lambda picture: 255 * torch.ones(3, 8, 8)).tensor[0], values)
+    depth = torch.linspace(0, 5000, 64).reshape(1, 8, 8)
+    assert torch.equal(read(depth).tensor[0], depth)
     assert torch.equal(read(values - 100, IMAGENET).tensor[0], values - 100)
 
 

@@ -304,7 +304,7 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
         (lambda p: {"pixel_values": 1}, "pixel_values"),
         (lambda p: torch.zeros(1, 3, 8, 8), r"shape \(1, 3, 8, 8\)"),
         (lambda p: torch.zeros(3, 8, 8, dtype=torch.uint8), "torch.uint8"),
-        (lambda p: torch.zeros(1, 8, 8), r"expected floating point values of shape \(3, H, W\)"),
+        (lambda p: torch.zeros(8, 8), r"expected floating point values of shape \(C, H, W\)"),
     ],
 )
 def test_a_callable_that_cannot_be_followed_is_refused(transform: Any, words: str) -> None:

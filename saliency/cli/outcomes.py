@@ -122,8 +122,10 @@ def _tell_where(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, scre
         screen.say(f"{_count(len(made), 'overlay')} of {_count(count, 'photo')}{where}")
     if sheet:
         screen.say(f"contact sheet: {visible(sheet)}")
+    if made:
+        screen.say(Text("bright: evidence for the class; the tinted rectangle: the crop that the network saw", "dim"))
     if any(outcome.layer for outcome in made):
-        screen.say(Text(f"read at {_layers(made)}", "dim"))
+        screen.say(Text(f"layer read by the CAMs: {_layers(made)}", "dim"))
     if failures:
         screen.say(Text(_count(failures, "failure"), "red"))
 

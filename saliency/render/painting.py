@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -222,7 +223,7 @@ def _checked(opacity: object) -> float | None:
     """The opacity as a number, or None where the map gives it."""
     if opacity == "map":
         return None
-    if not isinstance(opacity, int | float) or not 0 <= opacity <= 1:
+    if not isinstance(opacity, Real) or not 0 <= float(opacity) <= 1:
         raise RenderError(f'opacity {opacity!r} is neither a number in 0..1 nor "map"')
     return float(opacity)
 

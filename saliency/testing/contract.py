@@ -25,10 +25,11 @@ def _documented(subject: Subject) -> None:
     cls = subject.method
     text = inspect.getdoc(cls) or ""
     own = cls.__dict__.get("__doc__")
+    require(bool(cls.name), f'{cls.__name__} has no name; give the class one: name = "my_cam"')
     require(bool(own), f"{cls.__name__} has no docstring of its own")
     require(summary(cls).endswith("."), f"the docstring begins with no sentence: {summary(cls)!r}")
-    for part in ("Values:", "Raises:", "Source:"):
-        require(re.search(rf"^{part}", text, re.MULTILINE) is not None, f'the docstring has no line "{part} ..."')
+    missing = [part for part in ("Values:", "Raises:", "Source:") if not re.search(rf"^{part}", text, re.MULTILINE)]
+    require(not missing, f"the docstring has no line that begins with {', '.join(missing)}")
     require(bool(source(cls)), "the docstring names no source")
     require(bool(cls.cost), "`cost` says nothing of what a call takes")
     require(bool(cls.units), "`units` does not say what the values are in")
