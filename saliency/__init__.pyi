@@ -20,6 +20,7 @@ from .methods.cam import GradCAM as GradCAM
 from .methods.cam import GradCAMPlusPlus as GradCAMPlusPlus
 from .methods.cam import HiResCAM as HiResCAM
 from .methods.cam import LayerCAM as LayerCAM
+from .methods.cam import WeightedCAM as WeightedCAM
 from .methods.cam import XGradCAM as XGradCAM
 from .methods.combined import FusedCAM as FusedCAM
 from .methods.combined import GuidedGradCAM as GuidedGradCAM

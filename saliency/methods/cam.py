@@ -83,7 +83,16 @@ class LayerCombination(LayerAttribution):
 
 
 class WeightedCAM(LayerCombination):
-    """A map that gives each channel one weight: the sum over channels of weight times activation."""
+    """A map that gives each channel one weight: the sum over channels of weight times activation.
+
+    A new CAM is mostly a subclass with a `name`, a docstring and `weights`:
+
+        class MeanCAM(WeightedCAM):
+            name = "mean_cam"
+
+            def weights(self, activation, gradient):  # both (N, K, h, w)
+                return gradient.mean((2, 3))
+    """
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """The weighted sum over the channels."""
