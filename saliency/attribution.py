@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -96,6 +98,7 @@ class Attribution(ABC):
         return {name: _plain(getattr(self, name)) for name in type(self).options()}
 
     @classmethod
+    @cache
     def options(cls) -> list[str]:
         """The names of the options, in the order of the constructor."""
         about_the_model = ("self", "model", "layer", "layers", "preprocess", "categories")
@@ -157,7 +160,7 @@ class Attribution(ABC):
         """A finding, checked, with what is needed to read it. Raises NonFiniteError for NaN and infinity."""
         values = finding.values.detach()
         # The sum is finite unless a value is not, or unless it overflows: then a closer look decides.
-        if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
+        if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{self.name} gave {bad} values that are NaN or infinite, of {values.numel()}")
         return Explanation(

@@ -95,9 +95,8 @@ def class_probabilities(output: Any) -> Tensor:
     if scores.shape[1] == 1:
         raise TargetError("the model gives one number per image, which has no softmax; explain the number itself")
     known = scores.detach().float()
-    is_distribution = not scores.is_floating_point() or bool(
-        (known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-3).all()
-    )
+    sums_to_one = float(known.min()) >= 0 and bool(((known.sum(1) - 1).abs() < 1e-3).all())
+    is_distribution = sums_to_one or not scores.is_floating_point()
     return scores if is_distribution else scores.softmax(1)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -114,7 +114,7 @@ def _checked(image: Tensor, prepare: Preprocess | TransformPreprocess | None, fi
     # One number pair per image and one transfer for all of them: NaN and infinity show in the extremes.
     extremes = torch.stack([torch.stack(torch.aminmax(_in_memory_order(each))) for each in tensor]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
-        if not np.isfinite([low, high]).all():
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
         if low >= 0 and 20 < high <= 255 and tensor.shape[1] in (1, 3, 4) and not _reaches(prepare, high):
             raise ImageError(

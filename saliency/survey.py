@@ -16,7 +16,7 @@ from .errors import TargetError
 from .hooks import HookManager, first_tensor
 from .layouts import Grid, Layout, is_channels_first, is_map, layout_from
 from .locality import Place, misplaced
-from .model import run
+from .model import parts, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def survey(model: nn.Module, x: Tensor) -> Survey:
     comes first. The model is expected to be borrowed.
     """
     shape = tuple(x.shape[1:])
-    modules = tuple(map(id, model.modules()))
+    modules = tuple(map(id, parts(model)))
     with _surveys_lock:
         known = _surveys.get(model, {}).get(shape)
     if known is not None and known.modules == modules:

@@ -156,7 +156,7 @@ class GuidedBackprop(RectifiedGradient):
     def rule_for(self, site: Site, images: int) -> Rule:
         """The derivative's result, where it is positive."""
         if site.kind not in ("clamp", "maximum"):
-            return _positive_gradient
+            return _positive_gradient_in_place
         # PyTorch's derivative of these at 0 itself is 1 or a half; the rule's is 0, as that of a ReLU.
         activation, saturation = output_of(site.node), saturation_of(site.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
@@ -246,8 +246,9 @@ class RectGrad(RectifiedGradient):
         return Finding(evidence.x * values, evidence.scores, coverage)
 
 
-def _positive_gradient(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    return grad_input.clamp(min=0)
+def _positive_gradient_in_place(grad_input: Tensor, grad_output: Tensor) -> Tensor:
+    """In place: the derivative of a ReLU is a fresh tensor that nothing else has seen yet. It spares half the cost."""
+    return grad_input.clamp_(min=0)
 
 
 def _positive_incoming(grad_input: Tensor, grad_output: Tensor) -> Tensor:
