@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from saliency.attribution import source, summary
+from saliency.attribution import Attribution, summary
+from saliency.cli.listing import paper
 from saliency.methods import METHODS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -16,19 +16,17 @@ def methods_table() -> str:
     """One row per method: class, what it shows, cost, paper."""
     rows = ["| method | in a sentence | cost | source |", "|---|---|---|---|"]
     rows += [
-        f"| `{cls.__name__}` | {summary(cls)} | {cls.cost} | {_linked(source(cls))} |"
+        f"| `{cls.__name__}` | {summary(cls)} | {cls.cost} | {_linked(cls)} |"
         for cls in METHODS.values()
         if cls.__module__.startswith("saliency.methods.")
     ]
     return "\n".join(rows) + "\n"
 
 
-def _linked(paper: str) -> str:
+def _linked(cls: type[Attribution]) -> str:
     """The authors and year as a link to the paper."""
-    match = re.match(r"(.*?), \"(.*?)\".*?\((\d{4})\), (https?://\S+?)[.,;]?(?:\s|$)", paper)
-    assert match is not None, f"no authors, title, year and address in: {paper}"
-    authors, _, year, address = match.groups()
-    return f"[{authors} {year}]({address})"
+    authors, address = paper(cls)
+    return f"[{authors}]({address})"
 
 
 def with_table(text: str) -> str:

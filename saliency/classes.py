@@ -14,6 +14,8 @@ from .errors import TargetError, did_you_mean
 Categories = Sequence[str] | None
 """The class names in the order of the output, where the model carries them."""
 
+_FEW = 20  # as many as an error message can list
+
 
 def output_tensor(output: Any) -> Tensor:
     """The tensor that holds the scores: the output itself, its `.logits`, `["out"]`, or its only tensor.
@@ -129,7 +131,10 @@ def class_index(label: Any, categories: Categories) -> int:
     found = [i for i, name in enumerate(categories) if name == label]
     found = found or [i for i, name in enumerate(categories) if name.casefold() == label.casefold()]
     if not found:
-        raise TargetError(f'no class "{label}" among {len(categories)}{did_you_mean(label, categories)}')
+        hint = did_you_mean(label, categories)
+        if not hint and len(categories) <= _FEW:
+            hint = f"; they are {', '.join(categories)}"
+        raise TargetError(f'no class "{label}" among {len(categories)}{hint}')
     if len(found) > 1:
         raise TargetError(f'class "{label}" is the name of several: {", ".join(map(str, found))}; pass the index')
     return found[0]

@@ -31,8 +31,14 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
         if name in modules:
             return name, modules[name]
     near = closest(layer, [name for name in modules if name], most=4)
-    hint = f"the closest are {', '.join(near)}" if near else "saliency.layers.survey lists them"
+    hint = f"the closest are {', '.join(near)}" if near else f"its layers are {_outline(model)}"
     raise LayerError(f'no layer "{layer}" in {type(model).__name__}; {hint}')
+
+
+def _outline(model: nn.Module, most: int = 12) -> str:
+    """The names of the outermost layers."""
+    names = [name for name, _ in model.named_children()]
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") if names else "none: it is one itself"
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:

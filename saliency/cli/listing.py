@@ -10,9 +10,10 @@ import numpy as np
 from PIL import Image
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
 from ..attribution import Attribution, source, summary
-from ..errors import did_you_mean
+from ..errors import ModelError, did_you_mean
 from ..images import read
 from ..methods import METHODS
 from ..model import borrowed, reference
@@ -53,9 +54,21 @@ def _sentence(cls: type[Attribution]) -> str:
     return re.split(r"(?<=\.)\s", summary(cls))[0]
 
 
+def _model_for_its_layers(name: str, weights: str, screen: Screen) -> nn.Module:
+    """The model; with random weights where its own cannot be had, since they do not change what layers there are."""
+    try:
+        return ready_model(name, weights, "cpu", screen)
+    except ModelError:
+        if weights != "default":
+            raise
+        model = ready_model(name, "none", "cpu", screen)
+        screen.say(Text(f"with random weights: those of {name} are not here", "dim"))
+        return model
+
+
 def layers(name: str, weights: str, photo: str | None, everything: bool, screen: Screen) -> int:
     """The layer of a model that would be read, and what else there is."""
-    model = ready_model(name, weights, "cpu", screen)
+    model = _model_for_its_layers(name, weights, screen)
     batch = read(_noise() if photo is None else photo, getattr(model, "preprocess", None), like=reference(model))
     with screen.waiting("looking at the layers"), borrowed(model):
         found = survey(model, batch.tensor)
