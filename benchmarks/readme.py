@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saliency.attribution import Attribution, summary
+from saliency.attribution import Attribution
+from saliency.catalogue import summary
 from saliency.cli.listing import paper
 from saliency.methods import METHODS
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -265,25 +264,6 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
         found = dict(zip(map(id, traced), shared, strict=True))
         findings = [found[id(m)] if id(m) in found else m.explain(batch.tensor, selection) for m in methods]
     return [m.explanation(finding, selection, batch) for m, finding in zip(methods, findings, strict=True)]
-
-
-def method(name: str) -> type[Attribution]:
-    """The method of a name. Raises MethodError, with the closest names, where there is none."""
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS) or "; there are " + ", ".join(METHODS)
-        raise MethodError(f'no method "{name}"{hint}')
-    return METHODS[name]
-
-
-def summary(cls: type[Attribution]) -> str:
-    """The first sentence of a method's documentation."""
-    return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
-
-
-def source(cls: type[Attribution]) -> str:
-    """The paper that a method's documentation names, with its address."""
-    match = re.search(r"Source: (.*?)(?:\n\n|\Z)", inspect.getdoc(cls) or "", re.DOTALL)
-    return " ".join(match[1].split()) if match else ""
 
 
 def chosen(option: str, choice: _Choice, choices: Sequence[_Choice]) -> _Choice:

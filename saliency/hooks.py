@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -50,7 +51,7 @@ class HookManager(ExitStack[None]):
         self._registered: _Registered = []
         # Hooks know the mark and not the manager, so it dies with its block, even where a Ctrl-C keeps __exit__ from
         # running.
-        self._last_resort = weakref.finalize(self, _close, self._mark, self._registered)
+        self._last_resort = weakref.finalize(self, surely, partial(_close, self._mark, self._registered))
 
     def __enter__(self) -> Self:
         """The manager, now the innermost one of this thread."""
@@ -63,7 +64,7 @@ class HookManager(ExitStack[None]):
         try:
             super().__exit__(*error)
         finally:
-            surely(lambda: _close(self._mark, self._registered))
+            surely(partial(_close, self._mark, self._registered))
             self._last_resort.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:

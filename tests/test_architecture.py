@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     {"images", "layers", "selection", "explanation", "zoo.libraries"},
     {"trace", "zoo.bundled"},
     {"attribution", "zoo"},
-    {"methods.gradient", "methods.cam"},
+    {"catalogue", "methods.gradient", "methods.cam"},
     {"methods.eigen", "methods.combined"},
     {"methods"},
     {"maps"},

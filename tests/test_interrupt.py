@@ -45,6 +45,8 @@ def rebuilt() -> tuple[nn.Module, list[Attribution]]:
     return model, [GradCAM(model), GuidedBackprop(model)]
 
 
+# An interrupt that falls into a finalizer is reported by Python, since nothing could catch it there.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="interrupts by a timer need setitimer")
 def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
     assert threading.current_thread() is threading.main_thread()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
-from saliency.attribution import Finding, method, source, summary
+from saliency.attribution import Finding
+from saliency.catalogue import method, source, summary
 from saliency.methods.cam import WeightedCAM
 from saliency.model import leaf, run
 from saliency.selection import Selection

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attribution import Attribution, method
+from ..attribution import Attribution
+from ..catalogue import method
 from ..classes import Categories, class_index
 from ..errors import did_you_mean
 from ..methods import METHODS

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from ..attribution import Attribution, source, summary
+from ..attribution import Attribution
+from ..catalogue import source, summary
 from ..errors import ModelError, did_you_mean
 from ..images import read
 from ..methods import METHODS

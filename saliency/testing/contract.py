@@ -16,7 +16,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ..attribution import METHODS, source, summary
+from ..attribution import METHODS
+from ..catalogue import source, summary
 from ..explanation import Explanation, Sign
 from .subject import SIZE, Check, Subject, images, require, require_same, require_same_explanation
 
