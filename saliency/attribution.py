@@ -239,14 +239,14 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
 
     Args:
         methods: Methods on one and the same model.
-        image: As for `Attribution.attribute`; read once, by the first method's preprocessing.
+        image: As for `Attribution.attribute`; read once.
         target: As for `Attribution.attribute`.
 
     Returns:
         One explanation per method, in their order.
 
     Raises:
-        MethodError: The methods explain different models, or there is none.
+        MethodError: There is no method, or they differ in model, preprocessing or class names.
     """
     methods = list(methods) if isinstance(methods, list | tuple) else []
     if not methods or not all(isinstance(method, Attribution) for method in methods):

@@ -170,10 +170,10 @@ def _is_masked(node: Any, kind: str) -> bool:
     return True
 
 
-def is_rectifier(node: Node) -> bool:
-    """Whether the node is a ReLU in any of its spellings: relu, relu6, threshold, clamp or maximum at 0."""
+def _rectifier_kind(node: Node) -> str:
+    """Which spelling of a ReLU the node is: relu, relu6, threshold, clamp or maximum at 0; "" where it is none."""
     kind, test = _rectifier_tests().get(type(node), ("", None))
-    return bool(kind) and test is not None and test(node)
+    return kind if test is not None and test(node) else ""
 
 
 def output_of(node: Any) -> Tensor:
@@ -244,8 +244,7 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
     others: list[Site] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
-        kind, test = _rectifier_tests().get(type(node), ("", None))
-        if test is not None and test(node):
+        if kind := _rectifier_kind(node):
             rectifiers.append(Site(node, kind))
         elif other := _other_kinds().get(type(node)):
             others.append(Site(node, other))
@@ -295,7 +294,4 @@ def _opaque(node: Any) -> str:
 def _kind_in_place_on_a_view(node: Any) -> str:
     """The kind of the nonlinearity that a copy into a slice wraps; "" for other nodes."""
     inner = getattr(node, "_wrapped_node", None)
-    if inner is None:
-        return ""
-    kind, _ = _rectifier_tests().get(type(inner), ("", None))
-    return kind if kind and is_rectifier(inner) else _other_kinds().get(type(inner), "")
+    return "" if inner is None else _rectifier_kind(inner) or _other_kinds().get(type(inner), "")

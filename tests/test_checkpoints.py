@@ -17,24 +17,7 @@ from saliency import zoo
 from saliency.errors import ModelError
 from saliency.zoo import bundled
 from saliency.zoo.libraries import imagenet_categories
-
-SMALL = "timm/test_resnet"  # a third of a million weights
-
-
-def same_weights(model: nn.Module, other: nn.Module) -> bool:
-    mine, theirs = model.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
-
-
-def differing(name: str = SMALL, seed: int = 7) -> nn.Module:
-    """A model whose weights are not the ones that `load(name, weights=None)` draws."""
-    model = zoo.load(name, weights=None)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator))
-    return model
-
+from tests.weights import SMALL, differing, same_weights
 
 NESTS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "bare": lambda state: state,
