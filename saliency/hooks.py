@@ -1,61 +1,103 @@
-"""The hooks of one call: what a layer gave, and gradients that a rule rewrites on their way back. The only hook code.
+"""What watches and rewrites a call: outputs of layers, and gradients on their way back. The only hook code.
 
-Captures are forward hooks that act only in the thread that opened their manager. Rewrites are hooks on the nodes of the
-autograd graph of the very call that is explained, so that nothing is attached to the model and no other call sees them.
+Hooks on modules act only in the thread that opened their manager. Gradients are seen and rewritten by hooks on the
+nodes of the autograd graph of the very call, so that nothing stays on the model and no other call sees them.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from .borders import Exit, Gradients, Like, Meeting, age
 from .interrupts import surely
+from .nests import first_tensor, mapped
 from .rectifiers import Site
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""
 
-_Gradients = tuple[Tensor | None, ...]
+
+class _Mark:
+    """One manager as its hooks know it: they do not hold the manager itself, so it dies with its block."""
+
+    def __init__(self, standing: bool, alone: bool) -> None:
+        self.standing = standing
+        self.alone = alone
+        self.thread = threading.get_ident()
+        self.closed = False
+
+    def acts(self) -> bool:
+        """Whether hooks on modules act: in this thread, with nothing open inside that is to be left alone."""
+        open_here = _open.marks
+        if not open_here:
+            return False
+        if open_here[-1] is self:
+            return True
+        if self not in open_here:
+            return False
+        inside = open_here[open_here.index(self) + 1 :]
+        return not any(each.alone if self.standing else not each.standing for each in inside)
+
+    def acts_on_leaves(self) -> bool:
+        """Whether hooks on leaves, which all threads share, act: not for a backward pass of another thread.
+
+        An accelerator's backward pass runs in a thread of the engine's own, of which nobody can tell who asked for it.
+        """
+        return not self.closed and (
+            threading.get_ident() == self.thread or isinstance(threading.current_thread(), threading._DummyThread)
+        )
 
 
 class _Open(threading.local):
     """The managers that are open in a thread, each by its mark, the innermost last."""
 
     def __init__(self) -> None:
-        self.marks: list[object] = []
+        self.marks: list[_Mark] = []
 
 
 _open = _Open()
 
 _Registered = list[tuple[nn.Module, Callable[..., Any]]]
+_Token = TypeVar("_Token")
 
 
 class HookManager(ExitStack[None]):
-    """Every hook of one call, taken away when the block ends, however it ends.
+    """Every hook of one call, or of one block of the user's, taken away when the block ends, however it ends.
 
-    Hooks act only in the thread that opened the manager, since other threads may run the same model at the same time,
-    and only while no other manager is open inside it, since a model may ask for an explanation while it runs.
+    Hooks act only in the thread that opened the manager, since other threads may run the same model at the same time.
+    Those of a call act only while no other call is open inside it, since a model may ask for an explanation while it
+    runs.
+
+    Args:
+        standing: The manager is the user's own, and acts also on the calls that are made inside its block.
+        alone: Standing managers do not act while this one is open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, standing: bool = False, alone: bool = False) -> None:
         super().__init__()
-        self._mark = object()
+        self._mark = _Mark(standing, alone)
         self._registered: _Registered = []
+        self._on_graphs: list[RemovableHandle] = []
+        self._most_on_graphs = 1024
         # Hooks know the mark and not the manager, so it dies with its block, even where a Ctrl-C keeps __exit__ from
         # running.
-        self._last_resort = weakref.finalize(self, surely, partial(_close, self._mark, self._registered))
+        self._last_resort = weakref.finalize(
+            self, surely, partial(_close, self._mark, self._registered, self._on_graphs)
+        )
 
     def __enter__(self) -> Self:
         """The manager, now the innermost one of this thread."""
         super().__enter__()
+        self._mark.thread = threading.get_ident()
         _open.marks.append(self._mark)
         return self
 
@@ -64,7 +106,7 @@ class HookManager(ExitStack[None]):
         try:
             super().__exit__(*error)
         finally:
-            surely(partial(_close, self._mark, self._registered))
+            surely(partial(_close, self._mark, self._registered, self._on_graphs))
             self._last_resort.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
@@ -72,12 +114,56 @@ class HookManager(ExitStack[None]):
         mark = self._mark
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return see(output) if _open.marks[-1:] == [mark] else None
+            return see(output) if mark.acts() else None
 
+        self._put_first(layer, hook)
+
+    def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
+        """Let `change(output)` take the place of the output of each call of `layer`, where it is not None.
+
+        All that observes or captures the layer sees what it is changed to. Of several, the first made acts first.
+        """
+        self._put_first(layer, _Revision(self._mark, change))
+
+    def _put_first(self, layer: nn.Module, hook: Callable[..., Any]) -> None:
+        if not takes_hooks(layer):
+            return
         # Written down first, so that an interrupt in between leaves nothing behind.
         self._registered.append((layer, hook))
         # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
         layer.register_forward_hook(hook, prepend=True)
+        hooks = layer._forward_hooks
+        for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, _Revision)), reverse=True):
+            with suppress(KeyError):  # another thread may have taken its own away by now
+                hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+
+    def around(
+        self,
+        layer: nn.Module,
+        begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
+        end: Callable[[_Token, Any], Any],
+    ) -> None:
+        """Call `begin(args, kwargs)` before each call of `layer` and `end(what begin returned, output)` after it.
+
+        What `end` returns, if anything, takes the output's place. Both come after the user's own hooks: they see what
+        goes in and what flows on. A call that raises has no end; a scripted part has neither.
+        """
+        if not takes_hooks(layer):
+            return
+        mark = self._mark
+        begun: list[_Token] = []
+
+        # In another thread, a call that begins while a hook is put up or taken away may leave out the keywords.
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            if mark.acts():
+                begun.append(begin(args, kwargs or {}))
+
+        def after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
+            return end(begun.pop(), kwargs_and_output[-1]) if begun and mark.acts() else None
+
+        self._registered += [(layer, before), (layer, after)]
+        layer.register_forward_pre_hook(before, with_kwargs=True)
+        layer.register_forward_hook(after, with_kwargs=True)
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """The outputs of `layer`, one tensor per call, as the calls come.
@@ -111,21 +197,99 @@ class HookManager(ExitStack[None]):
         Only the site's own branch is touched: a skip connection that shares its input keeps its gradient.
         """
         for site in sites:
-            self.callback(site.node.register_hook(_node_hook(rule_for(site))).remove)
+            self._keep(site.node.register_hook(_node_hook(rule_for(site))))
+
+    def at_gradient(self, tensor: Tensor, see: Callable[[Tensor], Tensor | None]) -> None:
+        """Call `see` with the gradient of a tensor in each backward pass; what it returns, if anything, replaces it.
+
+        It is the gradient of what the tensor is now: a later in-place operation on it makes no difference, unless the
+        tensor is a view.
+        """
+        mark, is_leaf = self._mark, tensor.is_leaf
+
+        def hook(gradient: Tensor) -> Tensor | None:
+            return see(gradient) if (mark.acts_on_leaves() if is_leaf else not mark.closed) else None
+
+        self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def at_exit(self, tensor: Tensor, at: Exit, see: Callable[[Tensor], None]) -> None:
+        """Call `see` with what one operation passes on to `tensor`, an operand of it, in each backward pass."""
+        # The hook does not hold the node that holds the hook.
+        mark, operands, like = self._mark, at.operands, Like(tensor.shape, tensor.dtype)
+
+        def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+            part = None if mark.closed else like.sum_of(grad_inputs, operands)
+            if part is not None:
+                see(part)
+
+        self._keep(at.node.register_hook(hook))
+
+    def rewrite_input(self, tensor: Tensor, exits: Sequence[Exit], rule: Callable[[Tensor], Tensor | None]) -> None:
+        """Let the gradient that one call of a module passes on to one of its inputs be what `rule` makes of it.
+
+        Other uses of the same input keep their gradient.
+
+        Args:
+            tensor: The input, before or after the call.
+            exits: The operations that pass on its gradient.
+            rule: From the sum of what they pass on to what takes its place; None leaves it.
+        """
+        mark, meeting = self._mark, Meeting(Like(tensor.shape, tensor.dtype), rule)
+        by_age = sorted(exits, key=lambda each: age(each.node))
+        for at, each in enumerate(by_age):
+            # A hook holds operations older than its own only: none leads back to it, so graphs do not hold themselves.
+            arrive = partial(meeting.arrive, each.operands, [older.node for older in by_age[:at]])
+
+            def hook(
+                grad_inputs: Gradients, grad_outputs: Gradients, arrive: Callable[[Gradients], Gradients] = arrive
+            ) -> Gradients | None:
+                return None if mark.closed else arrive(grad_inputs)
+
+            self._keep(each.node.register_hook(hook))
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        self._on_graphs.append(handle)
+        if len(self._on_graphs) > self._most_on_graphs:
+            # Graphs that are gone took their hooks with them.
+            self._on_graphs[:] = [each for each in self._on_graphs if each.hooks_dict_ref() is not None]
+            self._most_on_graphs = max(1024, 2 * len(self._on_graphs))
 
 
-def _close(mark: object, registered: _Registered) -> None:
+def takes_hooks(layer: nn.Module) -> bool:
+    """Whether a layer takes hooks. A scripted one refuses them; that and a traced one do not call their parts."""
+    return type(layer).register_forward_hook is nn.Module.register_forward_hook
+
+
+class _Revision:
+    """A hook that changes what a layer gives, for everybody who comes after it."""
+
+    def __init__(self, mark: _Mark, change: Callable[[Any], Any]) -> None:
+        self.mark, self.change = mark, change
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return self.change(output) if self.mark.acts() else None
+
+
+def _close(mark: _Mark, registered: _Registered, on_graphs: list[RemovableHandle]) -> None:
     """Take away the hooks of a manager, of which the last may not have been registered yet."""
+    mark.closed = True
     for layer, hook in registered:
-        for key, each in list(layer._forward_hooks.items()):
-            if each is hook:
-                del layer._forward_hooks[key]
+        for hooks, flags in (
+            (layer._forward_hooks, layer._forward_hooks_with_kwargs),
+            (layer._forward_pre_hooks, layer._forward_pre_hooks_with_kwargs),
+        ):
+            for key, each in list(hooks.items()):
+                if each is hook:
+                    del hooks[key]
+                    flags.pop(key, None)
+    while on_graphs:
+        on_graphs.pop().remove()
     while mark in _open.marks:
         _open.marks.remove(mark)
 
 
-def _node_hook(rule: Rule) -> Callable[[_Gradients, _Gradients], _Gradients]:
-    def hook(grad_inputs: _Gradients, grad_outputs: _Gradients) -> _Gradients:
+def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
+    def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients:
         signal = grad_outputs[0]
         # The operand that the network's signal came by is the one that has a gradient; bounds and slopes have none.
         at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))
@@ -138,28 +302,7 @@ def _node_hook(rule: Rule) -> Callable[[_Gradients, _Gradients], _Gradients]:
     return hook
 
 
-def first_tensor(output: Any) -> Tensor | None:
-    """The output itself, or the first tensor of a tuple, list or mapping; None where there is none."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, tuple | list):
-        return next((each for each in output if isinstance(each, Tensor)), None)
-    if isinstance(output, dict):
-        return next((each for each in output.values() if isinstance(each, Tensor)), None)
-    return None
-
-
 def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
     """The output with its first tensor replaced; the container keeps its type."""
-    if isinstance(output, Tensor):
-        return tensor
-    if isinstance(output, dict):
-        at = next(key for key, each in output.items() if isinstance(each, Tensor))
-        changed = copy.copy(output)
-        changed[at] = tensor
-        return changed
-    index = next(i for i, each in enumerate(output) if isinstance(each, Tensor))
-    items = [*output[:index], tensor, *output[index + 1 :]]
-    if hasattr(output, "_make"):
-        return output._make(items)
-    return type(output)(items)
+    first = first_tensor(output)
+    return mapped(output, lambda each: tensor if each is first else each)

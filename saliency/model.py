@@ -120,7 +120,7 @@ _stance = _EagerStance()
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Compiled parts run as they are written."""
     # Nothing can be compiled in a process that has not imported the compiler, which takes seconds to import.
     if "torch._dynamo" not in sys.modules:
@@ -170,7 +170,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
             stack.enter_context(_unoptimised())
         stack.enter_context(evaluating(model, modules))

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from .classes import output_tensor
 from .errors import TargetError
-from .hooks import HookManager, first_tensor
+from .hooks import HookManager
 from .layouts import Grid, Layout, is_channels_first, is_map, layout_from
 from .locality import Place, misplaced
 from .model import parts, run
+from .nests import first_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ def survey(model: nn.Module, x: Tensor) -> Survey:
     if known is not None and known.modules == modules:
         return known
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
-    made = _survey(model, noise, modules)
+    # What the user records or edits meanwhile is not this: the layer that is found is that of the model itself.
+    with HookManager(alone=True):
+        made = _survey(model, noise, modules)
     # Where no layer has a gradient, as under a head of zeros, the next call may know better.
     if made.alive:
         with _surveys_lock:

@@ -137,6 +137,7 @@ PACKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda t: {"aux": 3, "out": t}, lambda p: p["out"]),
     "ordered dict": (lambda t: OrderedDict(out=t, aux=t.sum()), lambda p: p["out"]),
     "default dict": (lambda t: defaultdict(list, out=t), lambda p: p["out"]),
+    "nested": (lambda t: ("maps", [None, t]), lambda p: p[1][1]),
     "what torch.max returns": (lambda t: t[..., None].max(-1), lambda p: p.values),
 }
 
@@ -155,7 +156,7 @@ def test_a_layer_that_returns_a_container_is_read_and_its_container_keeps_its_ty
 
 
 def test_a_layer_without_a_tensor_in_its_output_is_an_error() -> None:
-    model = Unpacked(lambda t: ("maps", [t]), lambda p: p[1][0])
+    model = Unpacked(lambda t: ("maps", lambda: t), lambda p: p[1]())
     with pytest.raises(LayerError, match="returned no tensor"):
         GradCAM(model, "layer").attribute(torch.randn(1, 3, 8, 8), 1)
 
