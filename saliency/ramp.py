@@ -96,7 +96,7 @@ def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[i
 
 
 def _push(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
-    """(3, h, w): the output for a grey picture of the values 0..1, spread over a picture of (w, h)."""
+    """(C, h, w): the output for a grey picture of the values 0..1, spread over a picture of (w, h)."""
     grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
     picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
     output = preprocess(Image.fromarray(picture)).to(device="cpu", dtype=torch.float64)
@@ -133,11 +133,11 @@ class _Probe:
                 "found; describe it by saliency.Preprocess, or pass float tensors"
             )
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
-        deviation = np.abs(self.scale / np.reshape(usual, (3, 1, 1)) - 1)
+        deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)
 
     def profile(self, ramp: _Array, axis: int) -> _Array:
-        """The ramp as it comes out along an axis of (3, h, w); NaN where there is only padding."""
+        """The ramp as it comes out along an axis of (C, h, w); NaN where there is only padding."""
         values = ramp[:, None] if axis == 1 else ramp[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
             restored = (_push(self.preprocess, values, self.picture_size) - self.black) / self.scale

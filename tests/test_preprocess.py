@@ -269,6 +269,15 @@ def test_the_crop_is_found_off_the_centre_and_with_the_channels_in_any_order() -
     assert np.abs(np.subtract(TransformPreprocess(odd).box((500, 400)), (100, 50, 420, 350))).max() < 1
 
 
+def test_the_crop_is_found_where_the_model_takes_one_channel() -> None:
+    grey = v2.Compose(
+        [v2.Grayscale(1), v2.Resize(64), v2.CenterCrop(48), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    )
+    found = TransformPreprocess(grey)
+    assert found(noise((200, 100))).shape == (1, 48, 48)
+    assert np.abs(np.subtract(found.box((200, 100)), (62.5, 12.5, 137.5, 87.5))).max() < 1
+
+
 def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
     calls: list[tuple[int, int]] = []
     transform = compose([64], 56)

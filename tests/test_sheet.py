@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image, ImageFont
 
 from saliency.errors import RenderError, SaliencyWarning
@@ -126,6 +129,13 @@ def test_a_figure_has_a_colour_bar_in_the_maps_numbers(tmp_path: Path) -> None:
     bars = [bar for panel in panels for bar in panel.child_axes]
     assert [bar.get_ylim() for bar in bars] == [(-3.0, 3.0), (0.0, 1.0)]
     made.savefig(tmp_path / "figure.png")
+
+
+def test_a_notebook_shows_a_figure_without_pyplot() -> None:
+    drawing: Any = figure(explained(hot(3, 3, 1, 1), whole(noise(40, 30))))
+    with Image.open(io.BytesIO(drawing._repr_png_())) as shown:
+        assert np.asarray(shown.convert("L")).std() > 10
+    assert type(drawing).__mro__[1] is Figure
 
 
 def test_a_figure_on_one_scale_has_equal_bars() -> None:

@@ -189,7 +189,8 @@ def _console(stream: TextIO) -> Console:
     # A name that the stream's encoding lacks is printed with a question mark rather than not at all.
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
-    return Console(file=stream, highlight=False, markup=False, emoji=False)
+    # Inside a notebook's kernel, rich would turn each line into a page of its own.
+    return Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 
 def _text(part: str | Text) -> Text:

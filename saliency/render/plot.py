@@ -1,8 +1,4 @@
-"""The matplotlib figure: photo, overlay and a colour bar with the map's numbers.
-
-It is made without pyplot, so it belongs to nobody else, needs no display and is not kept alive by a global
-list.
-"""
+"""The matplotlib figure: photo, overlay and a colour bar with the map's numbers."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import RenderError
 from ..explanation import Explanation
 from ..maps import shared_limit
+from .canvas import new_figure
 from .painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
 
 if TYPE_CHECKING:
@@ -52,8 +49,6 @@ def figure(
     Warns:
         SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
     """
-    from matplotlib.figure import Figure
-
     given = [explanations] if isinstance(explanations, Explanation) else list(explanations)
     images = [image for each in given for image in each]
     if not images:
@@ -61,7 +56,7 @@ def figure(
     limit = shared_limit(images) if shared else None
     pictures = [frame_of(each).picture for each in images]
     heights = [PANEL * min(1.0, each.height / each.width) + 0.5 for each in pictures]
-    drawing = Figure(figsize=(2 * PANEL + 1.2, sum(heights)), layout="constrained")
+    drawing = new_figure(2 * PANEL + 1.2, sum(heights))
     panels = drawing.subplots(len(images), 2, squeeze=False, height_ratios=heights)
     for (left, right), image in zip(panels, images, strict=True):
         _draw_row(drawing, left, right, image, shade(image, limit=limit), colormap, opacity, label or units(image))
