@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import imports, memory, render, speed
+from benchmarks import imports, memory, recording, render, speed
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "torchvision", "timm", "captum", "grad-cam", "torchcam", "matplotlib", "opencv-python-headless")
@@ -58,3 +58,4 @@ if __name__ == "__main__":
     keep("render", render.main)
     keep("memory", lambda: memory.main([]))
     keep("speed", lambda: speed.main([]))
+    keep("recording", lambda: recording.main([]))

@@ -1,3 +1,4 @@
+from . import inspection as inspection
 from .attribution import Attribution as Attribution
 from .attribution import explain_together as explain_together
 from .errors import ExplanationError as ExplanationError
@@ -35,6 +36,7 @@ from .preprocess import Preprocess as Preprocess
 from .render import contact_sheet as contact_sheet
 from .render import cutout as cutout
 from .render import figure as figure
+from .render import gradient_flow as gradient_flow
 from .render import overlay as overlay
 from .targets import contrast as contrast
 from .targets import probability as probability

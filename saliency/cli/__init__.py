@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SaliencyError, did_you_mean
-from .arguments import Help, Parser, opacity, percentile
+from .arguments import Help, Parser, opacity, percentile, whole
 
 if TYPE_CHECKING:
     from .console import Screen
@@ -91,9 +91,9 @@ def _methods(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def _layers(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from .listing import layers
+        from .inspecting import Request, layers
 
-    return layers(arguments.model, arguments.weights, arguments.photo, arguments.all, screen)
+    return layers(Request(**vars(arguments), version=version(DISTRIBUTION)), screen)
 
 
 def _models(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -156,9 +156,15 @@ def _layers_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", default=MODEL, help=f"see saliency models (default: {MODEL})"
     )
-    parser.add_argument("--photo", metavar="PHOTO", help="at the size of this photo, for models that take any")
+    parser.add_argument("--photo", metavar="PHOTO", help="run it on this photo (default: on noise)")
     _weights_option(parser)
-    parser.add_argument("--all", action="store_true", help="every layer with an extent in space")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--all", action="store_true", help="every layer, however deep")
+    rows.add_argument("--depth", metavar="N", type=whole, help="layers inside of layers, so deep (default: what fits)")
+    parser.add_argument("--stats", action="store_true", help="also what they give: means, zeros, dead channels, NaN")
+    parser.add_argument("--gradients", action="store_true", help="also how a class's score changes with each of them")
+    parser.add_argument("-t", "--target", metavar="CLASS", help="of --gradients: name or index (default: top class)")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write it all as a page, too")
 
 
 def _models_options(parser: argparse.ArgumentParser) -> None:
@@ -204,14 +210,15 @@ exit codes:
     ),
     "methods": Command("the methods, with their papers and what they cost", "", lambda parser: None, _methods, ""),
     "layers": Command(
-        "the layer of a model that CAMs read, and what else there is",
+        "the layers of a model: shapes, sizes, times, and which one CAMs read",
         "[MODEL] [options]",
         _layers_options,
         _layers,
         """\
 examples:
   saliency layers
-  saliency layers vgg16 --weights none
+  saliency layers vgg16 --weights none --depth 1
+  saliency layers --photo cat.jpg --stats --gradients --html layers.html
 """,
     ),
     "models": Command(

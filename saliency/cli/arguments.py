@@ -50,6 +50,13 @@ def percentile(text: str) -> float | str | None:
     return _number(text, 1e-9, 100, "a number above 0 and at most 100, auto or none")
 
 
+def whole(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+    return int(text)
+
+
 def _number(text: str, least: float, most: float, expected: str) -> float:
     try:
         number = float(text)

@@ -1,4 +1,4 @@
-"""The tables of `saliency methods`, `saliency layers` and `saliency models`."""
+"""The tables of `saliency methods` and `saliency models`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ import fnmatch
 import re
 from collections import Counter
 
-import numpy as np
-from PIL import Image
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from ..attribution import Attribution
 from ..catalogue import source, summary
-from ..errors import ModelError, did_you_mean
-from ..images import read
+from ..errors import did_you_mean
 from ..methods import METHODS
-from ..model import borrowed, reference
-from ..pictures import ImageLike
-from ..survey import Spatial, Survey, survey
 from ..zoo import Listing
 from ..zoo import models as zoo_models
-from .choices import ready_model
 from .console import Column, Screen, UsageError
 
 _WHERE = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
@@ -53,63 +45,6 @@ def paper(cls: type[Attribution]) -> tuple[str, str]:
 
 def _sentence(cls: type[Attribution]) -> str:
     return re.split(r"(?<=\.)\s", summary(cls))[0]
-
-
-def _model_for_its_layers(name: str, weights: str, screen: Screen) -> nn.Module:
-    """The model; with random weights where its own cannot be had, since they do not change what layers there are."""
-    try:
-        return ready_model(name, weights, "cpu", screen)
-    except ModelError:
-        if weights != "default":
-            raise
-        model = ready_model(name, "none", "cpu", screen)
-        screen.say(Text(f"with random weights: those of {name} are not here", "dim"))
-        return model
-
-
-def layers(name: str, weights: str, photo: str | None, everything: bool, screen: Screen) -> int:
-    """The layer of a model that would be read, and what else there is."""
-    model = _model_for_its_layers(name, weights, screen)
-    batch = read(_noise() if photo is None else photo, getattr(model, "preprocess", None), like=reference(model))
-    with screen.waiting("looking at the layers"), borrowed(model):
-        found = survey(model, batch.tensor)
-    listed = list(found.spatial) if everything else _main(found)
-    columns = (
-        Column(""),
-        Column("layer"),
-        Column("kind"),
-        Column("output", wraps=True),
-        Column("grid", justify="right"),
-    )
-    screen.table(columns, [_layer_row(each, each.name == found.chosen) for each in listed])
-    height, width = batch.tensor.shape[-2:]
-    screen.say(f"{name} on an input of {height}x{width}: {_taken(found)}")
-    if not everything and len(found.spatial) > len(listed):
-        more = len(found.spatial) - len(listed)
-        screen.say(Text(f"--all lists {more} more inside these; --layer takes any of them", "dim"))
-    return 0
-
-
-def _noise() -> ImageLike:
-    """A picture of noise: whatever a model is, it passes something on from every place of it."""
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8))
-
-
-def _main(found: Survey) -> list[Spatial]:
-    """The layers at the top of the model and one below, the ends of its resolutions, and the one that is taken."""
-    kept = {*found.stages(len(found.candidates)), found.chosen}
-    return [each for each in found.candidates if each.name.count(".") < 2 or each.name in kept]
-
-
-def _layer_row(layer: Spatial, taken: bool) -> list[str | Text]:
-    grid = "{}x{}".format(*layer.layout.grid)
-    cells = [layer.name, layer.kind, " x ".join(map(str, layer.shape[1:])), grid]
-    style = "bold green" if taken else ""
-    return [Text("->" if taken else "", style), *(Text(cell, style) for cell in cells)]
-
-
-def _taken(found: Survey) -> str:
-    return f'"{found.chosen}" is taken' if found.chosen else "no layer has an extent in space"
 
 
 def models(pattern: str | None, everything: bool, screen: Screen) -> int:

@@ -1,0 +1,57 @@
+"""What a layer table costs over the one forward that it takes: a plain forward without a graph."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+import saliency
+from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
+from saliency.inspection import layer_table
+
+MODELS = ("resnet50", "efficientnet_lite0")
+LIMIT = {("resnet50", 10): 1.05}  # of one forward; at batch 1 there is less arithmetic to hide behind
+
+
+def table_rows(rounds: int = 5, batches: tuple[int, ...] = (1, 10)) -> list[str]:
+    """The rows of the table of this benchmark, for a page of Markdown."""
+    rows = [
+        "| layer table without times | forward | time over it (CPU) | (wall) | milliseconds for each layer | target |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in MODELS:
+        model = saliency.load(name, weights=None if name == "resnet50" else "default").eval()
+        for batch in batches:
+            x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+
+            def forward(model: torch.nn.Module = model, x: torch.Tensor = x) -> object:
+                with torch.no_grad():
+                    return model(x)
+
+            def table(model: torch.nn.Module = model, x: torch.Tensor = x) -> object:
+                return layer_table(model, x, times=False)
+
+            contenders: dict[str, Callable[[], object]] = {"forward": forward, "table": table}
+            timings = interleaved(contenders, rounds if batch > 1 else 3 * rounds)
+            measured = ratio(timings["table"], timings["forward"])
+            layers = sum(1 for _ in model.modules())
+            each = 1000 * (timings["table"].seconds - timings["forward"].seconds) / layers
+            rows.append(
+                f"| {name}, batch {batch} | {timings['forward'].seconds * 1000:.0f} ms | {measured:.3f} | "
+                f"{wall_ratio(timings['table'], timings['forward']):.3f} | {each:.3f} | "
+                f"{verdict(measured, LIMIT.get((name, batch)))} |"
+            )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    print("\n".join(table_rows(parser.parse_args(arguments).rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""What to make of a gradient or an activation on its way: rules for `edit_gradients` and `edit_activations`.
+
+A rule is any function from a tensor to what takes its place, of the same shape, type and device; None leaves it. Those
+below are ready-made. Several in a list are applied in order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import MethodError
+from ..moments import moments
+from .ruling import Chain, NamedRule, Rule, index_of, number, steps_of
+
+_FEW = 16  # as many numbers as one line can show
+
+
+class Stream(Protocol):
+    """Whatever text can be written to: an open file, `sys.stderr`."""
+
+    def write(self, text: str, /) -> object:
+        """Take some text."""
+
+
+@dataclass(frozen=True, repr=False)
+class _Scale(NamedRule):
+    factor: float
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor * self.factor
+
+    def __repr__(self) -> str:
+        return f"scale({self.factor!r})"
+
+
+def scale(factor: float) -> NamedRule:
+    """The tensor times a number. `scale(0)` is a dead end, `scale(-1)` a gradient reversal.
+
+    Raises:
+        MethodError: The factor is no finite number.
+    """
+    return _Scale(number(factor, "the factor of scale"))
+
+
+@dataclass(frozen=True, repr=False)
+class _ClipValue(NamedRule):
+    limit: float
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.clamp(-self.limit, self.limit)
+
+    def __repr__(self) -> str:
+        return f"clip_value({self.limit!r})"
+
+
+def clip_value(limit: float) -> NamedRule:
+    """Each number within -limit and limit.
+
+    Raises:
+        MethodError: The limit is negative, or no finite number.
+    """
+    return _ClipValue(number(limit, "the limit of clip_value", least=0))
+
+
+@dataclass(frozen=True, repr=False)
+class _ClipNorm(NamedRule):
+    limit: float
+    per_image: bool
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        over = tuple(range(1, tensor.dim())) if self.per_image else None
+        if over == ():
+            norm = tensor.to(wide).abs()
+        else:
+            norm = torch.linalg.vector_norm(tensor, dim=over, keepdim=self.per_image, dtype=wide)
+        # A tensor within the limit is multiplied by exactly 1.
+        return tensor * torch.where(norm > self.limit, self.limit / norm, 1.0).to(tensor.dtype)
+
+    def __repr__(self) -> str:
+        return f"clip_norm({self.limit!r}{', per_image=True' * self.per_image})"
+
+
+def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
+    """A tensor that is longer than the limit is shortened to it; its direction stays.
+
+    Args:
+        limit: The most that the Euclidean norm may be.
+        per_image: The norm is that of each row of the first axis by itself. Without, it is that of the whole tensor:
+            all images of the batch together, but each tensor apart from all others.
+
+    Raises:
+        MethodError: The limit is negative, or no finite number.
+    """
+    return _ClipNorm(number(limit, "the limit of clip_norm", least=0), per_image)
+
+
+@dataclass(frozen=True, repr=False)
+class _AddNoise(NamedRule):
+    std: float
+    seed: int
+    generator: torch.Generator = field(init=False, compare=False)
+
+    replays: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float32, device="cpu")
+        return tensor + (self.std * noise).to(tensor)
+
+    def __repr__(self) -> str:
+        return f"add_noise({self.std!r}, seed={self.seed})"
+
+    def started(self) -> NamedRule:
+        return _AddNoise(self.std, self.seed)
+
+
+def add_noise(std: float, seed: int = 0) -> NamedRule:
+    """The tensor and Gaussian noise, the same in each run and on each device.
+
+    Each block starts its draws anew and takes them in the order in which the rule is applied. What is added is exactly
+
+        generator = torch.Generator().manual_seed(seed)  # when the block begins
+        std * torch.randn(tensor.shape, generator=generator)  # each time
+
+    in float32 on the CPU, then brought to the tensor's type and device.
+
+    Args:
+        std: The standard deviation, in the tensor's own units.
+        seed: Where the draws start. The global random state is neither read nor moved.
+
+    Raises:
+        MethodError: The deviation is negative or no finite number, or the seed is no integer from 0 on.
+    """
+    return _AddNoise(
+        number(std, "the deviation of add_noise", least=0), index_of(seed, "the seed of add_noise", least=0)
+    )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class _Replace(NamedRule):
+    value: float | Tensor
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not isinstance(self.value, Tensor):
+            return torch.full_like(tensor, self.value)
+        try:
+            # A copy, since what comes next may work in place.
+            return self.value.to(tensor).expand(tensor.shape).clone()
+        except RuntimeError as error:
+            raise MethodError(f"{self} does not fit: what it should replace has shape {tuple(tensor.shape)}") from error
+
+    def __repr__(self) -> str:
+        shown = f"tensor {tuple(self.value.shape)}" if isinstance(self.value, Tensor) else f"{self.value!r}"
+        return f"replace({shown})"
+
+
+def replace(value: float | Tensor) -> NamedRule:
+    """Something else in the tensor's place.
+
+    Args:
+        value: A number for all of it, or a tensor of its shape, or of one that broadcasts to it. It is brought to the
+            device and type of what it replaces. As an activation it keeps its own gradient.
+
+    Raises:
+        MethodError: The value is neither; or, when the rule is applied, its shape does not fit.
+    """
+    return _Replace(value if isinstance(value, Tensor) else number(value, "the value of replace", finite=False))
+
+
+@dataclass(frozen=True, repr=False)
+class _ZeroChannels(NamedRule):
+    indices: tuple[int, ...]
+    axis: int
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not -tensor.dim() <= self.axis < tensor.dim():
+            raise MethodError(f"{self}: there is no axis {self.axis} in a tensor of shape {tuple(tensor.shape)}")
+        size = tensor.shape[self.axis]
+        for index in self.indices:
+            if not -size <= index < size:
+                raise MethodError(
+                    f"{self}: channel {index} is outside 0..{size - 1}, axis {self.axis} of shape {tuple(tensor.shape)}"
+                )
+        places = torch.tensor([index % size for index in self.indices], dtype=torch.long, device=tensor.device)
+        return tensor.index_fill(self.axis, places, 0)
+
+    def __repr__(self) -> str:
+        return f"zero_channels({list(self.indices)}{f', axis={self.axis}' * (self.axis != 1)})"
+
+
+def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
+    """Zeros in some channels, whatever stood there, NaN and infinity too.
+
+    Args:
+        indices: The channels; negative ones count from the end.
+        axis: Where the channels lie: 1 in (N, K, h, w), -1 in tokens (N, T, C) and in (N, h, w, C).
+
+    Raises:
+        MethodError: An index is no integer; or, when the rule is applied, there is no such channel or axis.
+    """
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    several = indices if isinstance(indices, Iterable) and not isinstance(indices, str) else (indices,)
+    channels = tuple(index_of(each, "a channel of zero_channels") for each in several)
+    return _ZeroChannels(channels, index_of(axis, "the axis of zero_channels"))
+
+
+@dataclass(frozen=True, repr=False)
+class _Show(NamedRule):
+    write: Callable[[Tensor], object] | Stream | None
+    label: str
+
+    def __call__(self, tensor: Tensor) -> None:
+        if callable(self.write):
+            self.write(tensor.detach().clone())
+            return
+        prefix = f"{self.label}: " if self.label else ""
+        # Looked up now: a notebook, or a test, has put its own in place.
+        (self.write or sys.stdout).write(f"{prefix}{described(tensor)}\n")
+
+    def __repr__(self) -> str:
+        return f'show(label="{self.label}")' if self.label else "show()"
+
+
+def show(write: Callable[[Tensor], object] | Stream | None = None, label: str = "") -> NamedRule:
+    """Tell of the tensor and leave it as it is.
+
+    Args:
+        write: What gets a copy of the tensor, such as `print` or the `append` of a list; or an open file, which gets a
+            line about it. None is the standard output.
+        label: What a line begins with.
+
+    Raises:
+        MethodError: One can neither call it nor write to it.
+    """
+    if write is not None and not callable(write) and not callable(getattr(write, "write", None)):
+        raise MethodError(f"show tells a function, or writes to an open file; got {type(write).__name__}")
+    return _Show(write, label)
+
+
+def compose(*rules: Rule) -> NamedRule:
+    """Several rules as one, applied in this order. A list of rules does the same.
+
+    Raises:
+        MethodError: One of them is no function.
+    """
+    return Chain(steps_of(rules))
+
+
+def described(tensor: Tensor) -> str:
+    """A tensor in one line: its numbers where they are few, else what they are like."""
+    shape = f"({', '.join(map(str, tensor.shape))})"
+    if tensor.numel() <= _FEW and tensor.layout == torch.strided:
+        return f"{shape} {tensor.tolist()}"
+    known = moments(tensor)
+    odd = "".join(f", {count} {name}" for count, name in ((known.nan, "NaN"), (known.inf, "infinite")) if count)
+    return (
+        f"{shape} mean {known.mean:.4g}, std {known.std:.4g}, from {known.min:.4g} to {known.max:.4g}, "
+        f"norm {known.norm:.4g}, {known.zero_share:.1%} zeros{odd}"
+    )

@@ -1,0 +1,119 @@
+"""What the user hands over to run a model on, as the arguments of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..errors import ImageError
+from ..images import read
+from ..model import reference, unwrap
+from ..nests import mapped
+
+
+class Feed(NamedTuple):
+    """One call of a model, and what came along with its input."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Any = None
+    """The rest of a pair (input, labels), as data loaders give them; None where there is none."""
+
+    @property
+    def size(self) -> int:
+        """How many images there are: the length of the first tensor; 1 where that has none."""
+        first = next((each for each in (*self.args, *self.kwargs.values()) if isinstance(each, Tensor)), None)
+        return len(first) if first is not None and first.dim() else 1
+
+
+def feed(model: nn.Module, example: Any) -> Feed:
+    """One call of the model on an example.
+
+    Args:
+        model: Where it is a model for pictures, `model.preprocess` reads them.
+        example: A float tensor as the model takes it; a shape such as (10, 3, 224, 224), for noise; a path, PIL
+            picture or uint8 array, or a list of these; a tuple of tensors for several arguments; a mapping of names
+            to tensors for keyword arguments. Tensors are brought to the model's device.
+
+    Raises:
+        ImageError: It is none of these, or cannot be read.
+    """
+    like = reference(model)
+    if isinstance(example, tuple) and example and all(type(each) is int for each in example):
+        return Feed((_noise(example, like),), {})
+    if isinstance(example, Mapping):
+        return Feed((), {str(name): _moved(each, like) for name, each in example.items()})
+    if isinstance(example, tuple) and any(isinstance(each, Tensor) for each in example):
+        return Feed(tuple(_moved(each, like) for each in example), {})
+    return Feed((_input(model, example, like),), {})
+
+
+def feeds(model: nn.Module, data: Any) -> Iterator[Feed]:
+    """The calls of the model on some data, made as they are asked for.
+
+    Args:
+        model: As for `feed`.
+        data: One example as for `feed`, or any iterable of batches: tensors, mappings of keyword arguments, lists of
+            pictures, or pairs of one of these and labels as data loaders give them.
+
+    Raises:
+        ImageError: A batch cannot be read.
+    """
+    if _is_one(data):
+        yield feed(model, data)
+        return
+    if not isinstance(data, Iterable):
+        raise ImageError(f"expected a tensor, pictures, or an iterable of batches, got {type(data).__name__}")
+    like = reference(model)
+    for item in data:
+        if isinstance(item, tuple | list) and item and isinstance(item[0], Tensor | Mapping | list | tuple):
+            rest = tuple(_moved(each, like) for each in item[1:])
+            yield feed(model, item[0])._replace(labels=rest[0] if len(rest) == 1 else rest or None)
+        else:
+            yield feed(model, item)
+
+
+def carried(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
+    """An attribute of the model that means by its name what we do; None where it carries none.
+
+    What stands on a wrapper, as of `torch.compile`, counts as on the model within.
+    """
+    found = (getattr(each, name, None) for each in (model, unwrap(model)))
+    return next((each for each in found if each is not None and serves(each)), None)
+
+
+def _is_one(data: Any) -> bool:
+    """Whether it is one example, and not an iterable of batches."""
+    if isinstance(data, list):
+        return bool(data) and not isinstance(data[0], Tensor | tuple | list | Mapping)
+    return isinstance(data, Tensor | tuple | Mapping | str | Image.Image | np.ndarray) or hasattr(data, "__fspath__")
+
+
+def _input(model: nn.Module, example: Any, like: Tensor | None) -> Tensor:
+    """A float tensor as it is; anything else is pictures."""
+    if isinstance(example, Tensor) and example.is_floating_point():
+        moved: Tensor = _moved(example, like)
+        return moved
+    preprocess = carried("preprocess", lambda each: callable(each) or isinstance(each, Mapping), model)
+    return read(example, preprocess, like=like).tensor
+
+
+def _moved(nest: Any, like: Tensor | None) -> Any:
+    """The tensors on the model's device, those of real numbers also in its type."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if like is None:
+            return tensor
+        return tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device)
+
+    return mapped(nest, move)
+
+
+def _noise(shape: tuple[int, ...], like: Tensor | None) -> Tensor:
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return noise if like is None else noise.to(like)

@@ -1,0 +1,191 @@
+"""Calls as they are put down while they happen, and the hooks that follow their gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from ...borders import edge, exits, is_recorded_since, now, this_backward
+from ...hooks import HookManager
+from ...nests import mapped, tensors_in
+from .inbox import Backward, Inbox, View
+from .keeping import Keeper
+
+PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of one layer.
+
+    Where nothing is kept of a part, it is None. A tensor stands in its place as it was kept: as itself, or as its
+    statistics.
+    """
+
+    layer: str
+    kind: str  # the module's class
+    index: int  # how many calls of the layer came before
+    inputs: tuple[Any, ...] | None  # the positional arguments, nested as they were given
+    kwargs: dict[str, Any] | None
+    output: Any  # nested as it was returned
+    backwards: Sequence[Backward]
+    """What each backward pass through this call brought, in their order."""
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What is kept of the output, as a tuple also where the layer returned a single tensor."""
+        return self.output if isinstance(self.output, tuple) else (self.output,)
+
+    @property
+    def grad_inputs(self) -> tuple[Any, ...]:
+        """What the call passed on to each tensor among its arguments in the last backward pass.
+
+        None for a tensor that got none, () where no backward pass came by. Only this call's part: other uses of the
+        same tensor are not in it.
+        """
+        return self.backwards[-1].grad_inputs if self.backwards else ()
+
+    @property
+    def grad_outputs(self) -> tuple[Any, ...]:
+        """The gradient of each tensor in the output in the last backward pass; None and () as for `grad_inputs`."""
+        return self.backwards[-1].grad_outputs if self.backwards else ()
+
+    def __repr__(self) -> str:
+        """For example `Call(layer1.0.relu: ReLU, index=1, backwards=1)`."""
+        return f"Call({self.layer or '(the model)'}: {self.kind}, index={self.index}, backwards={len(self.backwards)})"
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A call that has not ended yet."""
+
+    number: int
+    layer: str
+    kind: str
+    inputs: tuple[Any, ...] | None
+    kwargs: dict[str, Any] | None
+    since: int
+    tensors: Sequence[Tensor] = ()
+    edges: Sequence[GradientEdge | None] = ()
+
+
+class Tape:
+    """What the hooks write to. It does not hold their manager, which so dies with its block at the latest."""
+
+    def __init__(self, keeper: Keeper, parts: Sequence[str]) -> None:
+        self._keeper = keeper
+        self._parts = frozenset(parts)
+        self._gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
+        self._calls: dict[int, Call | None] = {}  # by when they began
+        self._begun = 0
+        self._counts: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[Call]:
+        """The calls that have ended, in the order in which they began."""
+        return (call for call in self._calls.values() if call is not None)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+        self._counts.clear()
+
+    def attach(self, hooks: HookManager, name: str, module: nn.Module) -> None:
+        """Put down every call of a module from now on."""
+        manager: HookManager = weakref.proxy(hooks)
+        hooks.around(module, partial(self._begin, name, type(module).__name__), partial(self._end, manager))
+
+    def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+        # What a backward pass calls again, under checkpointing, has been recorded already.
+        if this_backward() != -1:
+            return None
+        keeps = "inputs" in self._parts
+        begun = _Begun(
+            number=self._begun,
+            since=now(),
+            layer=name,
+            kind=kind,
+            inputs=mapped(args, self._keeper.activation) if keeps else None,
+            kwargs=mapped(kwargs, self._keeper.activation) if keeps and kwargs else kwargs if keeps else None,
+        )
+        self._calls[begun.number] = None
+        self._begun += 1
+        if self._gradients and torch.is_grad_enabled():
+            begun.tensors = list(tensors_in((args, kwargs)))
+            begun.edges = [edge(each) for each in begun.tensors]
+        return begun
+
+    def _end(self, hooks: HookManager, begun: _Begun | None, output: Any) -> Any:
+        if begun is None:
+            return None
+        kept = mapped(output, self._keeper.activation) if "outputs" in self._parts else None
+        backwards: Sequence[Backward] = ()
+        given_back: set[int] = set()
+        if self._gradients and torch.is_grad_enabled():
+            given_back = {
+                id(t) for t in tensors_in(output) if t.requires_grad and not is_recorded_since(t, begun.since)
+            }
+            if given_back:
+                # The layer returned what it was given, or a parameter. Another name for the same memory has a gradient
+                # of its own: what comes through this layer.
+                output = mapped(output, lambda t: t.view_as(t) if id(t) in given_back else t)
+            backwards = self._follow(hooks, begun, output)
+        self._calls[begun.number] = Call(
+            layer=begun.layer,
+            kind=begun.kind,
+            index=self._counts.get(begun.layer, 0),
+            inputs=begun.inputs,
+            kwargs=begun.kwargs,
+            output=kept,
+            backwards=backwards,
+        )
+        self._counts[begun.layer] = self._counts.get(begun.layer, 0) + 1
+        return output if given_back else None
+
+    def _follow(self, hooks: HookManager, begun: _Begun, output: Any) -> Inbox:
+        """Hooks where gradients come into the call and where they leave it."""
+        outputs = list(tensors_in(output))
+        # An argument that was worked on in place is a result too.
+        leave = exits([*outputs, *begun.tensors], begun.edges, begun.since)
+        inbox = Inbox([len(each) for each in leave], len(outputs), self._keeper.gradient)
+        if "grad_outputs" in self._parts:
+            for at, tensor in enumerate(outputs):
+                if tensor.requires_grad:
+                    hooks.at_gradient(tensor, partial(inbox.put_output, at))
+                    same = [i for i, places in enumerate(leave) if any(each.node is tensor.grad_fn for each in places)]
+                    _mind_the_view(hooks, tensor, inbox, at, same)
+        if "grad_inputs" in self._parts:
+            for at, places in enumerate(leave):
+                for each in places:
+                    hooks.at_exit(begun.tensors[at], each, partial(inbox.put_input, at))
+        return inbox
+
+
+def _mind_the_view(hooks: HookManager, tensor: Tensor, inbox: Inbox, at: int, same: list[int]) -> None:
+    """Take the gradient from what an output is a view of, where an operation in place leads past the view.
+
+    Args:
+        hooks: Of the recording.
+        tensor: The output.
+        inbox: Of the call.
+        at: The place of the output.
+        same: The places of the inputs that were returned as this output.
+    """
+    base = tensor._base
+    if base is None or base.is_leaf or not base.requires_grad:
+        return
+    view = View(tensor, base)
+
+    def see(whole: Tensor) -> None:
+        if not inbox.has_output(at) and view.is_overwritten() and (part := view.gradient(whole)) is not None:
+            inbox.put_output(at, part)
+            for each in same:
+                inbox.put_input(each, part)
+
+    hooks.at_gradient(base, see)

@@ -1,0 +1,51 @@
+"""Which layers of a model are meant, by name, by pattern, by kind or by the module itself."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..errors import LayerError
+from ..layers import find
+
+LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
+"""A dotted name, a pattern as in "layer4.*.conv?" (`*` also crosses dots), a module, a class of modules, or several."""
+
+
+def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
+    """The layers that are meant by their names, in the order of the model; "*" is every layer.
+
+    A model that has no layers is one itself, with the name "".
+
+    Raises:
+        LayerError: A name, pattern or class fits no layer; the closest names are given.
+    """
+    wanted: list[Any] = [layers] if isinstance(layers, str | nn.Module | type) else list(layers)
+    if not wanted:
+        raise LayerError('no layer was named; "*" means all of them')
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = {name for each in wanted for name in _fitting(model, modules, each)}
+    named: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        # A module under several names is one layer.
+        if name in chosen and module not in named.values():
+            named[name] = module
+    return named
+
+
+def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> list[str]:
+    if isinstance(wanted, type) and issubclass(wanted, nn.Module):
+        names = [name for name, module in modules.items() if isinstance(module, wanted) and name]
+        if not names and not isinstance(model, wanted):
+            kinds = sorted({type(module).__name__ for name, module in modules.items() if name})
+            raise LayerError(f"no {wanted.__name__} in {type(model).__name__}; its layers are {', '.join(kinds)}")
+        return names or [""]
+    if isinstance(wanted, str) and any(each in wanted for each in "*?["):
+        names = [name for name in modules if name and fnmatch.fnmatchcase(name, wanted)]
+        if not names and len(modules) > 1:
+            raise LayerError(f'no layer of {type(model).__name__} fits "{wanted}"; a pattern is as in "layer4.*.conv?"')
+        return names or [""]
+    return [find(model, wanted)[0]]

@@ -1,0 +1,1 @@
+"""Activations and gradients in numbers, streamed over any number of batches."""

@@ -1,0 +1,274 @@
+"""What the layers of a model give on some data: their moments, their dead channels, and where NaN begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import LayerError
+from ...hooks import HookManager
+from ...layouts import Grid
+from ...model import unwrap
+from ...nests import tensors_in
+from ..feeding import Feed
+from ..moments import Moments
+from ..selecting import LayersLike, selected
+from ..tabular import Column, Table, number, share
+from .channels import POOLING, ChannelAxes
+from .heaps import Calls, Heap, Seen
+from .passes import Passes, called, is_finite, listed
+
+# What gives zeros because it was given them.
+_HANDING_ON = (*POOLING, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Identity)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """What one layer gave in one of its calls, over all images and places.
+
+    Mean, std, min and max are of the finite numbers.
+    """
+
+    name: str
+    kind: str  # the module's class
+    call: int  # which of its calls in a forward pass, from 0
+    calls: int  # how many there are in a forward pass
+    count: int  # of numbers
+    mean: float
+    std: float
+    min: float
+    max: float
+    zero_share: float  # how many are exactly 0, from 0 to 1
+    channels: int | None  # None where the output has no axis of channels, or another number of them each time
+    dead: tuple[int, ...]  # the channels that were never above zero, and never NaN
+    nan: int
+    inf: int
+
+
+class ActivationStatistics(Table[LayerActivations]):
+    """See `activation_statistics`.
+
+    Attributes:
+        first_nonfinite: The name of the first layer with NaN or infinity in its output; None where there is none.
+        dead_channels: How many channels are dead, each counted where it dies: in the innermost layers that give zeros
+            and nothing below zero, pooling and dropout aside.
+        images: How many images there were.
+        batches: How many batches there were.
+    """
+
+    first_nonfinite: str | None = None
+    dead_channels: int = 0
+    images: int = 0
+    batches: int = 0
+
+
+def activation_statistics(
+    model: nn.Module, data: Any, *, layers: LayersLike = "*", training: bool = False
+) -> ActivationStatistics:
+    """The activations of each layer in numbers: moments, zeros, dead channels, NaN and infinities.
+
+    One row per layer, in the order in which the layers finish in a forward pass; a layer that is called several times
+    in one, such as a ReLU that is used again, has a row for each call. Of an output of several tensors the first one
+    counts. A ReLU that is a function and no module is no layer: its zeros show in whatever layer comes behind it.
+
+    All numbers are exact over all batches together, summed in double precision. No activation is kept: the memory that
+    is needed does not grow with the batches.
+
+    Channels lie where the layer's definition puts them: second in (N, K, h, w) and (N, K), last in (N, T, C) and in the
+    (N, h, w, K) of Swin; `saliency.inspection.statistics.channels` has the details.
+
+    Args:
+        model: Any `torch.nn.Module`. It is left bit for bit as it was.
+        data: A batch as the model takes it; pictures or their paths, where the model carries its preprocessing; or any
+            iterable of batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
+        layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
+        training: A private copy of the model runs in training mode: normalisation goes by the batch, and dropout drops
+            by seeds of our own. The running statistics of a network that has never been trained are zeros and ones, so
+            that evaluation mode, the default, shows activations that no training step of it would.
+
+    Raises:
+        ImageError: The data hold no batch, or one that cannot be read.
+        LayerError: A name or pattern fits no layer, or none of the layers is ever called.
+        ModelError: It cannot be run, or for `training` not be copied.
+    """
+    passes = Passes(model, data, training=training)
+    # Names are those of the original: a copy has other modules.
+    modules = {name: passes.model.get_submodule(name) for name in selected(unwrap(model), layers)}
+    watch = _Watch(modules)
+    for feed in passes:
+        with passes.lent() as lent, HookManager() as hooks, torch.no_grad():
+            watch.begin(feed)
+            for name, module in modules.items():
+                hooks.around(module, lambda args, kwargs: None, partial(watch.see, name))
+            watch.end(called(lent, feed))
+    return watch.table(passes)
+
+
+class _Watch:
+    """Looks at each output as it comes by, and lets go of it."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
+        self.calls = Calls(Heap)
+        self.axes = ChannelAxes()
+        self.first: str | None = None
+        self.notes: list[str] = []
+        self._before: Seen | None = None
+        self._batch = 0
+        self._images = 0
+        self._size: Grid | None = None
+        self._input_is_finite = True
+
+    def begin(self, feed: Feed) -> None:
+        """A batch is about to be run."""
+        self._batch += 1
+        self.calls.begin()
+        self._images = feed.size
+        inputs = list(tensors_in((feed.args, feed.kwargs)))
+        self._size = next(((int(each.shape[-2]), int(each.shape[-1])) for each in inputs if each.dim() == 4), None)
+        self._input_is_finite = all(map(is_finite, inputs))
+
+    def see(self, name: str, begun: None, output: Any) -> None:
+        """A layer has returned."""
+        tensor = next(tensors_in(output), None)
+        if tensor is None:
+            return
+        heap = self.calls.next(name)
+        seen = self._before
+        # A container mostly returns what its last part returned.
+        if seen is None or not seen.is_still(tensor):
+            seen = self._before = Seen(tensor)
+        axis = self.axes.of(self.modules[name], tuple(tensor.shape), self._images, self._size)
+        heap.add(seen.moments, seen.alive(tensor, axis))
+        if self.first is None and (seen.moments.nan or seen.moments.inf):
+            self.first = name
+            self.notes.append(self._first_note(name, seen.moments))
+
+    def end(self, output: Any) -> None:
+        """The batch was run."""
+        if self.first is None and not self.notes and not all(map(is_finite, tensors_in(output))):
+            self.notes.append(
+                f"NaN or infinity in the model's output{self._where()}, though no layer in this table gave any: it "
+                "comes from a function behind them"
+            )
+
+    def table(self, passes: Passes) -> ActivationStatistics:
+        """What was seen, once there is nothing more to see."""
+        rows = [
+            _row(name, type(self.modules[name]).__name__, call, calls, heap) for name, call, calls, heap in self.calls
+        ]
+        if not rows:
+            raise LayerError(
+                f"none of the {len(self.modules)} layers was called, or gave a tensor (a scripted part does not call "
+                "its layers)"
+            )
+        dying = _where_channels_die(rows, self.modules)
+        seen = {row.name for row in rows}
+        silent = [name for name in self.modules if name not in seen]
+        notes = [
+            str(passes),
+            _dead_note(dying),
+            *(self.notes or ["no NaN, no infinity"]),
+            *listed("never called, or without a tensor to show:", silent),
+        ]
+        model = type(passes.original).__name__
+        table = ActivationStatistics(rows, _columns(rows), f"Activations of {model}", notes)
+        table.first_nonfinite = self.first
+        table.dead_channels = sum(len(row.dead) for row in dying)
+        table.images, table.batches = passes.images, passes.batches
+        return table
+
+    def _where(self) -> str:
+        return f" of batch {self._batch}" if self._batch > 1 else ""
+
+    def _first_note(self, name: str, found: Moments) -> str:
+        what = " and ".join(each for each, count in (("NaN", found.nan), ("infinity", found.inf)) if count)
+        label = f'"{name}"' if name else "the model"
+        note = f"{what} first in the output of {label}{self._where()}"
+        if not self._input_is_finite:
+            return f"{note}: the input itself holds NaN or infinity"
+        module = self.modules[name]
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        bad = next((key for key, each in tensors if not is_finite(each)), None)
+        return f"{note}: its {bad} holds NaN or infinity" if bad is not None else note
+
+
+def _row(name: str, kind: str, call: int, calls: int, heap: Heap) -> LayerActivations:
+    found = heap.moments
+    return LayerActivations(
+        name=name,
+        kind=kind,
+        call=call,
+        calls=calls,
+        count=found.count,
+        mean=found.mean,
+        std=found.std,
+        min=found.min,
+        max=found.max,
+        zero_share=found.zero_share,
+        channels=None if heap.alive is None else len(heap.alive),
+        dead=heap.dead(),
+        nan=found.nan,
+        inf=found.inf,
+    )
+
+
+def _where_channels_die(rows: Iterable[LayerActivations], modules: dict[str, nn.Module]) -> list[LayerActivations]:
+    """The rows of the innermost layers that rectify, as their zeros tell."""
+    rectified = [
+        row
+        for row in rows
+        if row.channels is not None and row.min == 0 and not isinstance(modules[row.name], _HANDING_ON)
+    ]
+    names = {row.name for row in rectified}
+
+    def is_around(name: str) -> bool:
+        return any(inner != name and (not name or inner.startswith(f"{name}.")) for inner in names)
+
+    return [row for row in rectified if not is_around(row.name)]
+
+
+def _dead_note(dying: Sequence[LayerActivations]) -> str:
+    if not dying:
+        return "no layer here rectifies (a ReLU that is a function is no layer), so no channel counts as dead"
+    dead, channels = sum(len(row.dead) for row in dying), sum(row.channels or 0 for row in dying)
+    if not dead:
+        return f"no dead channel among {channels} behind rectifiers"
+    worst = max(dying, key=lambda row: len(row.dead))
+    return (
+        f"{dead} dead channel{'' if dead == 1 else 's'} among {channels} behind rectifiers, most of them in "
+        f"{worst.name or 'the model'}: {len(worst.dead)} of {worst.channels}"
+    )
+
+
+def _columns(rows: Sequence[LayerActivations]) -> list[Column[LayerActivations]]:
+    """What is shown; columns in which there would be nothing are left out."""
+    made: list[Column[LayerActivations]] = [
+        Column("layer", lambda row: row.name or "(the model)", "left"),
+        Column("kind", lambda row: row.kind, "left"),
+    ]
+    if any(row.calls > 1 for row in rows):
+        made.append(Column("call", lambda row: f"{row.call + 1} of {row.calls}" if row.calls > 1 else ""))
+    made += [
+        Column("mean", lambda row: number(row.mean)),
+        Column("std", lambda row: number(row.std)),
+        Column("min", lambda row: number(row.min)),
+        Column("max", lambda row: number(row.max)),
+        Column("zeros", lambda row: share(row.zero_share), hint="exactly 0", bar=lambda row: row.zero_share),
+        Column("channels", lambda row: "" if row.channels is None else str(row.channels)),
+        Column(
+            "dead",
+            lambda row: str(len(row.dead)) if row.dead else "",
+            hint="channels that were never above zero",
+        ),
+    ]
+    if any(row.nan for row in rows):
+        made.append(Column("NaN", lambda row: str(row.nan or ""), alert=lambda row: row.nan > 0))
+    if any(row.inf for row in rows):
+        made.append(Column("Inf", lambda row: str(row.inf or ""), alert=lambda row: row.inf > 0))
+    return made

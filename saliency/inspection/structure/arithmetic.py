@@ -1,0 +1,140 @@
+"""How many multiply-adds a module or an operation takes: those of convolutions, matrix products and attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ...nests import tensors_in
+
+Formula = Callable[[Any, Any], int]
+"""(the first argument of a call, its output) -> its multiply-adds."""
+
+
+def known_kind(module: nn.Module) -> bool:
+    """Whether a module is one of torch.nn's own, without parts: what it does inside is what it is called."""
+    return not module._modules and type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+
+
+def closed_form(module: nn.Module) -> Formula | None:
+    """The multiply-adds of a call from its shapes alone; None where its operations have to be watched.
+
+    That of modules that multiply nothing by a matrix is always 0.
+    """
+    if not known_kind(module) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    formula = _FORMULAS.get(type(module))
+    if formula is not None:
+        return formula(module)
+    return _nothing if type(module).__module__.rpartition(".")[2] in _FREE else None
+
+
+def _nothing(x: Any, output: Any) -> int:
+    return 0
+
+
+def _linear(module: nn.Module) -> Formula:
+    """One multiply-add for each weight and each vector, also for one that is not in a batch."""
+    weights = _weight(module).numel()
+    vector = _weight(module).shape[0]
+    return lambda x, output: output.numel() // vector * weights if vector else 0
+
+
+def _transposed(module: nn.Module) -> Formula:
+    """Each number of the input meets the weights of its channel."""
+    weights = math.prod(_weight(module).shape[1:])
+    return lambda x, output: x.numel() * weights
+
+
+def _bilinear(module: nn.Module) -> Formula:
+    """As torch computes it: each number of one vector with each of the other, once for each number of the output."""
+    pairs = math.prod(_weight(module).shape[1:])
+    return lambda x, output: output.numel() * pairs
+
+
+def _recurrent(module: nn.Module) -> Formula:
+    """Each weight once for each step of each sequence."""
+    weights, size = sum(each.numel() for each in module.parameters() if each.dim() == 2), module.input_size
+
+    def formula(x: Any, output: Any) -> int:
+        steps = len(x.data) if isinstance(x, PackedSequence) else x.numel() // int(size)  # type: ignore[arg-type]
+        return steps * weights
+
+    return formula
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight: Any = module.weight
+    tensor: Tensor = weight
+    return tensor
+
+
+_FORMULAS: dict[type[nn.Module], Callable[[nn.Module], Formula]] = {
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), _linear),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _transposed),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), _recurrent),
+    nn.Bilinear: _bilinear,
+    nn.Identity: lambda module: _nothing,
+}
+
+# The files of torch.nn.modules whose modules without parts multiply no matrices.
+_FREE = frozenset(
+    "activation batchnorm channelshuffle container dropout flatten fold instancenorm normalization padding "  # noqa: SIM905
+    "pixelshuffle pooling sparse upsampling".split()
+)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the multiply-adds of each operation of the block in this thread.
+
+    Args:
+        count: Called with the multiply-adds of each operation that has some.
+    """
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count = count
+        self._formulas: dict[Any, Callable[..., int] | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        try:
+            formula = self._formulas[func]
+        except KeyError:
+            formula = self._formulas[func] = _formula_of(func)
+        if formula is not None:
+            self._count(formula(*args, **kwargs, out_val=output))
+        return output
+
+
+def _formula_of(func: Any) -> Callable[..., int] | None:
+    packet = getattr(func, "overloadpacket", func)
+    flops = flop_registry.get(packet)
+    if flops is None:
+        return _MORE.get(packet)
+    known = flops
+    # What torch counts are multiplications and additions, one by one.
+    return lambda *args, **kwargs: int(known(*args, **kwargs)) // 2
+
+
+def _product_with_vector(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Of all operands that with the most numbers: a matrix, or either of two vectors."""
+    return max(each.numel() for each in tensors_in(args))
+
+
+# What torch has no formula for, though it has for the same product with one more axis.
+_MORE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.mv: _product_with_vector,
+    torch.ops.aten.addmv: _product_with_vector,
+    torch.ops.aten.addmv_: _product_with_vector,
+    torch.ops.aten.dot: _product_with_vector,
+    torch.ops.aten.vdot: _product_with_vector,
+}

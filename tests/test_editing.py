@@ -1,0 +1,832 @@
+"""Gradients and activations changed on their way."""
+
+from __future__ import annotations
+
+import gc
+import io
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import saliency
+from saliency.errors import LayerError, MethodError, NotApplicableError, SaliencyWarning
+from saliency.inspection import rules
+from saliency.inspection.editing import edit_activations, edit_gradients
+from saliency.testing.snapshot import Snapshot
+
+
+class Plain(nn.Module):
+    """No in-place operation, so that torch's own full backward hooks are an oracle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.act = nn.ReLU()
+        self.mid = nn.Conv2d(4, 4, 3, padding=1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.conv(x))
+        h = h + self.act(self.mid(h))
+        out: Tensor = self.fc(F.relu(h).mean((2, 3)))
+        return out
+
+
+def images(n: int = 2, *, grad: bool = True) -> Tensor:
+    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_(grad)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Those of the input and of the parameters, without a trace in `.grad`."""
+    wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
+    out = model(x)
+    out = out if isinstance(out, Tensor) else out[0]
+    return list(torch.autograd.grad(out.square().sum(), wanted))
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+@contextmanager
+def full_backward_hook(layer: nn.Module, rule: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def hook(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> Any:
+        return tuple(None if each is None else rule(each) for each in grad_inputs)
+
+    handle = layer.register_full_backward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_chain_of_double_show_halve_show_is_seen_and_applied_in_order() -> None:
+    v = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    seen: list[Tensor] = []
+    chain = [rules.scale(2), rules.show(seen.append), rules.scale(0.5), rules.show(seen.append)]
+    with edit_gradients(None, v, chain) as editing:
+        v.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert [each.tolist() for each in seen] == [[4, 8, 12], [2, 4, 6]]
+    assert v.grad is not None
+    assert v.grad.tolist() == [2, 4, 6]
+    assert editing.edits == {"tensor 0": 1}
+
+
+def test_nested_blocks_compose_in_the_order_in_which_they_were_opened() -> None:
+    v = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    with edit_gradients(None, v, lambda g: g + 1), edit_gradients(None, v, rules.scale(10)):
+        (got,) = torch.autograd.grad((v**2).sum(), v)
+    assert got.tolist() == [30, 50, 70]
+
+
+class Outputs(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "fresh":
+            return x * 3
+        if self.kind == "itself":
+            return x
+        if self.kind == "view":
+            return x.flatten(1)
+        y = x * 3
+        return (y, {"doubled": y * 2}) if self.kind == "several" else y.clone().relu_()
+
+
+@pytest.mark.parametrize("kind", ["fresh", "itself", "view", "several", "in place"])
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_nested_blocks_compose_in_order_at_layers_of_every_kind(kind: str, at: Any) -> None:
+    layer = nn.Sequential(Outputs(kind))
+    x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    order: list[str] = []
+
+    def step(name: str, factor: float) -> Callable[[Tensor], Tensor]:
+        def rule(gradient: Tensor) -> Tensor:
+            order.append(name)
+            return gradient * factor + 1
+
+        return rule
+
+    with edit_gradients(layer, "0", step("a", 2), at=at), edit_gradients(layer, "0", step("b", 5), at=at):
+        out = layer(x)
+        (out[0] if kind == "several" else out).sum().backward()
+    assert order == ["a", "b"]
+    slope = 1 if kind in ("itself", "view") else 3
+    arriving = 1 if at == "output" else slope
+    edited = (arriving * 2 + 1) * 5 + 1
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((1, 2), float(edited * (slope if at == "output" else 1))))
+
+
+@pytest.mark.parametrize("layer", ["conv", "mid", "act", "fc"])
+def test_at_the_input_an_edit_is_what_a_full_backward_hook_returns(layer: str) -> None:
+    model, x = Plain(), images()
+    with full_backward_hook(model.get_submodule(layer), lambda g: g * 3):
+        expected = gradients(model, x)
+    with edit_gradients(model, layer, rules.scale(3)) as editing:
+        edited = gradients(model, x)
+    assert same(edited, expected)
+    assert not same(expected, gradients(model, x))
+    assert editing.edits == {layer: 2 if layer == "act" else 1}
+
+
+def test_at_the_output_the_parameters_get_what_the_rule_makes_of_the_gradient() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3, requires_grad=True)
+    hidden = model[0](x)
+    hidden.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    expected = torch.autograd.grad(model[2](model[1](hidden)).square().sum(), [x, *model.parameters()])
+    with edit_gradients(model, model[0], rules.clip_value(0.1), at="output"):
+        edited = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    assert same(list(edited), list(expected))
+
+
+class _Halved(torch.autograd.Function):
+    """By hand: nothing on the way forth, a half on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 0.5
+
+
+def test_in_front_of_an_in_place_module_an_edit_is_a_function_written_by_hand() -> None:
+    conv, relu, head = nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 1, 3)
+    model, x = nn.Sequential(conv, relu, head), images()
+    expected = torch.autograd.grad(head(relu(_Halved.apply(conv(x)))).square().sum(), [x, *model.parameters()])
+    with edit_gradients(model, relu, rules.scale(0.5)):
+        edited = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    assert same(list(edited), list(expected))
+
+
+def test_noise_of_a_known_draw_on_a_bias_is_exactly_the_sum_and_leaves_the_weight_alone() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(6, 4)
+    weight, bias = torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias])
+    generator = torch.Generator().manual_seed(7)
+    first = 0.3 * torch.randn(3, generator=generator)
+    second = 0.3 * torch.randn(3, generator=generator)
+    noise = rules.add_noise(0.3, seed=7)
+    for _ in range(2):  # each block starts the draws anew
+        with edit_gradients(layer, "bias", noise):
+            layer(x).square().sum().backward()
+            assert layer.bias.grad is not None
+            assert layer.weight.grad is not None
+            assert torch.equal(layer.bias.grad, bias + first)
+            assert torch.equal(layer.weight.grad, weight)
+            (again,) = torch.autograd.grad(layer(x).square().sum(), layer.bias)
+            assert torch.equal(again, bias + second)
+        layer.bias.grad = layer.weight.grad = None
+
+
+def test_ones_in_place_of_the_gradient_entering_a_linear_layer_are_ones_at_its_input() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(6, 4, requires_grad=True)
+    weight, bias = torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias])
+    with edit_gradients(layer, layer, rules.replace(1)):
+        got = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
+    assert same(list(got), [torch.ones(6, 4), weight, bias])
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_the_second_backward_through_a_retained_graph_doubles_the_edited_gradient(at: Any) -> None:
+    model, x = Plain(), images()
+    with edit_gradients(model, ["mid", "fc.bias"], rules.scale(3), at=at) as editing:
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        once = [each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None]
+        loss.backward()
+    twice = [each.grad for each in (x, *model.parameters()) if each.grad is not None]
+    assert same(twice, [each * 2 for each in once])
+    assert editing.edits == {"mid": 2, "fc.bias": 2}
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": lambda: torchvision.models.resnet18(weights=None),
+    "densenet121": lambda: torchvision.models.densenet121(weights=None),
+    "mobilenet_v2": lambda: torchvision.models.mobilenet_v2(weights=None),
+    "googlenet": lambda: torchvision.models.googlenet(weights=None, init_weights=False, aux_logits=False),
+    "vgg11": lambda: torchvision.models.vgg11(weights=None),
+    "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(weights=None),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_scaling_every_layer_by_one_is_bit_for_bit_no_edit(name: str) -> None:
+    model = NETWORKS[name]().eval()
+    x = torch.randn(2, 3, 64, 64, requires_grad=True)
+    expected = gradients(model, x)
+    before = Snapshot(model=model)
+    for at in ("input", "output"):
+        with edit_gradients(model, "*", rules.scale(1), at=at) as editing:
+            edited = gradients(model, x)
+        assert same(edited, expected), at
+        idle = {layer for layer, count in editing.edits.items() if not count}
+        assert not any(isinstance(model.get_submodule(each), nn.ReLU | nn.ReLU6 | nn.Conv2d) for each in idle)
+    with edit_activations(model, "*", rules.scale(1)):
+        assert same(gradients(model, x), expected)
+    assert not before.changes()
+
+
+@pytest.mark.parametrize("name", ["densenet121", "mobilenet_v2", "googlenet"])
+def test_a_zero_at_the_first_convolution_ends_the_gradient_in_networks_with_in_place_modules(name: str) -> None:
+    model = NETWORKS[name]().eval()
+    x = torch.randn(1, 3, 64, 64, requires_grad=True)
+    first = next(layer for layer, module in model.named_modules() if isinstance(module, nn.ReLU | nn.ReLU6 | nn.Conv2d))
+    assert gradients(model, x)[0].any()
+    with edit_gradients(model, first, rules.scale(0)):
+        edited = gradients(model, x)
+    assert not edited[0].any()
+    assert edited[1].any()  # the layer's own parameters do not notice
+
+
+def test_only_the_layers_own_branch_is_edited() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x * 2 + self.branch(x) + x.sin()
+            return out
+
+    model, x = Residual(), torch.randn(2, 3, requires_grad=True)
+    with edit_gradients(model, "branch", rules.scale(0)):
+        (got,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.allclose(got, 2 + x.cos())
+
+
+def test_a_layer_that_uses_its_input_several_times_is_edited_once_with_the_sum() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.a(x) + self.b(x) * 2 + x
+            return out
+
+    block = Block()
+    x = torch.randn(4, 3, requires_grad=True)
+    h = x * 1
+    seen: list[Tensor] = []
+    (expected,) = torch.autograd.grad(block(h).sum(), h)
+    with edit_gradients(block, "", [rules.show(seen.append), rules.clip_norm(0.5)]) as editing:
+        (got,) = torch.autograd.grad((block(h) + h * 7).sum(), x)
+    assert editing.edits == {"": 1}
+    assert torch.allclose(seen[0], expected)
+    assert torch.allclose(got - 7, expected * 0.5 / expected.norm(), atol=1e-6)
+
+
+def test_a_backward_pass_that_failed_midway_leaves_nothing_to_the_next() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.first(x * 2) + x * 3 + x * 4
+            return out
+
+    block, x = Block(), torch.ones(2, requires_grad=True)
+    failing = [True]
+
+    def fail(gradient: Tensor) -> None:
+        if failing.pop():
+            raise ZeroDivisionError
+
+    with edit_gradients(block, "", lambda g: g * 10), edit_gradients(block, "first", fail, at="output"):
+        out = block(x).sum()
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.grad(out, x, retain_graph=True)
+        failing.append(False)
+        (got,) = torch.autograd.grad(out, x)
+    assert got.tolist() == [90, 90]
+
+
+def test_at_the_output_arrives_what_others_make_of_it_and_not_the_layer_itself() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 1
+            return y, y * 2
+
+    model, x = nn.Sequential(Both()), torch.ones(1, requires_grad=True)
+    with edit_gradients(model, "0", rules.scale(10), at="output") as editing:
+        y, twice = model(x)
+        (got,) = torch.autograd.grad(y + twice, x)
+    assert got.item() == 10 * 1 + 10 * 2
+    assert editing.edits == {"0": 2}
+
+
+def test_a_partial_backward_pass_edits_what_comes_by() -> None:
+    class Fork(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+    model, x = nn.Sequential(Fork()), torch.randn(4, requires_grad=True)
+    with edit_gradients(model, "0", lambda g: g + 10):
+        left, right = model(x)
+        for part, slope in ((left, 2), (right, 3), (left + right, 5)):
+            (got,) = torch.autograd.grad(part.sum(), x, retain_graph=True)
+            assert torch.equal(got, torch.full((4,), slope + 10.0))
+
+
+def test_each_call_of_a_module_that_is_called_several_times_is_edited() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.act(self.act(x * 1) * 3)
+            return out
+
+    model, x = Twice(), torch.ones(2, requires_grad=True)
+    with edit_gradients(model, "act", rules.scale(10)) as editing:
+        (got,) = torch.autograd.grad(model(x).sum(), x)
+    assert got.tolist() == [300, 300]
+    assert editing.edits == {"act": 2}
+
+
+class Nested(nn.Module):
+    """Several inputs, by place, by name and in a nest; several outputs; integers among both."""
+
+    def forward(self, x: Tensor, pair: list[Tensor], *, index: Tensor, more: dict[str, Tensor]) -> Any:
+        return {"sum": x + pair[0] * 2, "rest": (pair[1] * 3 + more["z"][index], index)}
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_every_floating_tensor_with_a_gradient_is_edited_however_nested(at: Any) -> None:
+    model = nn.ModuleDict({"inner": Nested()})
+    x, a, b, z = (torch.ones(3, requires_grad=True) for _ in range(4))
+    with edit_gradients(model, "inner", rules.scale(10), at=at) as editing:
+        out = model["inner"](x, [a, b], index=torch.tensor([0, 1, 2]), more={"z": z})
+        got = torch.autograd.grad(out["sum"].sum() + out["rest"][0].sum(), [x, a, b, z])
+    assert [each[0].item() for each in got] == [10, 20, 30, 10]
+    assert editing.edits == {"inner": 4 if at == "input" else 2}
+    assert out["rest"][1].dtype == torch.int64
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_a_layer_that_returns_its_input_is_edited_without_the_other_uses(at: Any) -> None:
+    model = nn.Sequential(nn.Identity())
+    x = torch.ones(3, requires_grad=True)
+    h = x * 1
+    with edit_gradients(model, "0", rules.scale(5), at=at):
+        (got,) = torch.autograd.grad((model(h) * 2 + h).sum(), x)
+    assert got.tolist() == [11, 11, 11]
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+@pytest.mark.parametrize("layer", ["0", "1"])
+def test_views_that_an_in_place_module_overwrites_are_edited(at: Any, layer: str) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Identity(), nn.Sequential(nn.Tanh()))
+    x = torch.ones(2, 3, 1, requires_grad=True)
+    with edit_gradients(model, layer, rules.scale(5), at=at) as editing:
+        h = model[1](model[0](x * 1))
+        (got,) = torch.autograd.grad(h.mul_(3).sum(), x)
+    assert torch.equal(got, torch.full_like(got, 15))
+    assert editing.edits == {layer: 1}
+
+
+def test_a_gradient_at_a_view_that_the_layer_itself_overwrites_is_refused_with_the_cure() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))
+    x = torch.ones(2, 3, 1, requires_grad=True)
+    with (
+        pytest.raises(NotApplicableError, match="view of another tensor"),
+        edit_gradients(model, "1", rules.scale(5)),
+    ):
+        model(x * 1)
+    with edit_gradients(model, "1", rules.scale(5), at="output"):
+        (got,) = torch.autograd.grad(model(x * 1).sum(), x)
+    assert torch.equal(got, torch.full_like(got, 5))
+
+
+def test_a_rule_that_works_in_place_harms_nobody() -> None:
+    model, x = Plain(), images()
+    expected = gradients(model, x)
+    kept: list[Tensor] = []
+
+    def wild(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor.mul_(1)
+
+    def forgetful(tensor: Tensor) -> None:
+        tensor.zero_()
+
+    with edit_gradients(model, ["conv", "mid", "fc.bias"], wild):
+        assert same(gradients(model, x), expected)
+    for each in kept:
+        each.zero_()
+    with edit_activations(model, ["conv", "act"], wild):
+        assert same(gradients(model, x), expected)
+    with (
+        pytest.warns(SaliencyWarning, match="forgetful changed its copy"),
+        edit_gradients(model, "mid", forgetful),
+    ):
+        assert same(gradients(model, x), expected)
+
+
+def test_a_tensor_that_a_rule_keeps_is_not_overwritten_by_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
+    fixed = torch.tensor([[-1.0, 1.0]])
+    with edit_activations(model, "0", lambda h: fixed):
+        assert model(torch.zeros(1, 2)).tolist() == [[0, 1]]
+    assert fixed.tolist() == [[-1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("made", "came"),
+    [
+        (lambda g: g[:1], r"float32 of shape \(1, 4\)"),
+        (lambda g: g.double(), "float64"),
+        (lambda g: g.to("meta"), r"float32 of shape \(2, 4\) on meta"),
+        (lambda g: 3.0, "float for"),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_an_error_that_names_rule_and_layer(made: Any, came: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
+    with (
+        pytest.raises(MethodError, match=rf'the rule <lambda> returned {came}.*layer "0".*float32 of shape \(2, 4\)'),
+        edit_gradients(model, "0", made),
+    ):
+        model(x).sum().backward()
+    with pytest.raises(MethodError, match=rf'returned {came}.*output of layer "0"'), edit_activations(model, "0", made):
+        model(x)
+
+
+def test_what_cannot_be_edited_is_refused_with_the_reason() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    index = torch.tensor([1, 2])
+    model[1].bias.requires_grad_(False)
+    frozen = 'parameter "1.bias" cannot be edited: it does not require a gradient'
+    for where in ("1.bias", model[1].bias, "*.bias"):
+        with pytest.raises(NotApplicableError, match=frozen):
+            edit_gradients(model, where, rules.scale(2))
+    with pytest.raises(NotApplicableError, match="int64 have no gradient"):
+        edit_gradients(None, index, rules.scale(2))
+    with pytest.raises(NotApplicableError, match="takes no floating-point"), edit_gradients(model, "0", double):
+        model(index)
+    model[0].requires_grad_(False)
+    with pytest.raises(NotApplicableError, match="nothing that it takes requires"), edit_gradients(model, "1", double):
+        model(index)
+    with (
+        pytest.raises(NotApplicableError, match="no gradient arrives"),
+        edit_gradients(model, "0", double, at="output"),
+    ):
+        model(index)
+
+    class Index(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(1)
+
+    whole = nn.Sequential(nn.Linear(3, 2), Index())
+    with (
+        pytest.raises(NotApplicableError, match="gives no floating-point"),
+        edit_gradients(whole, "1", double, at="output"),
+    ):
+        whole(torch.randn(1, 3))
+    with pytest.raises(NotApplicableError, match="gives no floating-point"), edit_activations(whole, "1", double):
+        whole(torch.randn(1, 3))
+
+
+def test_wrong_arguments_are_refused_before_anything_runs() -> None:
+    model = Plain()
+    with pytest.raises(LayerError, match=r'no layer or parameter "fc.bais" in Plain; the closest are fc.bias'):
+        edit_gradients(model, "fc.bais", double)
+    with pytest.raises(LayerError, match="no layer"):
+        edit_gradients(model, "nonsense*", double)
+    with pytest.raises(LayerError, match="nothing was named"):
+        edit_gradients(model, [], double)
+    with pytest.raises(MethodError, match=r"rules\.scale\(0\.5\)"):
+        edit_gradients(model, "fc", 0.5)  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match='at "input" or at "output"'):
+        edit_gradients(model, "fc", double, at="middle")  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="what to edit is"):
+        edit_gradients(model, 3, double)  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="no model"):
+        edit_gradients(None, "fc", double)
+    with pytest.raises(MethodError, match="what to edit is"):
+        edit_activations(model, model.fc.bias, double)
+
+
+def test_a_pattern_means_layers_first_and_parameters_where_no_layer_fits() -> None:
+    model = Plain()
+    assert set(edit_gradients(model, "*.bias", double).edits) == {"conv.bias", "mid.bias", "fc.bias"}
+    assert set(edit_gradients(model, "*", double).edits) == {"conv", "act", "mid", "fc"}
+    assert set(edit_gradients(model, [nn.Conv2d, "fc.weight"], double).edits) == {"conv", "mid", "fc.weight"}
+    assert set(edit_gradients(model, [model.fc.bias, "fc.bias"], double).edits) == {"fc.bias"}
+    assert set(edit_gradients(nn.Linear(2, 2), "b*", double).edits) == {"bias"}
+
+
+def test_a_place_that_was_never_edited_is_told_at_the_end_with_the_reason() -> None:
+    model = Plain()
+    with pytest.warns(SaliencyWarning, match='layer "fc": it was never called'), edit_gradients(model, "fc", double):
+        pass
+    with (
+        pytest.warns(SaliencyWarning, match="switched off"),
+        edit_gradients(model, "fc", double) as off,
+        torch.no_grad(),
+    ):
+        model(images())
+    assert off.edits == {"fc": 0}
+    with pytest.warns(SaliencyWarning, match="no backward pass came by") as told, edit_gradients(model, "fc", double):
+        loss = model(images()).sum()
+    loss.backward()
+    assert told[0].filename == __file__
+    with pytest.warns(SaliencyWarning, match='parameter "mid.bias"'), edit_gradients(model, "mid.bias", double):
+        pass
+    cut = nn.Sequential(Cut())
+    with pytest.warns(SaliencyWarning, match="does not depend"), edit_gradients(cut, "0", double):
+        cut(images())
+
+
+class Cut(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 2
+
+
+def test_after_the_block_nothing_is_edited_and_nothing_is_left() -> None:
+    model, x = Plain(), images()
+    expected = gradients(model, x)
+    before = Snapshot(model=model)
+    with edit_gradients(model, ["*", "fc.bias"], double) as editing:
+        graph = model(x).square().sum()
+        gradients(model, x)
+    assert editing.edits["mid"] == 1
+    assert same(list(torch.autograd.grad(graph, [x, *model.parameters()])), expected)
+    assert same(gradients(model, x), expected)
+    with pytest.raises(ZeroDivisionError), edit_gradients(model, ["*", "*.bias"], lambda g: 1 / 0):  # type: ignore[arg-type, return-value]
+        gradients(model, x)
+    with pytest.raises(KeyError), edit_activations(model, "*", double):
+        raise KeyError
+    assert not before.changes()
+    assert same(gradients(model, x), expected)
+    for parameter in model.parameters():
+        assert parameter._backward_hooks is None
+
+
+def test_a_block_can_be_opened_again_but_not_inside_itself() -> None:
+    model, x = Plain(), images()
+    editing = edit_gradients(model, "mid", double)
+    for count in (1, 2):
+        with editing:
+            gradients(model, x)
+        assert editing.edits == {"mid": count}
+    with editing:
+        gradients(model, x)
+        with pytest.raises(MethodError, match="open already"):
+            editing.__enter__()
+
+
+def test_another_thread_sees_no_edit() -> None:
+    model, x = Plain(), images()
+    expected = gradients(model, x)
+    results: list[list[Tensor]] = []
+    with (
+        edit_gradients(model, ["*", "*.bias"], rules.scale(0)),
+        edit_gradients(model, ["mid"], rules.scale(0), at="output"),
+        edit_activations(model, "mid", rules.scale(0)),
+    ):
+        thread = threading.Thread(target=lambda: results.append(gradients(model, images())))
+        thread.start()
+        thread.join()
+        mine = gradients(model, x)
+    assert same(results[0], expected)
+    assert not same(mine, expected)
+
+
+def test_edited_activations_are_explained() -> None:
+    model, x = Plain().eval(), images(grad=False)
+    with edit_activations(model, "conv", rules.zero_channels([1, -1])) as editing:
+        explanation = saliency.HiResCAM(model, "conv").attribute(x, 2)
+        eigen = saliency.EigenCAM(model, "conv").attribute(x, 2)
+    edited = Plain().eval()
+    edited.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in edited.conv.parameters():
+            parameter[[1, 3]] = 0
+    assert torch.equal(explanation.values, saliency.HiResCAM(edited, "conv").attribute(x, 2).values)
+    assert torch.equal(eigen.values, saliency.EigenCAM(edited, "conv").attribute(x, 2).values)
+    assert editing.edits["conv"] >= 2
+
+
+def test_edited_gradients_are_those_of_an_explanation() -> None:
+    model, x = Plain().eval(), images(grad=False)
+    plain = saliency.VanillaGradient(model).attribute(x, 2).values
+    cam = saliency.GradCAM(model, "conv").attribute(x, 2).values
+    for at in ("input", "output"):
+        with edit_gradients(model, "conv", rules.scale(2), at=at):
+            assert torch.equal(saliency.VanillaGradient(model).attribute(x, 2).values, plain * 2)
+    with edit_gradients(model, "conv", rules.scale(2), at="output"):
+        assert torch.equal(saliency.GradCAM(model, "conv").attribute(x, 2).values, cam * 2)
+
+
+def test_nested_edits_of_activations_compose_in_order_and_are_seen_by_users_hooks() -> None:
+    model, seen = nn.Sequential(nn.Identity()), []
+    handle = model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.item()))
+    with edit_activations(model, "0", lambda h: h + 1), edit_activations(model, "0", [double, lambda h: h + 3]):
+        assert model(torch.ones(1)).item() == 7
+    handle.remove()
+    assert seen == [7]
+
+
+def test_activations_keep_their_nest_and_what_is_no_number() -> None:
+    class Many(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"a": (x, [x * 2]), "index": torch.tensor([1]), "name": "b", "none": None}
+
+    model = nn.Sequential(Many())
+    with edit_activations(model, "0", rules.scale(10)) as editing, torch.inference_mode():
+        out = model(torch.ones(1))
+    assert (out["a"][0].item(), out["a"][1][0].item(), out["index"].item()) == (10, 20, 1)
+    assert (out["name"], out["none"]) == ("b", None)
+    assert editing.edits == {"0": 1}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x * 1, use_reentrant=self.reentrant)
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("layer", ["inner.1", "inner.2", "inner"])
+@pytest.mark.parametrize("at", ["input", "output", "activation"])
+def test_checkpointed_parts_are_edited_like_any_other(reentrant: bool, layer: str, at: Any) -> None:
+    model, x = Checkpointed(reentrant), torch.randn(2, 3, requires_grad=True)
+
+    def edit() -> Any:
+        if at == "activation":
+            return edit_activations(model, layer, [lambda h: h.sin(), rules.scale(1.5)])
+        return edit_gradients(model, layer, [lambda g: g + 1, rules.scale(1.5)], at=at)
+
+    def run(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        for each in (x, *model.parameters()):
+            each.grad = None
+        with edit() as editing:
+            call(x).square().sum().backward()  # type: ignore[no-untyped-call]
+        assert editing.edits[layer] == 1
+        return [each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None]
+
+    if not (reentrant and layer == "inner" and at == "activation"):
+        assert same(run(model), run(lambda x: model.inner(x * 1)))
+
+
+def test_noise_in_a_checkpointed_part_is_refused_since_it_would_be_drawn_again() -> None:
+    model, x = Checkpointed(reentrant=False), torch.randn(2, 3, requires_grad=True)
+    with (
+        pytest.raises(NotApplicableError, match=r"add_noise\(1.0, seed=0\) would draw other noise"),
+        edit_activations(model, "inner.0", rules.add_noise(1)),
+    ):
+        model(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
+def test_layers_inside_torchscript_are_refused_and_the_whole_is_edited() -> None:
+    trace: Any = torch.jit.trace
+    scripted = trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(1, 3))
+    model, x = nn.Sequential(scripted, nn.Linear(3, 1)), torch.randn(2, 3, requires_grad=True)
+    for edit in (edit_gradients, edit_activations):
+        with pytest.raises(NotApplicableError, match="inside a TorchScript module"):
+            edit(model, "0.0", double)
+    assert set(edit_gradients(model, "*", double).edits) == {"0", "1"}
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    for at in ("input", "output"):
+        with edit_gradients(model, "0", double, at=at):
+            assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], plain * 2)
+
+
+def test_the_rule_is_part_of_the_graph_of_a_second_derivative() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    layer = nn.Sequential(nn.Identity())
+    with edit_gradients(layer, "0", lambda g: g * g):
+        (first,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert first.item() == 144  # (3 x^2)^2
+    assert second.item() == 36 * 8  # 36 x^3
+
+
+def test_a_long_block_keeps_no_graph_alive() -> None:
+    model = Plain()
+    alive: list[weakref.ref[Any]] = []
+    with (
+        edit_gradients(nn.Sequential(model), ["0", "0.*"], double),
+        edit_gradients(model, ["mid", "act"], double, at="output"),
+    ):
+        for _ in range(3):
+            x = images()
+            out = model(x)
+            out.sum().backward()
+            alive.append(weakref.ref(x))
+            del x, out
+        gc.collect()
+        assert [each() for each in alive] == [None] * 3
+
+
+def test_without_inputs_that_require_a_gradient_a_pattern_passes_over_the_first_layer() -> None:
+    model = Plain()
+    with edit_gradients(model, nn.Conv2d, double) as editing:
+        model(images(grad=False)).sum().backward()
+    assert editing.edits == {"conv": 0, "mid": 1}
+
+
+def test_a_compiled_model_is_edited() -> None:
+    model = Plain()
+    compiled = torch.compile(model, backend="eager")
+    x = images()
+    expected = gradients(model, x)[0]
+    assert torch.allclose(gradients(compiled, x)[0], expected)  # type: ignore[arg-type]
+    with edit_gradients(compiled, ["conv", "_orig_mod.fc.bias"], double) as editing:  # type: ignore[arg-type]
+        assert torch.equal(gradients(compiled, x)[0], expected * 2)  # type: ignore[arg-type]
+    assert editing.edits == {"conv": 1, "fc.bias": 1}
+
+
+def test_rules_are_what_they_say() -> None:
+    t = torch.tensor([[3.0, -4.0], [0.0, 0.5]])
+    assert torch.equal(rules.clip_value(1)(t), t.clamp(-1, 1))  # type: ignore[arg-type]
+    clipped = rules.clip_norm(1)(t)
+    assert clipped is not None
+    assert math.isclose(clipped.norm().item(), 1, rel_tol=1e-6)
+    rows = rules.clip_norm(1, per_image=True)(t)
+    assert rows is not None
+    assert torch.allclose(rows, torch.tensor([[0.6, -0.8], [0.0, 0.5]]))
+    assert torch.equal(rules.clip_norm(100)(t), t)  # type: ignore[arg-type]
+    assert torch.equal(rules.clip_norm(0)(torch.zeros(3)), torch.zeros(3))  # type: ignore[arg-type]
+    half = rules.clip_norm(1)(torch.full((100_000,), 100.0, dtype=torch.float16))  # whose square overflows
+    assert half is not None
+    assert math.isclose(half.double().norm().item(), 1, rel_tol=1e-2)
+    assert torch.equal(rules.replace(torch.tensor([1.0, 2.0]))(t), torch.tensor([[1.0, 2], [1, 2]]))  # type: ignore[arg-type]
+    assert rules.replace(math.nan)(t).isnan().all()  # type: ignore[union-attr]
+    nan = torch.full((1, 3, 2), math.nan)
+    assert rules.zero_channels(1)(nan).nan_to_num(7).tolist() == [[[7, 7], [0, 0], [7, 7]]]  # type: ignore[union-attr]
+    assert rules.zero_channels(0, axis=-1)(nan).nan_to_num(7).tolist() == [[[0, 7]] * 3]  # type: ignore[union-attr]
+    both = rules.compose(rules.scale(2), rules.show(io.StringIO()), rules.clip_value(1.5))
+    assert torch.equal(both(t), (t * 2).clamp(-1.5, 1.5))  # type: ignore[arg-type]
+    assert repr(both) == "compose(scale(2.0), show(), clip_value(1.5))"
+    assert repr(rules.zero_channels([1, 2], axis=-1)) == "zero_channels([1, 2], axis=-1)"
+    assert repr(rules.add_noise(0.5, seed=3)) == "add_noise(0.5, seed=3)"
+    assert rules.scale(2) == rules.scale(2.0)
+
+
+def test_show_writes_a_line_to_a_stream_and_hands_a_function_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    rules.show(stream, label="fc")(torch.tensor([4.0, 8.0]))
+    rules.show(stream)(torch.zeros(2, 50))
+    assert stream.getvalue().splitlines() == [
+        "fc: (2) [4.0, 8.0]",
+        "(2, 50) mean 0, std 0, from 0 to 0, norm 0, 100.0% zeros",
+    ]
+    rules.show(label="out")(torch.tensor([1.0]))
+    assert capsys.readouterr().out == "out: (1) [1.0]\n"
+    tensor, kept = torch.ones(2), list[Tensor]()
+    rules.show(kept.append)(tensor)
+    kept[0].zero_()
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rules.scale("2"), "the factor of scale is a number; got '2'"),  # type: ignore[arg-type]
+        (lambda: rules.scale(True), "is a number"),
+        (lambda: rules.scale(math.inf), "finite"),
+        (lambda: rules.clip_value(-1), "0 or more"),
+        (lambda: rules.clip_norm(math.nan), "finite"),
+        (lambda: rules.add_noise(-0.1), "0 or more"),
+        (lambda: rules.add_noise(1, seed=-1), "integer from 0 on"),
+        (lambda: rules.add_noise(1, seed=0.5), "integer"),  # type: ignore[arg-type]
+        (lambda: rules.replace("a"), "a number"),  # type: ignore[arg-type]
+        (lambda: rules.zero_channels([1.5]), "integer"),  # type: ignore[list-item]
+        (lambda: rules.zero_channels("12"), "integer"),  # type: ignore[arg-type]
+        (lambda: rules.zero_channels(5)(torch.ones(1, 3)), r"channel 5 is outside 0..2"),
+        (lambda: rules.zero_channels(0, axis=2)(torch.ones(1, 3)), "no axis 2"),
+        (lambda: rules.replace(torch.ones(4))(torch.ones(3)), r"does not fit.*\(3,\)"),
+        (lambda: rules.show(3), "show tells a function"),  # type: ignore[arg-type]
+        (lambda: rules.compose(rules.scale(1), 2), "a rule is a function"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_rule_with_wrong_arguments_is_an_error_that_says_so(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MethodError, match=message):
+        make()

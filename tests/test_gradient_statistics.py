@@ -1,0 +1,730 @@
+"""Gradient statistics: those of torch's own backward pass over everything at once, with nothing touched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import saliency
+from saliency import ImageError, LayerError, MethodError, ModelError, NotApplicableError, TargetError
+from saliency.inspection import edit_gradients, record, rules
+from saliency.inspection.statistics.gradients import (
+    GradientStatistics,
+    LayerGradients,
+    ParameterGradients,
+    gradient_statistics,
+)
+from saliency.testing import tiny_model
+from saliency.testing.snapshot import Snapshot
+from saliency.testing.subject import images
+
+LABELS = torch.tensor([3, 0, 4, 1, 1, 2])
+
+
+def precise() -> nn.Module:
+    return tiny_model().double()
+
+
+def photos(n: int = 6, seed: int = 1) -> Tensor:
+    return images(n, seed=seed, dtype=torch.float64)
+
+
+def assert_is(row: LayerGradients | ParameterGradients, gradient: Tensor, rounding: float = 1e-9) -> None:
+    """That a row is what numpy says of a gradient."""
+    flat = gradient.detach().double().numpy().reshape(-1)
+    size = float(np.sqrt(np.square(flat).sum()))
+    assert row.norm == pytest.approx(size, rel=rounding)
+    assert row.rms == pytest.approx(size / math.sqrt(len(flat)), rel=rounding)
+    for name, wanted in (("mean", flat.mean()), ("std", flat.std()), ("min", flat.min()), ("max", flat.max())):
+        assert getattr(row, name) == pytest.approx(float(wanted), rel=rounding, abs=rounding * size), name
+    assert row.zero_share == (flat == 0).mean()
+    assert (row.nan, row.inf) == (0, 0)
+
+
+def by_backward(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """The gradients of the parameters by `.backward()` on a copy."""
+    copied = copy.deepcopy(model)
+    loss(copied(x.clone())).backward()  # type: ignore[no-untyped-call]
+    return {name: each.grad for name, each in copied.named_parameters() if each.grad is not None}
+
+
+def by_full_hooks(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """The gradients at the outputs of layers by full backward hooks; for models without in-place operations."""
+    found: dict[str, Tensor] = {}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+            found[name] = grad_output[0].clone()
+
+        return hook
+
+    handles = [each.register_full_backward_hook(hook_of(name)) for name, each in model.named_modules() if name]
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(loss(model(x)), [x, *model.parameters()], allow_unused=True)
+    for each in handles:
+        each.remove()
+    return found
+
+
+def plain_model() -> nn.Module:
+    """Without in-place operations: full backward hooks serve."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.Tanh())
+    return nn.Sequential(body, nn.Identity(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6 * 49, 5)).double().eval()
+
+
+# The numbers ---------------------------------------------------------------------------------------------------------
+
+
+class Sigmoids(nn.Module):
+    """The network of the textbooks: two inputs, two hidden units, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.first = nn.Linear(2, 2), nn.Sigmoid()
+        self.output, self.second = nn.Linear(2, 2), nn.Sigmoid()
+        weights = [[[0.15, 0.25], [0.20, 0.30]], [[0.40, 0.50], [0.45, 0.55]]]
+        with torch.no_grad():
+            for layer, weight, bias in zip((self.hidden, self.output), weights, (0.35, 0.6), strict=True):
+                layer.weight.copy_(torch.tensor(weight))
+                layer.bias.fill_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.output(self.first(self.hidden(x))))
+        return out
+
+
+def test_the_two_layer_sigmoid_network_has_the_gradients_that_are_derived_by_hand() -> None:
+    found = gradient_statistics(Sigmoids(), torch.tensor([[0.05, 0.10]]), lambda output: output.sum())
+
+    def extremes(row: LayerGradients | ParameterGradients) -> tuple[float | None, ...]:
+        return row.min, row.max
+
+    layers, parameters = found.layers, found.parameters
+    assert found.loss == pytest.approx(0.7569 + 0.7677, abs=1e-4)
+    assert extremes(layers["second"]) == (1.0, 1.0)
+    assert extremes(layers["output"]) == pytest.approx((0.1783, 0.1840), abs=5e-5)
+    assert extremes(layers["first"]) == pytest.approx((0.1538, 0.1901), abs=5e-5)
+    assert extremes(layers["hidden"]) == pytest.approx((0.0371, 0.0458), abs=5e-5)
+    assert extremes(parameters["output.weight"]) == pytest.approx((0.1060, 0.1097), abs=5e-5)
+    assert extremes(parameters["hidden.weight"]) == pytest.approx((0.0019, 0.0046), abs=5e-5)
+    assert parameters["output.weight"].norm == pytest.approx(
+        math.sqrt(0.1094**2 + 0.1097**2 + 0.1060**2 + 0.1063**2), abs=2e-4
+    )
+    assert extremes(parameters["output.bias"]) == extremes(layers["output"])
+    assert parameters["hidden.weight"].weight_norm == pytest.approx(math.sqrt(0.15**2 + 0.25**2 + 0.2**2 + 0.3**2))
+    assert [row.name for row in layers] == ["hidden", "first", "output", "second"]
+
+
+@pytest.mark.parametrize("model", [precise, plain_model])
+def test_parameters_have_the_gradients_of_backward(model: Callable[[], nn.Module]) -> None:
+    network, x = model().eval(), photos()
+
+    def loss(output: Tensor) -> Tensor:
+        return F.cross_entropy(output, LABELS)
+
+    wanted = by_backward(network, x, loss)
+    found = gradient_statistics(network, x, loss)
+    assert [row.name for row in found.parameters] == [name for name, _ in network.named_parameters()]
+    for row in found.parameters:
+        if row.name in wanted:
+            assert_is(row, wanted[row.name])
+            assert row.weight_norm == pytest.approx(network.get_parameter(row.name).norm().item())
+            assert row.shape == tuple(wanted[row.name].shape)
+    assert found.loss == pytest.approx(loss(network(x)).item())
+
+
+def test_layers_have_the_gradients_of_full_backward_hooks() -> None:
+    model, x = plain_model(), photos()
+
+    def loss(output: Tensor) -> Tensor:
+        return F.cross_entropy(output, LABELS)
+
+    wanted = by_full_hooks(model, x, loss)
+    found = gradient_statistics(model, x, loss)
+    assert {row.name for row in found.layers} == set(wanted)
+    for row in found.layers:
+        assert_is(row, wanted[row.name])
+        assert row.count == wanted[row.name].numel()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "googlenet", "mobilenet_v2", "densenet121", "vit_b_16"])
+def test_parameters_of_torchvisions_networks_have_the_gradients_of_backward(name: str) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"init_weights": False} if name == "googlenet" else {}
+    options |= {"image_size": 32} if name == "vit_b_16" else {}
+    network = getattr(torchvision.models, name)(weights=None, num_classes=5, **options).double().eval()
+    x = images(2, (32, 32), dtype=torch.float64)
+
+    def loss(output: Tensor) -> Tensor:
+        return F.cross_entropy(output, LABELS[:2])
+
+    wanted = by_backward(network, x, loss)
+    found = gradient_statistics(network, x, loss)
+    for row in found.parameters:
+        if row.norm is None:
+            assert row.name not in wanted
+        else:
+            assert row.norm == pytest.approx(float(wanted[row.name].norm()), rel=1e-8)
+
+
+def test_a_layer_in_place_and_called_again_has_the_gradient_of_each_of_its_outputs() -> None:
+    model, x = precise(), photos(2)
+    out_of_place = copy.deepcopy(model)
+    out_of_place.get_submodule("relu").inplace = False  # type: ignore[assignment]
+    found = gradient_statistics(model, x, 1).layers
+    # By finite differences: what each output adds to the score.
+    for row, wanted in zip(found, gradient_statistics(out_of_place, x, 1).layers, strict=True):
+        assert row == wanted or row.norm == pytest.approx(wanted.norm, rel=1e-12), row.name
+    relus = [row for row in found if row.name == "relu"]
+    assert [(row.call, row.calls) for row in relus] == [(0, 2), (1, 2)]
+    for call, row in enumerate(relus):
+        assert_is(row, differences(out_of_place, "relu", call, x), 1e-5)
+
+
+def differences(model: nn.Module, layer: str, call: int, x: Tensor) -> Tensor:
+    """The gradient of the mean score of class 1 at the output of one call of a layer, by finite differences."""
+    step, found = 1e-6, []
+    calls = 0
+    shape = torch.Size()
+    shift: Tensor | None = None
+
+    def add(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        nonlocal calls, shape
+        calls += 1
+        if calls - 1 != call:
+            return None
+        shape = output.shape
+        return None if shift is None else output + shift.view(shape)
+
+    def score() -> float:
+        nonlocal calls
+        calls = 0
+        with torch.no_grad():
+            return float(model(x)[:, 1].mean())
+
+    handle = model.get_submodule(layer).register_forward_hook(add)
+    score()
+    whole = torch.Size(shape).numel()
+    for at in range(whole):
+        ends = []
+        for way in (step, -step):
+            shift = torch.zeros(whole, dtype=torch.float64)
+            shift[at] = way
+            ends.append(score())
+        found.append((ends[0] - ends[1]) / (2 * step))
+    handle.remove()
+    gradient = torch.tensor(found, dtype=torch.float64)
+    return torch.where(gradient.abs() < 1e-9, 0.0, gradient)
+
+
+def test_an_output_that_the_next_layer_overwrites_keeps_its_own_gradient() -> None:
+    class Scales(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(3.0)
+
+    model = nn.Sequential(nn.Identity(), nn.Flatten(), Scales(), nn.Identity()).eval()
+    found = gradient_statistics(model, torch.randn(2, 4, 1), lambda output: output.sum()).layers
+    assert [(row.name, row.min, row.max) for row in found] == [
+        ("0", 3.0, 3.0),
+        ("1", 3.0, 3.0),
+        ("2", 1.0, 1.0),
+        ("3", 1.0, 1.0),
+    ]
+
+
+def test_a_row_is_of_what_flows_on_behind_the_users_own_hooks() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    model[0].register_forward_hook(lambda module, inputs, output: 3 * output)
+    found = gradient_statistics(model, torch.randn(2, 3), lambda output: (2 * output).sum()).layers
+    assert (found["0"].max, found["1"].max) == (2.0, 2.0)
+
+
+def test_a_skip_around_a_layer_is_not_counted_at_its_output() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = 5 * x + 2 * self.inner(x)
+            return out
+
+    found = gradient_statistics(Skip(), torch.randn(2, 3), lambda output: output.sum()).layers
+    assert (found["inner"].min, found["inner"].max) == (2.0, 2.0)
+
+
+# Several batches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["loss", "labels", "score", "probability"])
+def test_several_batches_of_any_size_count_as_one(kind: str) -> None:
+    model, x = precise(), photos()
+    of: Any = {
+        "loss": lambda output: output.square().mean(),
+        "labels": nn.CrossEntropyLoss(),
+        "score": 2,
+        "probability": saliency.probability(2),
+    }[kind]
+    whole = gradient_statistics(model, [(x, LABELS)], of)
+    cuts = [(x[:1], LABELS[:1]), (x[1:5], LABELS[1:5]), (x[5:], LABELS[5:])]
+    parts = gradient_statistics(model, iter(cuts), of)
+    assert (parts.batches, parts.images) == (3, 6)
+    assert parts.loss == pytest.approx(whole.loss)
+    pairs: list[tuple[Any, Any]] = [*zip(parts.layers, whole.layers, strict=True)]
+    pairs += zip(parts.parameters, whole.parameters, strict=True)
+    for found, wanted in pairs:
+        assert found.name == wanted.name
+        for field in ("norm", "rms", "mean", "std", "min", "max", "zero_share"):
+            value = getattr(wanted, field)
+            assert getattr(found, field) == (
+                value if value is None else pytest.approx(value, rel=1e-9, abs=1e-9 * wanted.norm)
+            ), (found.name, field)
+
+
+def test_gradients_of_single_precision_are_summed_in_double() -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    data = [torch.full((1, 1), each) for each in (1e8, 1.0, 1.0, 1.0, 1.0, -1e8)]
+    found = gradient_statistics(Tiny(), data, lambda output: output.sum())
+    assert found.parameters["weight"].norm == pytest.approx(4 / 6, rel=1e-12)
+
+
+# What it is a gradient of --------------------------------------------------------------------------------------------
+
+
+def norms(model: nn.Module, data: Any, of: Any) -> list[float | None]:
+    return [row.norm for row in gradient_statistics(model, data, of).parameters]
+
+
+def test_a_loss_takes_labels_where_it_has_an_argument_for_them() -> None:
+    model, x = precise(), photos()
+    pairs = [(x, LABELS)]
+    wanted = norms(model, x, lambda output: F.cross_entropy(output, LABELS))
+
+    def named(output: Tensor, target: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(output, LABELS if target is None else target)
+
+    def scaled(output: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * F.cross_entropy(output, labels)
+
+    losses: list[Any] = [
+        nn.CrossEntropyLoss(),
+        F.cross_entropy,
+        functools.partial(F.cross_entropy, reduction="mean"),
+        nn.CrossEntropyLoss(reduction="none"),
+        named,
+        scaled,
+        lambda *both: F.cross_entropy(*both),
+    ]
+    for each in losses:
+        assert norms(model, pairs, each) == pytest.approx(wanted), each
+    # An optional argument that is no label gets none, and what takes one argument gets one.
+    assert norms(model, pairs, lambda output, scale=1.0: scale * F.cross_entropy(output, LABELS)) == pytest.approx(
+        wanted
+    )
+    assert norms(model, pairs, torch.sum) == pytest.approx(norms(model, x, lambda output: output.sum()))
+    assert norms(model, x, named) == pytest.approx(wanted)
+    with pytest.raises(TargetError, match="CrossEntropyLoss takes labels, and the data have none"):
+        gradient_statistics(model, x, nn.CrossEntropyLoss())
+
+
+def test_a_target_is_the_mean_score_over_the_images() -> None:
+    model, x = precise(), photos()
+    model.categories = ["a", "b", "c", "d", "e"]  # type: ignore[assignment]
+    wanted = norms(model, x, lambda output: output[:, 2].mean())
+    for target in (2, "c", [2] * 6, saliency.value(2), lambda output: output[:, 2]):
+        found = gradient_statistics(model, x, target)
+        assert [row.norm for row in found.parameters] == pytest.approx(wanted)
+        assert found.loss == pytest.approx(model(x)[:, 2].mean().item())
+    assert norms(model, x, None) == pytest.approx(norms(model, x, lambda output: output.amax(1).mean()))
+    assert gradient_statistics(model, x).of == "score"
+    assert gradient_statistics(model, x, lambda output: output.sum()).of == "loss"
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (7, "class 7 is outside 0..4"),
+        ("espresso", "cannot be looked up"),
+        (lambda output: output, "the loss is torch.float32 of shape"),
+        (lambda output: 1.0, "the loss is float"),
+        (lambda output: output.argmax(1), "the loss is torch.int64"),
+        (lambda output: output[:2, 0], "has 2 numbers for 3 images"),
+        (lambda output: output.detach().sum(), "has no gradient"),
+        (lambda output: torch.tensor(1.0), "has no gradient"),
+        (nn.CrossEntropyLoss, "the loss is CrossEntropyLoss"),
+    ],
+)
+def test_what_is_no_loss_and_no_target_is_an_error_that_says_so(of: Any, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        gradient_statistics(tiny_model(), images(3), of)
+
+
+def test_the_ratio_is_of_the_update_or_of_the_gradient_to_the_weight() -> None:
+    model, x = tiny_model(), images(2)
+    with torch.no_grad():
+        model.get_parameter("head.bias").zero_()
+    plain, updates = gradient_statistics(model, x, 0), gradient_statistics(model, x, 0, learning_rate=0.01)
+    for row, update in zip(plain.parameters, updates.parameters, strict=True):
+        if row.ratio is not None and update.ratio is not None and row.norm is not None:
+            assert row.ratio == pytest.approx(row.norm / row.weight_norm)
+            assert update.ratio == pytest.approx(0.01 * row.ratio)
+    assert plain.parameters["head.bias"].ratio is None
+    assert plain.parameters["stem.weight"].ratio is not None
+    assert "gradient / weight" in str(plain)
+    assert "update / weight" in str(updates)
+    assert "ratios are of the update to the weight, at a learning rate of 0.01" in updates.parameters.notes
+    for bad in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(MethodError, match="the learning rate is"):
+            gradient_statistics(model, x, learning_rate=bad)
+
+
+# Where there is no gradient ------------------------------------------------------------------------------------------
+
+
+def test_frozen_and_unused_parameters_have_rows_of_none_and_are_named() -> None:
+    model = tiny_model()
+    for name in ("stem.weight", "norm.bias"):
+        model.get_parameter(name).requires_grad_(False)
+    found = gradient_statistics(model, images(2)).parameters
+    none = [row.name for row in found if row.norm is None]
+    assert none == ["stem.weight", "norm.bias", "spare.weight", "spare.bias"]
+    assert [row.name for row in found if not row.trainable] == ["stem.weight", "norm.bias"]
+    assert found["stem.weight"].weight_norm > 0
+    assert found["stem.weight"].ratio is None
+    assert "frozen: stem.weight, norm.bias" in found.notes
+    assert "no part in the result: spare.weight, spare.bias" in found.notes
+
+
+def test_layers_of_a_frozen_network_get_the_gradient_that_flows_through_them() -> None:
+    model, x = tiny_model(), images(2)
+    wanted = gradient_statistics(model, x, 1)
+    for each in model.parameters():
+        each.requires_grad_(False)
+    found = gradient_statistics(model, x, 1)
+    assert found.layers.rows == wanted.layers.rows
+    assert all(row.norm is None for row in found.parameters)
+
+
+def test_layers_that_no_gradient_comes_to_have_rows_of_none_and_are_named() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.behind, self.aside = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.before(x)
+            self.aside(x)
+            out: Tensor = self.behind(x)
+            return out
+
+    found = gradient_statistics(Cut(), torch.randn(2, 3)).layers
+    assert [(row.name, row.norm is None) for row in found] == [("before", True), ("aside", True), ("behind", False)]
+    assert "no gradient comes to before, aside" in found.notes
+    assert "-" in str(found)
+
+
+def test_nan_is_found_where_it_first_comes_up_on_the_way_back() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.second(self.first(x))
+            out: Tensor = self.head((x - x).sqrt() + x)
+            return out
+
+    found = gradient_statistics(Root(), [torch.randn(2, 3), torch.randn(1, 3)])
+    assert found.first_nonfinite == "second"
+    assert 'NaN or infinity first comes to "second" on the way back' in found.layers.notes
+    assert found.layers["head"].nan == 0
+    assert found.layers["second"].nan > 0
+    assert found.parameters["first.weight"].nan == 9
+    assert math.isfinite(found.loss)
+    assert "NaN" in str(found)
+
+
+def test_nan_in_the_input_or_the_loss_is_said_and_no_error() -> None:
+    x = images(2)
+    x[0, 0, 0, 0] = math.nan
+    found = gradient_statistics(tiny_model(), [images(1), x], 0)
+    assert math.isnan(found.loss)
+    assert "the input itself holds NaN or infinity, in batch 2" in found.layers.notes
+    assert "the score is nan, in batch 2" in found.layers.notes
+    overflown = gradient_statistics(tiny_model(), images(1), lambda output: output.sum() * math.inf)
+    assert overflown.first_nonfinite == "head"
+    fine = gradient_statistics(tiny_model(), images(1))
+    assert fine.first_nonfinite is None
+    assert "no NaN, no infinity" in fine.layers.notes
+
+
+# Nothing is touched --------------------------------------------------------------------------------------------------
+
+
+def raising(output: Tensor) -> Tensor:
+    raise ValueError("on purpose")
+
+
+class Fussy(nn.Module):
+    """Raises on the way back."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.Function.apply(x)
+        return out
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_everything_is_left_bit_for_bit_also_when_something_raises(mode: Callable[[], Any], training: bool) -> None:
+    model, x = tiny_model().train(), images(3)
+    fussy = nn.Sequential(tiny_model(), Fussy()).train()
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = torch.ones_like(parameter)
+    model.get_parameter("stem.weight").requires_grad_(False)
+    with mode():
+        labels = torch.tensor([1, 2, 3])
+        before = Snapshot(model=model, fussy=fussy, x=x, labels=labels)
+        gradient_statistics(model, [(x, labels)] * 2, nn.CrossEntropyLoss(), training=training)
+        gradient_statistics(model, x, 1, training=training)
+        for network, of in ((model, raising), (fussy, 0), (model, 99)):
+            with pytest.raises((ValueError, TargetError)):
+                gradient_statistics(network, x, of, training=training)
+        with pytest.raises(ImageError):
+            gradient_statistics(model, iter(()), training=training)
+        assert before.changes() == []
+
+
+def test_the_input_of_the_user_gets_no_gradient_and_its_graph_is_left_alone() -> None:
+    start = images(2).requires_grad_()
+    x = start * 2
+    gradient_statistics(tiny_model(), x)
+    gradient_statistics(tiny_model(), start)
+    assert start.grad is None
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert start.grad is not None
+    assert start.grad.unique().tolist() == [2.0]
+
+
+def test_no_activation_and_no_gradient_outlives_its_batch() -> None:
+    model = tiny_model()
+    alive: list[weakref.ref[Tensor]] = []
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        alive.append(weakref.ref(output))
+        if output.requires_grad:
+            output.register_hook(lambda gradient: alive.append(weakref.ref(gradient)))  # type: ignore[no-untyped-call]
+
+    handles = [module.register_forward_hook(note) for module in model.modules()]
+    most = 0
+
+    def batches() -> Iterator[Tensor]:
+        nonlocal most
+        for seed in range(40):
+            most = max(most, sum(each() is not None for each in alive))
+            yield images(2, seed=seed)
+
+    gc.collect()
+    gc.disable()
+    try:
+        gradient_statistics(model, batches(), 0)
+    finally:
+        gc.enable()
+        for handle in handles:
+            handle.remove()
+    assert len(alive) > 700
+    assert most == 0
+
+
+def test_threads_on_one_model_find_what_each_finds_alone() -> None:
+    model = tiny_model()
+    wanted = {n: gradient_statistics(model, images(n), 0).layers.rows for n in (1, 2, 3, 4)}
+    found: dict[int, Any] = {}
+
+    def work(n: int) -> None:
+        for _ in range(5):
+            found[n] = gradient_statistics(model, images(n), 0).layers.rows
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == wanted
+
+
+# Training mode, checkpoints, other models ----------------------------------------------------------------------------
+
+
+def test_training_mode_differentiates_through_the_batchs_own_normalisation() -> None:
+    model, x = precise(), photos()
+    model.get_submodule("drop").p = 0.0  # type: ignore[assignment]
+    wanted = by_backward(copy.deepcopy(model).train(), x, lambda output: output[:, 0].mean())
+    found = gradient_statistics(model, x, 0, training=True)
+    for row in found.parameters:
+        if row.norm is not None:
+            assert_is(row, wanted[row.name])
+    stem = gradient_statistics(model, x, 0).parameters["stem.weight"].norm
+    assert stem != pytest.approx(found.parameters["stem.weight"].norm, rel=1e-3)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
+        self.head = nn.Linear(4, 5)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.body, x, use_reentrant=self.reentrant) if self.reentrant is not None else self.body(x)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+def test_a_checkpointed_part_is_counted_once_and_exactly() -> None:
+    model, x = Checkpointed(reentrant=False), images(2)
+    found = gradient_statistics(model, x, 0)
+    model.reentrant = None
+    wanted = gradient_statistics(model, x, 0)
+    assert found.layers.rows == wanted.layers.rows
+    assert found.parameters.rows == wanted.parameters.rows
+
+
+def test_a_part_that_is_checkpointed_reentrantly_is_refused_with_the_cure() -> None:
+    with pytest.raises(NotApplicableError, match="use_reentrant"):
+        gradient_statistics(Checkpointed(reentrant=True), images(2), 0)
+
+
+def test_a_loss_that_takes_gradients_of_its_own_is_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(2, 3, dtype=torch.float64)
+    weight = model.get_parameter("2.weight")
+
+    def penalty(output: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
+        return slope.square().sum()
+
+    found = gradient_statistics(model, x, penalty)
+    (wanted,) = torch.autograd.grad(penalty(model(x)), model.get_parameter("0.weight"))
+    assert_is(found.parameters["0.weight"], wanted)
+    assert [row.count for row in found.layers] == [8, 8, 4]
+
+
+def test_weights_that_two_layers_share_are_one_parameter_with_the_sum() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x).tanh())
+            return out
+
+    model, x = Tied().double(), torch.randn(2, 3, dtype=torch.float64)
+    found = gradient_statistics(model, [x, x], lambda output: output.square().sum())
+    wanted = by_backward(model, x, lambda output: output.square().sum())
+    assert [row.name for row in found.parameters] == ["first.weight"]
+    assert_is(found.parameters["first.weight"], wanted["first.weight"])
+
+
+def test_sparse_gradients_are_read_as_what_they_stand_for() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 3, sparse=True)
+
+        def forward(self, index: Tensor) -> Tensor:
+            out: Tensor = self.table(index).square().sum(1)
+            return out
+
+    model = Words()
+    found = gradient_statistics(
+        model, ({"index": torch.tensor([[1, 2]])} for _ in range(2)), lambda output: output.sum()
+    )
+    assert found.parameters["table.weight"].zero_share == pytest.approx(5 / 7)
+
+
+def test_a_model_made_under_inference_mode_is_refused_with_the_cure() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(ModelError, match="inference_mode"):
+        gradient_statistics(model, torch.randn(2, 3))
+
+
+def test_half_precision_under_autocast_is_counted_in_double() -> None:
+    model, x = tiny_model(), images(2)
+    wanted = gradient_statistics(model, x, 0).parameters["stem.weight"].norm
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradient_statistics(model, x, 0).parameters["stem.weight"].norm
+    assert found == pytest.approx(wanted, rel=0.05)
+
+
+def test_layers_are_chosen_and_a_wrong_name_is_an_error() -> None:
+    found = gradient_statistics(tiny_model(), images(1), layers=["relu", "head"])
+    assert [row.name for row in found.layers] == ["relu", "relu", "head"]
+    with pytest.raises(LayerError, match="the closest are stem"):
+        gradient_statistics(tiny_model(), images(1), layers="stam")
+
+
+def test_inside_an_edit_the_statistics_are_those_of_the_edited_gradients() -> None:
+    model, x = tiny_model(), images(2)
+    plain = gradient_statistics(model, x, 0)
+    with edit_gradients(model, "last", rules.scale(0.0)):
+        edited = gradient_statistics(model, x, 0)
+    assert edited.layers["last"].norm == pytest.approx(plain.layers["last"].norm)
+    assert edited.layers["down"].norm == 0
+    assert edited.parameters["stem.weight"].norm == 0
+    assert gradient_statistics(model, x, 0).parameters.rows == plain.parameters.rows
+
+
+def test_a_recording_around_it_changes_no_row() -> None:
+    model, x = tiny_model(), images(2)
+    plain = gradient_statistics(model, x, 0)
+    with record(model, keep="statistics") as recording:
+        found = gradient_statistics(model, x, 0)
+    assert found.layers.rows == plain.layers.rows
+    assert found.parameters.rows == plain.parameters.rows
+    assert recording["stem"][0].grad_outputs[0].moments.norm == pytest.approx(plain.layers["stem"].norm, rel=1e-5)
+
+
+def test_both_tables_are_read_together() -> None:
+    found = gradient_statistics(tiny_model(), images(2), 0)
+    assert isinstance(found, GradientStatistics)
+    text = str(found)
+    assert "at the layers of TinyNet" in text
+    assert "at the parameters of TinyNet" in text
+    assert "stem.weight" in text
+    assert found.to_html().count("<table") == 2
+    assert repr(found).endswith("9 layers, 12 parameters; print it to read it>")

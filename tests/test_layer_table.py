@@ -1,0 +1,685 @@
+"""The promises of the layer table: shapes, parameters and multiply-adds are exact, and the model stays as it was."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import saliency
+from saliency.errors import LayerError, MethodError, ModelError
+from saliency.hooks import HookManager
+from saliency.inspection.structure import costs, layer_table
+from saliency.inspection.structure.rows import LayerTable
+from saliency.testing.snapshot import Snapshot
+from tests.commandline import COFFEE
+
+
+class Net(nn.Module):
+    """Modules of one's own choice, and a forward of one's own."""
+
+    def __init__(self, forward: Callable[[Any, Any], Any], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self, *args, **kwargs)
+
+
+class Sleep(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return x
+
+
+def table(model: Any, example: Any, **options: Any) -> LayerTable:
+    return layer_table(model, example, **{"times": False, **options})
+
+
+def of_the_model(forward: Callable[..., Any], example: Any, **modules: nn.Module) -> int:
+    return table(Net(forward, **modules), example).model.multiply_adds
+
+
+# The networks everyone knows -----------------------------------------------------------------------------------
+
+
+def test_resnet50_on_ten_images_has_the_rows_that_its_paper_has() -> None:
+    found = table(torchvision.models.resnet50(weights=None), (10, 3, 224, 224), depth=1)
+    assert [(row.name, row.kind, row.output) for row in found] == [
+        ("conv1", "Conv2d", (10, 64, 112, 112)),
+        ("bn1", "BatchNorm2d", (10, 64, 112, 112)),
+        ("relu", "ReLU", (10, 64, 112, 112)),
+        ("maxpool", "MaxPool2d", (10, 64, 56, 56)),
+        ("layer1", "Sequential", (10, 256, 56, 56)),
+        ("layer2", "Sequential", (10, 512, 28, 28)),
+        ("layer3", "Sequential", (10, 1024, 14, 14)),
+        ("layer4", "Sequential", (10, 2048, 7, 7)),
+        ("avgpool", "AdaptiveAvgPool2d", (10, 2048, 1, 1)),
+        ("fc", "Linear", (10, 1000)),
+    ]
+    assert all(row.depth == row.calls == 1 for row in found)
+    assert found.model.parameters == found.model.trainable == 25_557_032
+    assert found.model.multiply_adds == 10 * 4_089_184_256
+    assert sum(row.parameters for row in found) == 25_557_032
+    assert sum(row.multiply_adds for row in found) == found.model.multiply_adds
+    assert found["conv1"].multiply_adds == 10 * 112 * 112 * 64 * 3 * 7 * 7
+    assert found["layer1"].parameters == 215_808
+    assert found.model.functional == {"flatten": 1}
+    assert "functions between the outermost layers: flatten" in found.notes
+    assert "25,557,032 parameters, all trainable; 40.9 G multiply-adds (4.09 G for each of 10)" in found.notes
+
+
+def test_the_rows_of_resnet50_are_its_tree_in_the_order_of_the_calls() -> None:
+    model = torchvision.models.resnet50(weights=None)
+    found = table(model, (1, 3, 64, 64))
+    order: list[str] = []
+
+    def begins(name: str) -> Callable[..., None]:
+        return lambda args, kwargs: order.append(name)
+
+    with HookManager() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            hooks.around(module, begins(name), lambda token, output: None)
+        model.eval()(torch.randn(1, 3, 64, 64))
+    assert [row.name for row in found] == [name for name in dict.fromkeys(order) if name]
+    assert all(row.depth == row.name.count(".") + 1 for row in found)
+    assert found["layer1.0"].functional == {"add": 1}
+    assert found["layer1.0.relu"].calls == 3
+    lines = str(found).splitlines()
+    assert lines[8].startswith("layer1    ")
+    assert lines[9].startswith("  layer1.0  ")
+    assert lines[10].startswith("    layer1.0.conv1  ")
+
+
+def vision_transformer() -> Any:
+    return torchvision.models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    "resnet18": (lambda: torchvision.models.resnet18(weights=None), 64),
+    "googlenet": (lambda: torchvision.models.googlenet(weights=None, init_weights=False), 64),
+    "densenet121": (lambda: torchvision.models.densenet121(weights=None), 64),
+    "swin_t": (lambda: torchvision.models.swin_t(weights=None), 64),
+    "swin_v2_t": (lambda: torchvision.models.swin_v2_t(weights=None), 64),
+    "vision transformer": (vision_transformer, 32),
+    "efficientnet_lite0": (lambda: saliency.load("efficientnet_lite0"), 64),
+    "timm vit": (lambda: saliency.load("timm/vit_tiny_patch16_224", weights=None), 224),
+    "fcn": (lambda: torchvision.models.segmentation.fcn_resnet50(weights=None, weights_backbone=None), 64),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_multiply_adds_are_half_of_what_torch_counts_in_every_layer(name: str) -> None:
+    make, size = MODELS[name]
+    model, x = make().eval(), torch.randn(1, 3, size, size)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(x)
+    flops = {path: sum(each.values()) for path, each in counter.get_flop_counts().items()}
+    found = table(model, x)
+    assert found.model.multiply_adds * 2 == counter.get_total_flops() > 0
+    for row in found:
+        assert row.multiply_adds * 2 == flops.get(f"{type(model).__name__}.{row.name}", 0), row.name
+
+
+def test_a_vision_transformer_as_large_as_in_its_paper() -> None:
+    found = table(torchvision.models.vit_b_16(weights=None), (1, 3, 224, 224), depth=1)
+    assert found.model.multiply_adds == 17_563_828_224
+    assert found.model.parameters == 86_567_656
+    assert found.not_called == ()  # the projection of each attention is used by it
+
+
+# Multiply-adds by hand -----------------------------------------------------------------------------------------
+
+
+def test_the_convolutions() -> None:
+    assert of_the_model(lambda m, x: m.c(x), (2, 6, 9, 9), c=nn.Conv2d(6, 4, 3, groups=2, bias=True)) == (
+        2 * 4 * 7 * 7 * (6 // 2) * 3 * 3
+    )
+    assert of_the_model(lambda m, x: m.c(x), (6, 9, 9), c=nn.Conv2d(6, 4, 3, stride=2, padding=1)) == 4 * 5 * 5 * 6 * 9
+    assert of_the_model(lambda m, x: m.c(x), (2, 4, 10), c=nn.Conv1d(4, 8, 3, dilation=2)) == 2 * 8 * 6 * 4 * 3
+    assert of_the_model(lambda m, x: m.c(x), (2, 2, 4, 4, 4), c=nn.Conv3d(2, 3, 2)) == 2 * 3 * 27 * 2 * 8
+    circular = nn.Conv2d(3, 5, 3, padding=1, padding_mode="circular")
+    assert of_the_model(lambda m, x: m.c(x), (1, 3, 6, 6), c=circular) == 5 * 36 * 3 * 9
+    transposed = nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2)
+    assert of_the_model(lambda m, x: m.c(x), (2, 4, 5, 5), c=transposed) == 2 * 4 * 25 * (6 // 2) * 9
+
+
+def test_the_linear_layers() -> None:
+    linear = nn.Linear(8, 5)
+    assert of_the_model(lambda m, x: m.f(x), (2, 7, 8), f=linear) == 2 * 7 * 8 * 5  # on tokens
+    assert of_the_model(lambda m, x: m.f(x), (8,), f=linear) == 8 * 5
+    assert of_the_model(lambda m, x: m.f(x), (0, 8), f=linear) == 0
+    assert of_the_model(lambda m, x: m.f(x, x), (3, 4), f=nn.Bilinear(4, 4, 5)) == 3 * 5 * 4 * 4
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_the_recurrent_layers(kind: type[nn.Module]) -> None:
+    gates = {nn.RNN: 1, nn.LSTM: 4, nn.GRU: 3}[kind]
+    layer = kind(4, 6, num_layers=2, bidirectional=True, batch_first=True)
+    each = gates * 6 * (2 * (4 + 6) + 2 * (12 + 6))
+    assert of_the_model(lambda m, x: m.r(x), (3, 5, 4), r=layer) == 3 * 5 * each
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 4), torch.randn(2, 4)])
+    assert of_the_model(lambda m, x: m.r(packed), (1,), r=layer) == (5 + 2) * each
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: F.linear(x, torch.ones(5, 8), torch.ones(5)), 2 * 6 * 8 * 5),
+        (lambda x: x @ x.mT, 2 * 6 * 6 * 8),
+        (lambda x: torch.matmul(x, torch.ones(8)), 2 * 6 * 8),
+        (lambda x: x[0, 0] @ x[0, 1], 8),
+        (lambda x: torch.einsum("ntc,nsc->nts", x, x), 2 * 6 * 6 * 8),
+        (lambda x: torch.bmm(x, x.mT), 2 * 6 * 6 * 8),
+        (lambda x: torch.baddbmm(torch.ones(2, 6, 6), x, x.mT), 2 * 6 * 6 * 8),
+        (lambda x: torch.addmv(torch.ones(6), x[0], torch.ones(8)), 6 * 8),
+        (lambda x: F.conv1d(x, torch.ones(3, 6, 2)), 2 * 3 * 7 * 6 * 2),
+        (lambda x: F.scaled_dot_product_attention(*[x.view(2, 6, 2, 4).transpose(1, 2)] * 3), 2 * 2 * 2 * 6 * 6 * 4),
+        (lambda x: torch.ops.aten.bmm(x, x.mT), 2 * 6 * 6 * 8),
+        (lambda x: torch.add(x, x) * 2 - F.relu(x).sum(), 0),
+    ],
+)
+def test_functions_between_the_layers_are_counted(function: Callable[[Tensor], Tensor], expected: int) -> None:
+    assert of_the_model(lambda m, x: function(m.i(x)), (2, 6, 8), i=nn.Identity()) == expected
+
+
+def test_functions_belong_to_the_innermost_layer_that_calls_them_and_to_all_around_it() -> None:
+    inner = Net(lambda m, x: m.f(x) @ torch.ones(5, 2), f=nn.Linear(4, 5))
+    outer = Net(lambda m, x: F.linear(m.inner(x), torch.ones(3, 2)), inner=inner)
+    found = table(Net(lambda m, x: m.outer(x).relu(), outer=outer), (7, 4))
+    assert [(row.name, row.multiply_adds) for row in found] == [
+        ("outer", 7 * (4 * 5 + 5 * 2 + 2 * 3)),
+        ("outer.inner", 7 * (4 * 5 + 5 * 2)),
+        ("outer.inner.f", 7 * 4 * 5),
+    ]
+    assert [row.functional for row in found] == [{"ones": 1, "linear": 1}, {"ones": 1, "matmul": 1}, {}]
+    assert found.model.functional == {"relu": 1}
+
+
+def test_a_subclass_with_a_forward_of_its_own_and_a_module_with_hooks_are_watched_and_not_guessed() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + super().forward(x)
+
+    assert of_the_model(lambda m, x: m.f(x), (3, 4), f=Twice(4, 5)) == 2 * 3 * 4 * 5
+    patched: Any = nn.Linear(4, 5)
+    patched.forward = lambda x: x @ patched.weight.T @ torch.ones(5, 5)
+    assert of_the_model(lambda m, x: m.f(x), (3, 4), f=patched) == 3 * (4 * 5 + 5 * 5)
+    hooked = nn.Linear(4, 5)
+    hooked.register_forward_pre_hook(lambda module, args: (args[0][:2],))
+    hooked.register_forward_hook(lambda module, args, output: output.sum())
+    found = table(Net(lambda m, x: m.f(x), f=hooked), (3, 4))
+    assert (found["f"].multiply_adds, found["f"].output) == (2 * 4 * 5, ())
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    assert of_the_model(lambda m, x: m.f(x), (3, 4), f=normed) == 3 * 4 * 5
+
+
+def test_attention_is_counted_whole() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    found = table(Net(lambda m, x: m.a(x, x, x)[0], a=attention), (2, 6, 8))
+    assert found["a"].multiply_adds == 2 * 6 * 8 * 8 * 4 + 2 * 2 * (2 * 6 * 6 * 4)
+    assert found["a"].output == ((2, 6, 8), (2, 6, 6))
+    assert found.not_called == ()
+
+
+# Functions by name ---------------------------------------------------------------------------------------------
+
+
+def test_functions_are_named_however_they_are_spelled() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        y = model.i(x)
+        y = y + 1
+        y += 1
+        y.add_(1)
+        torch.add(y, 1)
+        1 + y
+        y = F.relu(y)
+        torch.relu_(y)
+        y.relu()
+        y = (1 - y) / 2 // 1 * -(y**2)
+        torch.cat([y, y])
+        F.interpolate(y, scale_factor=2)
+        F.max_pool2d(y, 2)
+        torch.flatten(y, 1).softmax(1)
+        torch.ops.aten.sigmoid(y)
+        y[:, 0]
+        y[0] = 0
+        y.requires_grad_()
+        return y @ y
+
+    found = table(Net(forward, i=nn.Identity()), (2, 3, 4, 4))
+    assert found.model.functional == {
+        "add": 5,
+        "relu": 3,
+        "sub": 1,
+        "div": 1,
+        "floor_divide": 1,
+        "pow": 1,
+        "neg": 1,
+        "mul": 1,
+        "cat": 1,
+        "interpolate": 1,
+        "max_pool2d": 1,
+        "flatten": 1,
+        "softmax": 1,
+        "sigmoid": 1,
+        "getitem": 1,
+        "setitem": 1,
+        "matmul": 1,
+    }
+
+
+def test_questions_are_no_functions() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            assert x.shape[0] == x.size(0) == len(x)
+            assert x.dim() == 4
+            assert x.is_floating_point()
+            assert x.numel() > 0
+            assert x.device.type == "cpu"
+            assert x.T is not None if x.dim() == 2 else True
+        out: Tensor = model.i(x)
+        return out
+
+    assert table(Net(forward, i=nn.Identity()), (2, 3, 4, 4)).model.functional == {}
+
+
+def test_what_the_layers_of_torch_do_inside_is_themselves() -> None:
+    layers = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+        nn.BatchNorm2d(4),
+        nn.GELU(),
+        nn.Upsample(scale_factor=2),
+        nn.Flatten(),
+        nn.LazyLinear(4),
+        nn.LayerNorm(4),
+        nn.Softmax(1),
+        nn.Unflatten(1, (2, 2)),
+        nn.Identity(),
+        nn.ReLU(inplace=True),
+    )
+    layers(torch.randn(1, 3, 4, 4))
+    assert all(row.functional == {} for row in table(layers, (1, 3, 4, 4)))
+
+
+def test_functions_of_the_users_own_hooks_and_of_recordings_are_not_those_of_the_layers_around() -> None:
+    model = Net(lambda m, x: m.r(m.f(x)), f=nn.Linear(4, 4), r=nn.ReLU())
+    expected = table(model, (2, 4)).rows
+    with HookManager(standing=True) as hooks:
+        seen: list[Tensor] = []
+        hooks.observe(model.get_submodule("f"), lambda output: seen.append(output + 1))
+        assert table(model, (2, 4)).rows == expected
+        assert layer_table(model, (2, 4)).model.functional == {}
+    assert seen == []  # the table is about the model, and not about what is done to it meanwhile
+
+
+# Calls ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_called_many_times_is_one_row_with_its_last_output() -> None:
+    model = Net(lambda m, x: m.f(m.f(x)[:1]), f=nn.Linear(4, 4), unused=nn.Linear(1, 1))
+    found = table(model, (3, 4))
+    assert [(row.name, row.calls, row.output, row.multiply_adds) for row in found] == [("f", 2, (1, 4), 4 * 16)]
+    assert "of several shapes, of which the last is shown: f" in found.notes
+    assert "not called: unused" in found.notes
+    assert found.not_called == ("unused",)
+    assert "calls" in str(found)
+    assert "calls" not in str(table(nn.Sequential(nn.ReLU()), (1, 2)))
+
+
+def test_the_layers_that_are_not_called_are_named_by_the_outermost() -> None:
+    found = table(torchvision.models.googlenet(weights=None, init_weights=False), (1, 3, 64, 64))
+    assert found.not_called == ("aux1", "aux2")
+    assert "not called: aux1, aux2" in found.notes
+    assert not [row for row in found if row.name.startswith("aux")]
+
+    blocks = nn.ModuleList([nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)]), nn.ModuleList([nn.Tanh()])])
+    found = table(Net(lambda m, x: m.blocks[0][0](x), blocks=blocks, spare=nn.ModuleDict({"a": nn.ReLU()})), (1, 2))
+    assert found.not_called == ("blocks.0.1", "blocks.1", "spare")
+    many = nn.ModuleList([Net(lambda m, x: x, drop=nn.ReLU()) for _ in range(5)])
+    found = table(Net(lambda m, x: [each(x) for each in m.many], many=many), (1, 2))
+    assert "not called: many.*.drop (5)" in found.notes
+
+
+def test_containers_that_are_not_called_do_not_count_as_depth() -> None:
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU())])
+    model = Net(lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=blocks)
+    assert [(row.name, row.depth) for row in table(model, (1, 2))] == [
+        ("blocks.0", 1),
+        ("blocks.0.0", 2),
+        ("blocks.1", 1),
+        ("blocks.1.0", 2),
+    ]
+    assert [row.name for row in table(model, (1, 2), depth=1)] == ["blocks.0", "blocks.1"]
+
+
+def test_order_is_that_of_the_first_call_and_a_shared_layer_has_one_row() -> None:
+    shared = nn.Linear(3, 3)
+    model = Net(lambda m, x: m.a(m.b(x)), a=nn.Sequential(shared, nn.ReLU()), b=nn.Sequential(shared))
+    found = table(model, (2, 3))
+    assert [row.name for row in found] == ["b", "a.0", "a", "a.1"]
+    assert [row.parameters for row in found] == [12, 12, 12, 0]
+    assert [row.multiply_adds for row in found] == [18, 36, 18, 0]
+    assert (found.model.parameters, found.model.multiply_adds) == (12, 36)
+
+
+def test_a_module_that_calls_itself_is_counted_once() -> None:
+    def forward(model: Any, x: Tensor, left: int = 2) -> Tensor:
+        y: Tensor = model.f(x)
+        return model(y, left - 1) if left else y
+
+    model = Net(lambda m, x: m.again(x), again=Net(forward, f=nn.Sequential(nn.Linear(4, 4), Sleep(0.01))))
+    found = layer_table(model, (1, 4))
+    assert [(row.name, row.calls, row.multiply_adds) for row in found[:3]] == [
+        ("again", 3, 48),
+        ("again.f", 3, 48),
+        ("again.f.0", 3, 48),
+    ]
+    assert 0.5 < (found["again"].time_share or 0) <= 1
+
+
+def test_parameters_are_counted_once_and_frozen_ones_are_not_trainable() -> None:
+    tied: Any = Net(lambda m, x: m.b(m.a(x)), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    tied.b.weight = tied.a.weight
+    tied.a.bias.requires_grad_(False)
+    found = table(tied, (1, 3))
+    assert [(row.parameters, row.trainable) for row in found] == [(12, 9), (12, 12)]
+    assert (found.model.parameters, found.model.trainable) == (15, 12)
+    assert "15 parameters, 12 of them trainable; 18 multiply-adds" in found.notes
+    assert (
+        "12 parameters, none trainable; 9 multiply-adds" in table(nn.Linear(3, 3).requires_grad_(False), (1, 3)).notes
+    )
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+def test_outputs_of_any_nesting() -> None:
+    outputs: dict[str, tuple[Callable[[Any, Tensor], Any], Any, str]] = {
+        "none": (lambda m, x: None, None, "none"),
+        "pair": (lambda m, x: (x, [x[0], None]), ((2, 3), [(3,), None]), "(2x3, [3, none])"),
+        "dict": (lambda m, x: {"out": x, "n": 3}, {"out": (2, 3), "n": "int"}, "{out: 2x3, n: int}"),
+        "record": (lambda m, x: Result(x, (x, x)), {"logits": (2, 3), "hidden": ((2, 3),) * 2}, "{logits: 2x3, "),
+        "scalar": (lambda m, x: x.sum(), (), "scalar"),
+        "many": (lambda m, x: [x] * 9, [(2, 3)] * 9, "[2x3, 2x3, 2x3, 2x3, ... 9 in all]"),
+    }
+    modules: dict[str, nn.Module] = {name: Net(forward) for name, (forward, _, _) in outputs.items()}
+    found = table(Net(lambda m, x: [getattr(m, name)(x) for name in outputs], **modules), (2, 3))
+    for name, (_, shapes, text) in outputs.items():
+        assert found[name].output == shapes
+        assert text in str(found)
+
+
+def test_a_model_without_layers_is_its_own_row() -> None:
+    (row,) = table(nn.Linear(3, 4), (2, 3))
+    assert (row.name, row.kind, row.depth, row.output, row.multiply_adds) == ("", "Linear", 0, (2, 4), 24)
+    found = table(Net(lambda m, x: x @ x.T), (2, 3))
+    assert found[0].functional == {"matmul": 1}
+    assert "Net  " in str(found)
+
+
+# What is shown -------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_chosen_by_name_pattern_and_kind() -> None:
+    model = torchvision.models.resnet18(weights=None)
+    assert [row.name for row in table(model, (1, 3, 32, 32), layers="layer?")] == [f"layer{i}" for i in range(1, 5)]
+    convolutions = table(model, (1, 3, 32, 32), layers=nn.Conv2d, depth=2)
+    assert [row.name for row in convolutions] == ["conv1"]
+    assert [row.name for row in table(model, (1, 3, 32, 32), layers=[model.fc, "conv1"])] == ["conv1", "fc"]
+    some = table(model, (1, 3, 32, 32), layers="layer1.0.conv*")
+    assert str(some).splitlines()[4].startswith("layer1.0.conv1")
+    assert some.model.parameters == 11_689_512
+    with pytest.raises(LayerError, match="closest"):
+        table(model, (1, 3, 32, 32), layers="layer5")
+
+
+@pytest.mark.parametrize(("options", "words"), [({"depth": 0}, "depth=0"), ({"times": -1}, "times=-1")])
+def test_impossible_options_are_refused(options: dict[str, int], words: str) -> None:
+    with pytest.raises(MethodError, match=words):
+        layer_table(nn.ReLU(), (1,), **options)  # type: ignore[arg-type]
+
+
+def test_lazy_and_foreign_models_are_refused_with_the_reason() -> None:
+    with pytest.raises(ModelError, match="lazy parameters"):
+        table(nn.Sequential(nn.LazyLinear(3)), (1, 3))
+    with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module"):
+        table(len, (1, 3))
+
+
+def scaled(model: Any, x: Tensor, scale: Any = 1) -> Any:
+    return model.f(x) * scale
+
+
+def test_wrapped_models_and_examples_of_several_kinds() -> None:
+    inner = Net(scaled, f=nn.Linear(3, 4))
+    expected = table(inner, (2, 3)).rows
+    assert table(nn.DataParallel(inner), torch.randn(2, 3)).rows == expected
+    assert table(torch.compile(inner), {"x": torch.randn(2, 3)}).rows == expected
+    assert table(inner, (torch.randn(2, 3), torch.ones(4))).title == "Net on 2x3, 4"
+    photo = layer_table(saliency.load("efficientnet_lite0"), COFFEE, depth=1, times=False)
+    assert photo.title == "EfficientNet on 1x3x224x224"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_scripted_parts_are_counted_in_what_calls_them() -> None:
+    block: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)))
+    model = Net(lambda m, x: m.outer(m.first(x)), first=nn.Linear(4, 4), outer=nn.Sequential(block))
+    found = layer_table(model, (3, 4), times=1)
+    assert [(row.name, row.kind, row.multiply_adds, row.parameters) for row in found] == [
+        ("first", "Linear", 48, 20),
+        ("outer", "Sequential", 3 * (20 + 10), 37),
+    ]
+    assert found.model.multiply_adds == 48 + 90
+    assert "scripted, so no layers that can be seen, but counted in what calls them: outer.0" in found.notes
+    assert found.not_called == ()
+    (whole,) = layer_table(block, (3, 4), times=1)
+    assert (whole.name, whole.kind, whole.output, whole.multiply_adds) == ("", "Sequential", (3, 2), 90)
+
+
+# Times ---------------------------------------------------------------------------------------------------------
+
+
+def test_time_shares_are_of_the_whole_and_include_what_lies_inside() -> None:
+    inner = nn.Sequential(Sleep(0.02), Sleep(0.03))
+    found = layer_table(nn.Sequential(Sleep(0.05), inner), (1,), times=2)
+    shares = {row.name: row.time_share or 0.0 for row in found}
+    assert shares["0"] == pytest.approx(0.5, abs=0.1)
+    assert shares["1.1"] == pytest.approx(0.3, abs=0.1)
+    assert shares["1.0"] + shares["1.1"] <= shares["1"]
+    assert shares["0"] + shares["1"] <= 1
+    assert found.model.time_share == 1
+    assert found.seconds is not None
+    assert 0.1 <= found.seconds < 1
+    assert found.notes[0].endswith(" ms for one forward")
+
+
+def test_nested_rows_sum_to_at_most_their_parent() -> None:
+    found = layer_table(torchvision.models.resnet18(weights=None), (1, 3, 32, 32))
+    shares = {row.name: row.time_share or 0.0 for row in found}
+    for name, whole in [("", 1.0), *shares.items()]:
+        inside = [each for other, each in shares.items() if other and other.rpartition(".")[0] == name]
+        assert sum(inside) <= whole + 1e-12
+
+
+def test_the_forwards_are_as_many_as_were_asked_for() -> None:
+    calls: list[int] = []
+
+    def forward(model: Any, x: Tensor) -> Any:
+        calls.append(len(x))
+        return model.f(x)
+
+    model = Net(forward, f=nn.ReLU())
+    for times, expected in ((False, 1), (0, 1), (1, 2), (5, 6), (True, 4)):
+        calls.clear()
+        found = layer_table(model, (2, 3), times=times)
+        assert len(calls) == expected
+        assert (found.seconds is None) == (times in (False, 0))
+        assert (found[0].time_share is None) == (times in (False, 0))
+        assert ("time" in str(found).splitlines()[2]) == bool(times)
+
+
+def test_on_an_accelerator_each_layer_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    device = torch.device("cuda:1")
+    monkeypatch.setattr(costs, "reference", lambda model: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    layer_table(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1), times=3)
+    assert waits == [device] * 3 * (2 + 2 * 2)  # the model and two layers, each before and after
+    waits.clear()
+    layer_table(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1), times=False)
+    assert waits == []
+
+
+# Nothing is touched --------------------------------------------------------------------------------------------
+
+
+def with_everything() -> Any:
+    model: Any = torchvision.models.resnet18(weights=None)
+    model.train()
+    model.layer1.eval()
+    model.conv1.weight.grad = torch.ones_like(model.conv1.weight)
+    model.fc.weight.requires_grad_(False)
+    model.layer2.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_model_is_left_bit_for_bit(mode: Callable[[], Any]) -> None:
+    model, x = with_everything(), torch.randn(2, 3, 32, 32)
+    before = Snapshot(model=model, x=x)
+    with mode():
+        layer_table(model, x)
+    assert before.changes() == []
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_the_model_is_left_bit_for_bit_when_its_forward_raises(times: int) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        calls.append(model.f(x))
+        if len(calls) > times:
+            raise ValueError("no more")
+        out: Tensor = model.f(x)
+        return out
+
+    calls: list[Tensor] = []
+    model, x = Net(forward, f=nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))).train(), torch.randn(2, 3)
+    before = Snapshot(model=model, x=x)
+    with pytest.raises(ValueError, match="no more") as caught:
+        layer_table(model, x, times=times)
+    assert "saliency ran Net on (2, 3)" in caught.value.__notes__[0]
+    assert before.changes() == []
+    assert torch.overrides._len_torch_function_stack() == 0  # type: ignore[attr-defined]
+
+
+def test_a_part_that_raises_what_the_model_catches_upsets_no_count() -> None:
+    def risky(model: Any, x: Tensor) -> Tensor:
+        model.f(x)
+        raise ValueError
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        try:
+            model.risky(x)
+        except ValueError:
+            x = F.relu(x)
+        y: Tensor = model.g(x)
+        return y + 1
+
+    model = Net(forward, risky=Net(risky, f=nn.Linear(3, 3)), g=nn.Linear(3, 5))
+    found = table(model, (2, 3))
+    assert [(row.name, row.multiply_adds) for row in found] == [("risky.f", 18), ("g", 30)]
+    assert found.model.multiply_adds == 48
+
+
+def test_an_input_that_the_model_overwrites_stays_the_users() -> None:
+    x = torch.randn(2, 3)
+    before = x.clone()
+    layer_table(Net(lambda m, x: m.r(x).zero_(), r=nn.ReLU(inplace=True)), x)
+    assert torch.equal(x, before)
+
+
+def test_other_threads_are_neither_seen_nor_disturbed() -> None:
+    """Another thread runs the same model all the while: its calls are no part of the table, and give what they did."""
+    started, stop = threading.Event(), threading.Event()
+    failures: list[str] = []
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        started.wait(5)
+        out: Tensor = model.r(model.f(x)) @ torch.ones(3, 2)
+        return out
+
+    model = Net(forward, f=nn.Linear(3, 3), r=nn.ReLU()).eval()
+    x = torch.randn(2, 3)
+
+    def others() -> None:
+        expected = None
+        while not stop.is_set():
+            started.set()
+            with torch.no_grad():
+                out = model(x)
+            if expected is not None and not torch.equal(out, expected):
+                failures.append("the output changed")
+            expected = out
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(30):
+            found = layer_table(model, x, times=1)
+            assert [(row.name, row.calls, row.multiply_adds) for row in found] == [("f", 1, 18), ("r", 1, 0)]
+            assert found.model.functional == {"ones": 1, "matmul": 1}
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == []
+
+
+def test_many_tables_leave_nothing_behind() -> None:
+    model, x = Net(lambda m, x: m.r(m.f(x)) + 1, f=nn.Linear(3, 3), r=nn.ReLU()), torch.randn(2, 3)
+
+    def tensors() -> Iterator[Tensor]:
+        import gc
+
+        gc.collect()
+        return (each for each in gc.get_objects() if type(each) is Tensor)
+
+    layer_table(model, x)
+    before = sum(1 for _ in tensors())
+    for _ in range(50):
+        layer_table(model, x, times=1)
+    assert sum(1 for _ in tensors()) <= before
+
+
+# As a table ----------------------------------------------------------------------------------------------------
+
+
+def test_it_reads_as_a_table_and_shows_as_one() -> None:
+    found = layer_table(torchvision.models.resnet18(weights=None), (1, 3, 32, 32), depth=1, times=1)
+    lines = str(found).splitlines()
+    assert lines[0] == "ResNet on 1x3x32x32"
+    assert lines[2].split() == ["layer", "kind", "output", "parameters", "multiply-adds", "time"]
+    assert lines[4].split()[:7] == ["conv1", "Conv2d", "1x64x16x16", "9.41", "k", "2.41", "M"]
+    assert found._repr_html_().count("<tr>") == 11
+    assert found[:3].columns == found.columns
+    assert found[:3].model is found.model
+    assert "10 rows" in repr(found)

@@ -1,0 +1,238 @@
+"""Vector-Jacobian and Jacobian-vector products of a model's output by a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import saliency
+from saliency.errors import ImageError, LayerError, NotApplicableError, TargetError
+from saliency.inspection import rules
+from saliency.inspection.editing import edit_activations
+from saliency.inspection.products import jacobian_vector_product, vector_jacobian_product
+from saliency.testing.snapshot import Snapshot
+
+vjp, jvp = vector_jacobian_product, jacobian_vector_product
+
+
+class Net(nn.Module):
+    """A residual sum in place, a module that is called twice, a tuple, normalisation: all that can go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.act = nn.ReLU(inplace=True)
+        self.branch = nn.Conv2d(4, 4, 1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.act(self.norm(self.conv(x)))
+        out = F.softplus(h)
+        out += self.branch(h)
+        out = self.act(out) * 1.5
+        out.add_(1)
+        return {"logits": self.fc((out + h).mean((2, 3))), "other": out}
+
+
+def net() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(3)
+    return Net().double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+
+LAYERS = [None, "conv", "norm", "act", "branch", "fc"]
+
+
+def pushed(model: nn.Module, x: Tensor, layer: str | None, tangent: Tensor, step: float) -> Tensor:
+    """The logits with the last output of a layer, or the input, moved a step along a tangent."""
+    if layer is None:
+        out: Tensor = model(x + step * tangent)["logits"]
+        return out
+    calls = 0
+    last = 2 if layer == "act" else 1
+
+    def push(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        return output + step * tangent if calls == last else None
+
+    handle = model.get_submodule(layer).register_forward_hook(push)
+    out = model(x)["logits"]
+    handle.remove()
+    return out
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_jacobian_vector_product_is_the_finite_difference(layer: str | None) -> None:
+    model, x = net()
+    tangent = torch.randn_like(vjp(model, x, 0, layer))
+    product = jvp(model, x, tangent, layer)
+    model.eval()
+    step = 1e-6
+    with torch.no_grad():
+        difference = pushed(model, x, layer, tangent, step) - pushed(model, x, layer, tangent, -step)
+    assert torch.allclose(product, difference / (2 * step), atol=1e-7)
+    assert product.any()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_vector_jacobian_product_is_the_gradient_of_autograd(layer: str | None) -> None:
+    model, x = net()
+    vector = torch.randn(2, 5, dtype=torch.float64)
+    product = vjp(model, x, vector, layer)
+    model.eval()
+    at = torch.zeros_like(product, requires_grad=True)
+    (expected,) = torch.autograd.grad((pushed(model, x, layer, at, 1.0) * vector).sum(), at)
+    assert torch.allclose(product, expected, rtol=1e-12, atol=1e-14)
+    assert not product.requires_grad
+
+
+def vit() -> nn.Module:
+    model: nn.Module = torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5)
+    nn.init.normal_(model.get_parameter("heads.head.weight"))
+    return model
+
+
+def lite0() -> nn.Module:
+    model: nn.Module = saliency.load("efficientnet_lite0")
+    return model
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, list[str | None]]] = {
+    "resnet18": (
+        lambda: torchvision.models.resnet18(weights=None),
+        64,
+        [None, "layer2.0.downsample", "layer1.0.relu", "layer4"],
+    ),
+    "lite0": (lite0, 64, [None, "blocks.4", "bn1"]),
+    "vit": (vit, 32, [None, "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1.self_attention"]),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_two_products_are_adjoint(name: str, frozen: bool) -> None:
+    make, size, layers = NETWORKS[name]
+    model = make().double().requires_grad_(not frozen)
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    vector = torch.randn(2, 5 if name == "vit" else 1000, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    before = Snapshot(model=model, x=x, vector=vector)
+    for layer in layers:
+        pulled = vjp(model, x, vector, layer)
+        tangent = torch.randn(pulled.shape, generator=generator, dtype=torch.float64)
+        assert torch.allclose((vector * jvp(model, x, tangent, layer)).sum(), (pulled * tangent).sum(), rtol=1e-10)
+        assert pulled.any()
+    assert not before.changes()
+
+
+def test_of_a_linear_layer_the_products_are_those_with_its_weight() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(6, 4)
+    vector, tangent = torch.randn(6, 3), torch.randn(6, 4)
+    assert torch.equal(vjp(layer, x, vector), vector @ layer.weight.detach())
+    assert torch.equal(jvp(layer, x, tangent), tangent @ layer.weight.detach().T)
+    assert torch.equal(vjp(layer, x, vector, ""), vector)
+
+
+def test_a_class_by_index_or_name_stands_for_one_at_the_class() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    weight = layer.weight.detach()
+    assert torch.equal(vjp(layer, x, 1), weight[[1, 1]])
+    assert torch.equal(vjp(layer, x, [2, 0]), weight[[2, 0]])
+    assert torch.equal(vjp(layer, x, torch.tensor([2, 0])), weight[[2, 0]])
+    layer.categories = ["cat", "dog", "owl"]  # type: ignore[assignment]
+    assert torch.equal(vjp(layer, x, ["owl", "cat"]), weight[[2, 0]])
+    with pytest.raises(TargetError, match='no class "dogg"'):
+        vjp(layer, x, "dogg")
+    with pytest.raises(TargetError, match="class 3 is outside"):
+        vjp(layer, x, 3)
+
+
+def test_an_operation_without_forward_derivative_is_differentiated_twice_backward() -> None:
+    class Cubed(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            out: Tensor = gradients[0] * 3 * x**2
+            return out
+
+    class Cube(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Cubed.apply(x)
+            return out
+
+    x, tangent = torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.allclose(jvp(Cube(), x, tangent), 3 * x**2 * tangent)
+
+
+def test_several_arguments_and_keywords_are_handed_on() -> None:
+    class Two(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a.mul_(b)
+
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    kept = a.clone()
+    assert torch.equal(vjp(Two(), (a, b), torch.ones(2, 3)), b)
+    assert torch.equal(jvp(Two(), {"a": a, "b": b}, torch.ones(2, 3)), b)
+    assert torch.equal(a, kept)
+
+
+def test_the_products_of_an_edited_network_are_of_that_network() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(2, 4)
+    with edit_activations(model, "0", rules.scale(10)):
+        edited = vjp(model, x, 0), jvp(model, x, x)
+    assert torch.allclose(edited[0], vjp(model, x, 0) * 10)
+    assert torch.allclose(edited[1], jvp(model, x, x) * 10)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_products_do_not_depend_on_the_callers_mode(mode: Any) -> None:
+    model, x = net()
+    expected = vjp(model, x, 1, "branch"), jvp(model, x, x)
+    with mode():
+        assert torch.equal(vjp(model, x, 1, "branch"), expected[0])
+        assert torch.equal(jvp(model, x, x), expected[1])
+
+
+def test_what_does_not_fit_is_an_error_that_says_so() -> None:
+    model, x = net()
+    with pytest.raises(TargetError, match=r"shape of the model's output, \(2, 5\); got \(2, 4\)"):
+        vjp(model, x, torch.ones(2, 4))
+    with pytest.raises(TargetError, match="3 targets came for 2 images"):
+        vjp(model, x, [1, 2, 3])
+    with pytest.raises(LayerError, match=r"the layer's output, \(2, 4, 6, 6\); got a tensor of shape \(1,\)"):
+        jvp(model, x, torch.ones(1), "branch")
+    with pytest.raises(ImageError, match=r"the input.*got int"):
+        jvp(model, x, 3)  # type: ignore[arg-type]
+    with pytest.raises(LayerError, match='no layer "brunch"'):
+        vjp(model, x, 0, "brunch")
+    model.unused = nn.Linear(2, 2)
+    with pytest.raises(LayerError, match='"unused" was not called'):
+        vjp(model, x, 0, "unused")
+    with pytest.raises(ImageError, match="no floating-point"):
+        vjp(nn.Embedding(3, 2), (torch.tensor([1]), torch.tensor([1])), torch.ones(1, 2))
+
+
+def test_what_torch_func_cannot_follow_is_an_error_with_the_reason() -> None:
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(torch.sin, x, use_reentrant=False)
+            return out
+
+    with pytest.raises(NotApplicableError, match=r"torch\.func cannot follow"):
+        vjp(Checkpointed(), torch.randn(1, 2), 0)
