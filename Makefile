@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
-.PHONY: demo test lint types unit format zoo benchmarks clean help
+.PHONY: demo test lint types unit format notebooks zoo benchmarks clean help
 
 help:
 	@sed -n '2,3s/^# *//p' $(MAKEFILE_LIST)
+	@echo "  make notebooks    runs the notebooks and writes them anew"
 	@echo "  make zoo     guided backpropagation and Grad-CAM on every architecture (long)"
 	@echo "  make benchmarks   speed and memory, as ratios within one run (keep the machine quiet)"
 
@@ -31,6 +32,9 @@ unit: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+notebooks: $(VENV)/.installed-test
+	$(BIN)/python -m notebooks
 
 zoo: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.zoo
