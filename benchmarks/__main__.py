@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import imports, memory, recording, render, speed
+from benchmarks import imports, layer_table, memory, recording, render, speed
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "torchvision", "timm", "captum", "grad-cam", "torchcam", "matplotlib", "opencv-python-headless")
@@ -59,3 +59,4 @@ if __name__ == "__main__":
     keep("memory", lambda: memory.main([]))
     keep("speed", lambda: speed.main([]))
     keep("recording", lambda: recording.main([]))
+    keep("layer_table", lambda: layer_table.main([]))

@@ -12,7 +12,7 @@ from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency.inspection import layer_table
 
 MODELS = ("resnet50", "efficientnet_lite0")
-LIMIT = {("resnet50", 10): 1.05}  # of one forward; at batch 1 there is less arithmetic to hide behind
+LIMIT = {("resnet50", 1): 1.0, ("resnet50", 10): 1.0}  # one forward; what goes beyond it is the watching
 
 
 def table_rows(rounds: int = 5, batches: tuple[int, ...] = (1, 10)) -> list[str]:

@@ -36,8 +36,8 @@ from .preprocess import Preprocess as Preprocess
 from .render import contact_sheet as contact_sheet
 from .render import cutout as cutout
 from .render import figure as figure
-from .render import gradient_flow as gradient_flow
 from .render import overlay as overlay
+from .render.flow import gradient_flow as gradient_flow
 from .targets import contrast as contrast
 from .targets import probability as probability
 from .targets import region as region

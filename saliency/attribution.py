@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from .classes import as_categories
 from .errors import MethodError, NonFiniteError, did_you_mean
 from .explanation import Explanation, Setting, Sign
 from .images import Batch, ImagesLike, read
-from .model import borrowed, reference, unwrap
+from .model import borrowed, carried, is_categories, is_preprocess, reference, unwrap
 from .preprocess import PreprocessLike, as_preprocess
 from .rectifiers import Coverage
 from .selection import Selection
@@ -85,10 +85,10 @@ class Attribution(ABC):
         self.model = unwrap(model)
         # What stands on a wrapper counts as on the model within.
         if preprocess is None:
-            preprocess = _carried("preprocess", _is_preprocess, model, self.model)
+            preprocess = carried("preprocess", is_preprocess, model)
         self.preprocess = None if preprocess is None else as_preprocess(preprocess)
         if categories is None:
-            categories = _carried("categories", _is_categories, model, self.model)
+            categories = carried("categories", is_categories, model)
         self.categories = None if categories is None else as_categories(categories)
 
     @property
@@ -274,19 +274,6 @@ def chosen(option: str, choice: _Choice, choices: Sequence[_Choice]) -> _Choice:
             + did_you_mean(str(choice), map(str, choices))
         )
     return choice
-
-
-def _is_preprocess(like: Any) -> bool:
-    return callable(like) or isinstance(like, Mapping)
-
-
-def _is_categories(like: Any) -> bool:
-    return isinstance(like, Sequence | Mapping)
-
-
-def _carried(name: str, serves: Callable[[Any], bool], *models: nn.Module) -> Any:
-    """The attribute of the first of the models that has it and means by it what we do."""
-    return next((each for model in models if (each := getattr(model, name, None)) is not None and serves(each)), None)
 
 
 def _plain(setting: Any) -> Setting:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .borders import Exit, Gradients, Like, Meeting, age
+from .calls import Hook, Revision, paired
 from .interrupts import surely
+from .marks import Mark, opened
 from .nests import first_tensor, mapped
 from .rectifiers import Site
 
@@ -26,47 +28,7 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""
 
 
-class _Mark:
-    """One manager as its hooks know it: they do not hold the manager itself, so it dies with its block."""
-
-    def __init__(self, standing: bool, alone: bool) -> None:
-        self.standing = standing
-        self.alone = alone
-        self.thread = threading.get_ident()
-        self.closed = False
-
-    def acts(self) -> bool:
-        """Whether hooks on modules act: in this thread, with nothing open inside that is to be left alone."""
-        open_here = _open.marks
-        if not open_here:
-            return False
-        if open_here[-1] is self:
-            return True
-        if self not in open_here:
-            return False
-        inside = open_here[open_here.index(self) + 1 :]
-        return not any(each.alone if self.standing else not each.standing for each in inside)
-
-    def acts_on_leaves(self) -> bool:
-        """Whether hooks on leaves, which all threads share, act: not for a backward pass of another thread.
-
-        An accelerator's backward pass runs in a thread of the engine's own, of which nobody can tell who asked for it.
-        """
-        return not self.closed and (
-            threading.get_ident() == self.thread or isinstance(threading.current_thread(), threading._DummyThread)
-        )
-
-
-class _Open(threading.local):
-    """The managers that are open in a thread, each by its mark, the innermost last."""
-
-    def __init__(self) -> None:
-        self.marks: list[_Mark] = []
-
-
-_open = _Open()
-
-_Registered = list[tuple[nn.Module, Callable[..., Any]]]
+_Registered = list[tuple[nn.Module, Hook]]
 _Token = TypeVar("_Token")
 
 
@@ -84,7 +46,7 @@ class HookManager(ExitStack[None]):
 
     def __init__(self, *, standing: bool = False, alone: bool = False) -> None:
         super().__init__()
-        self._mark = _Mark(standing, alone)
+        self._mark = Mark(standing, alone)
         self._registered: _Registered = []
         self._on_graphs: list[RemovableHandle] = []
         self._most_on_graphs = 1024
@@ -98,7 +60,7 @@ class HookManager(ExitStack[None]):
         """The manager, now the innermost one of this thread."""
         super().__enter__()
         self._mark.thread = threading.get_ident()
-        _open.marks.append(self._mark)
+        opened.add(self._mark)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -116,16 +78,21 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if mark.acts() else None
 
-        self._put_first(layer, hook)
+        self._put_first(layer, Hook(hook))
 
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
         """Let `change(output)` take the place of the output of each call of `layer`, where it is not None.
 
         All that observes or captures the layer sees what it is changed to. Of several, the first made acts first.
         """
-        self._put_first(layer, _Revision(self._mark, change))
+        mark = self._mark
 
-    def _put_first(self, layer: nn.Module, hook: Callable[..., Any]) -> None:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return change(output) if mark.acts() else None
+
+        self._put_first(layer, Revision(hook))
+
+    def _put_first(self, layer: nn.Module, hook: Hook) -> None:
         if not takes_hooks(layer):
             return
         # Written down first, so that an interrupt in between leaves nothing behind.
@@ -133,7 +100,7 @@ class HookManager(ExitStack[None]):
         # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
         layer.register_forward_hook(hook, prepend=True)
         hooks = layer._forward_hooks
-        for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, _Revision)), reverse=True):
+        for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, Revision)), reverse=True):
             with suppress(KeyError):  # another thread may have taken its own away by now
                 hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
@@ -146,24 +113,15 @@ class HookManager(ExitStack[None]):
         """Call `begin(args, kwargs)` before each call of `layer` and `end(what begin returned, output)` after it.
 
         What `end` returns, if anything, takes the output's place. Both come after the user's own hooks: they see what
-        goes in and what flows on. A call that raises has no end; a scripted part has neither.
+        goes in and what flows on. A call that raises has no end, and what it began with is kept until the next call of
+        the layer at the longest; a scripted part has neither.
         """
         if not takes_hooks(layer):
             return
-        mark = self._mark
-        begun: list[_Token] = []
-
-        # In another thread, a call that begins while a hook is put up or taken away may leave out the keywords.
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            if mark.acts():
-                begun.append(begin(args, kwargs or {}))
-
-        def after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
-            return end(begun.pop(), kwargs_and_output[-1]) if begun and mark.acts() else None
-
-        self._registered += [(layer, before), (layer, after)]
-        layer.register_forward_pre_hook(before, with_kwargs=True)
-        layer.register_forward_hook(after, with_kwargs=True)
+        first, last = paired(self._mark, begin, end)
+        self._registered += [(layer, first), (layer, last)]
+        layer.register_forward_pre_hook(first, with_kwargs=True)
+        layer.register_forward_hook(last, with_kwargs=True)
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """The outputs of `layer`, one tensor per call, as the calls come.
@@ -260,17 +218,14 @@ def takes_hooks(layer: nn.Module) -> bool:
     return type(layer).register_forward_hook is nn.Module.register_forward_hook
 
 
-class _Revision:
-    """A hook that changes what a layer gives, for everybody who comes after it."""
-
-    def __init__(self, mark: _Mark, change: Callable[[Any], Any]) -> None:
-        self.mark, self.change = mark, change
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        return self.change(output) if self.mark.acts() else None
+def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Whether hooks see the calls of a layer by the model: not where TorchScript makes them."""
+    above = name.rpartition(".")[0]
+    inside = bool(name) and isinstance(model.get_submodule(above), torch.jit.ScriptModule)
+    return takes_hooks(layer) and not (inside and isinstance(layer, torch.jit.ScriptModule))
 
 
-def _close(mark: _Mark, registered: _Registered, on_graphs: list[RemovableHandle]) -> None:
+def _close(mark: Mark, registered: _Registered, on_graphs: list[RemovableHandle]) -> None:
     """Take away the hooks of a manager, of which the last may not have been registered yet."""
     mark.closed = True
     for layer, hook in registered:
@@ -284,8 +239,8 @@ def _close(mark: _Mark, registered: _Registered, on_graphs: list[RemovableHandle
                     flags.pop(key, None)
     while on_graphs:
         on_graphs.pop().remove()
-    while mark in _open.marks:
-        _open.marks.remove(mark)
+    while mark in opened.marks:
+        opened.marks.remove(mark)
 
 
 def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:

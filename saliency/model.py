@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,6 +34,25 @@ def unwrap(model: nn.Module) -> nn.Module:
         f"expected a torch.nn.Module, got {type(model).__name__}; "
         "load one with saliency.load(name), or wrap your function in a module"
     )
+
+
+def carried(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
+    """An attribute of a model that means by its name what we do; None where it carries none.
+
+    What stands on a wrapper, as of `torch.compile`, counts as on the model within.
+    """
+    found = (getattr(each, name, None) for each in (model, unwrap(model)))
+    return next((each for each in found if each is not None and serves(each)), None)
+
+
+def is_preprocess(like: Any) -> bool:
+    """Whether an attribute of a model can be the preprocessing of its pictures."""
+    return callable(like) or isinstance(like, Mapping)
+
+
+def is_categories(like: Any) -> bool:
+    """Whether an attribute of a model can be the names of its classes."""
+    return isinstance(like, Sequence | Mapping)
 
 
 class _Leases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from PIL import Image
+from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
+from timm.layers.drop import DropPath
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,6 +29,8 @@ import saliency
 from saliency import ImageError, LayerError, ModelError
 from saliency.inspection import edit_activations, record, rules
 from saliency.inspection.statistics.activations import ActivationStatistics, LayerActivations, activation_statistics
+from saliency.inspection.statistics.gradients import gradient_statistics
+from saliency.inspection.structure import layer_table
 from saliency.testing import tiny_model
 from saliency.testing.snapshot import Snapshot
 from saliency.testing.subject import images
@@ -324,6 +329,109 @@ def test_a_functional_relu_dies_in_the_layer_around_it_or_is_said_to_be_no_layer
     assert plain["conv"].dead == (0,)
 
 
+@pytest.mark.parametrize("kind", ["avg", "fast"])
+def test_a_module_of_pooling_and_dropout_only_hands_on_what_died_before_it(kind: str) -> None:
+    pool = SelectAdaptivePool2d(pool_type=kind, flatten=True)
+    padded = nn.Sequential(nn.Upsample(scale_factor=2), nn.ZeroPad2d(1))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), padded, nn.Sequential(pool, DropPath()))
+    with torch.no_grad():
+        model.get_parameter("0.bias")[1] = -1e3
+    table = activation_statistics(model, images(2))
+    assert table["3"].dead == table["3.0"].dead == table["2"].dead == (1,)
+    assert table.dead_channels == 1
+    assert "1 dead channel among 4 behind rectifiers, most of them in 1: 1 of 4" in table.notes
+
+
+def test_a_linear_layer_that_is_all_zeros_as_before_training_is_no_rectifier() -> None:
+    last = nn.Sequential(nn.Linear(4, 5))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+    for each in (*model[1].parameters(), *last.parameters()):
+        nn.init.zeros_(each)
+    table = activation_statistics(model, images(2))
+    assert table["4.0"].dead == table["4"].dead == (0, 1, 2, 3, 4)
+    assert table.dead_channels == 0
+    assert "1000" not in dead_cells(table).values()
+    assert dead_cells(table)["1"] == dead_cells(table)["4.0"] == dead_cells(table)["4"] == ""
+    # Nothing but zeros behind a ReLU is the illness itself.
+    nn.init.constant_(model.get_parameter("1.bias"), -1)
+    ill = activation_statistics(nn.Sequential(model[:2], nn.ReLU()), images(2))
+    assert (ill.dead_channels, dead_cells(ill)["1"]) == (4, "4")
+
+
+def dead_cells(table: ActivationStatistics) -> dict[str, str]:
+    """What stands below "dead", by layer."""
+    at = [each.title for each in table.columns].index("dead")
+    return {row.name: cells[at] for row, cells in zip(table, table.cells(), strict=True)}
+
+
+def test_dead_channels_are_shown_where_a_layer_rectifies_and_marked_where_more_than_one_image_says_so() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 3))
+    with torch.no_grad():
+        model.get_parameter("0.bias")[1] = -1e3
+        model.get_parameter("3.bias")[2] = -1e3
+    table = activation_statistics(model, images(2))
+    assert (table["0"].dead, table["1"].dead, table["3"].dead) == ((1,), (1,), (2,))
+    assert dead_cells(table) | {"2": ""} == {"0": "", "1": "1", "2": "", "3": ""}
+    column = table.columns[[each.title for each in table.columns].index("dead")]
+    assert column.alert is not None
+    assert [column.alert(table[name]) for name in ("0", "1", "3")] == [False, True, False]
+    one = activation_statistics(model, images(1))
+    column = one.columns[[each.title for each in one.columns].index("dead")]
+    assert column.alert is not None
+    assert dead_cells(one)["1"] == "1"
+    assert not column.alert(one["1"])
+    assert any("(on one image, which leaves many silent that others wake)" in note for note in one.notes)
+
+
+def test_rows_come_as_the_layers_begin_a_container_before_its_parts_as_in_the_layer_table() -> None:
+    model = torchvision.models.resnet18(weights=None)
+    names = [row.name for row in layer_table(model, images(1), times=False)]
+    assert list(dict.fromkeys(row.name for row in activation_statistics(model, images(1)))) == names
+    assert list(dict.fromkeys(row.name for row in gradient_statistics(model, images(1)).layers)) == names
+
+
+def test_a_call_that_raised_or_gave_no_tensor_leaves_no_gap_among_the_calls() -> None:
+    class Fragile(nn.Module):
+        def forward(self, x: Tensor) -> Tensor | None:
+            if x.shape[1] == 2:
+                raise ValueError
+            return x if x.shape[1] > 1 else None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Fragile()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ValueError):
+                self.part(x[:, :2])
+            self.part(x[:, :1])
+            self.part(x)
+            out: Tensor = self.part(x + 1)
+            return out
+
+    x = images(2)
+    for data in (x, [x, x]):
+        table = activation_statistics(Model(), data)
+        assert [(row.name, row.call, row.calls) for row in table] == [("part", 0, 2), ("part", 1, 2)]
+        assert table[1].mean == pytest.approx(float((x + 1).mean()), abs=1e-6)
+
+
+def test_many_layers_that_are_not_called_are_noted_as_one_pattern() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.spare = nn.ReLU(), nn.ModuleList(nn.Identity() for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.act(x)
+            return out
+
+    note = "never called, or without a tensor to show: spare, spare.* (9)"
+    assert note in activation_statistics(Model(), images(1)).notes
+    assert note in gradient_statistics(Model(), images(1), lambda output: output.sum()).layers.notes
+
+
 # NaN and infinity ----------------------------------------------------------------------------------------------------
 
 
@@ -609,6 +717,16 @@ def test_wrapped_and_scripted_models_are_read_as_far_as_they_call_their_layers()
     assert any(note.startswith("never called, or without a tensor to show: 0.stem") for note in table.notes)
     with pytest.raises(LayerError, match="a scripted part does not call its layers"):
         activation_statistics(scripted, images(2), layers="0.*")
+    with pytest.raises(LayerError, match="a scripted part does not call its layers"):
+        activation_statistics(torch.jit.script(nn.Sequential(nn.ReLU())), images(2))
+
+
+@pytest.mark.parametrize("statistics", [activation_statistics, gradient_statistics])
+def test_a_model_without_numbers_is_an_error_that_says_so(statistics: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match=r"0\.weight is on the meta device, where there are shapes and no numbers"):
+        statistics(nn.Sequential(nn.Linear(4, 2, device="meta")), torch.randn(2, 4))
+    with pytest.raises(ModelError, match="lazy parameters"):
+        statistics(nn.Sequential(nn.LazyLinear(2)), torch.randn(2, 4))
 
 
 def test_inside_an_edit_the_statistics_are_those_of_the_edited_network() -> None:

@@ -19,8 +19,8 @@ HOME = Path(saliency.__file__).parent
 
 # From the ground up: a module imports from the floors below its own.
 FLOORS: list[set[str]] = [
-    {"errors", "files", "interrupts", "nests", "borders"},
-    {"rectifiers", "classes", "ramp", "pictures", "model", "zoo.download", "zoo.weights"},
+    {"errors", "files", "interrupts", "nests", "borders", "marks"},
+    {"calls", "rectifiers", "classes", "ramp", "pictures", "model", "zoo.download", "zoo.weights"},
     {"preprocess", "hooks", "targets", "layouts"},
     {"locality"},
     {"survey"},
@@ -32,10 +32,20 @@ FLOORS: list[set[str]] = [
     {"methods", "inspection.selecting", "inspection.moments", "inspection.feeding", "inspection.tabular"},
     {"inspection.recording.keeping", "inspection.recording.inbox", "inspection.structure.arithmetic"},
     {"inspection.statistics.heaps", "inspection.statistics.passes", "inspection.statistics.objectives"},
-    {"inspection.statistics.channels", "inspection.editing.ruling", "inspection.editing.places"},
+    {
+        "inspection.statistics.natures",
+        "inspection.statistics.channels",
+        "inspection.editing.ruling",
+        "inspection.editing.places",
+    },
     {"inspection.recording.taping", "inspection.structure.watching", "inspection.features.shards"},
-    {"inspection.recording.summary", "inspection.structure.costs", "inspection.structure.rows"},
-    {"inspection.editing.rules", "inspection.editing.attaching", "inspection.features.storing"},
+    {"inspection.structure.costs", "inspection.structure.rows"},
+    {
+        "inspection.recording.summary",
+        "inspection.editing.rules",
+        "inspection.editing.attaching",
+        "inspection.features.storing",
+    },
     {"inspection.statistics.arriving", "inspection.statistics.activations"},
     {"inspection.statistics.gradients", "inspection.recording", "inspection.structure", "inspection.editing"},
     {"inspection.statistics", "inspection.features", "inspection.products"},

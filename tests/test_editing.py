@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import saliency
+from saliency import GuidedBackprop
 from saliency.errors import LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.inspection import rules
 from saliency.inspection.editing import edit_activations, edit_gradients
@@ -790,16 +791,53 @@ def test_rules_are_what_they_say() -> None:
     assert rules.scale(2) == rules.scale(2.0)
 
 
+def test_keeping_what_is_positive_at_each_relu_is_guided_backpropagation() -> None:
+    assert rules.positive()(torch.tensor([-1.0, 0.0, 2.0])).tolist() == [0, 0, 2]  # type: ignore[union-attr]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 2)).eval()
+    x = images()
+    with edit_gradients(model, nn.ReLU, rules.positive()):
+        (found,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
+    assert torch.equal(found, GuidedBackprop(model).attribute(x.detach(), 0).values)
+
+
+def test_a_named_rule_that_has_no_meaning_for_a_kind_of_tensor_says_so() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    with (
+        pytest.raises(MethodError, match=r"positive\(\) cannot be applied .*weight.*sparse=False"),
+        edit_gradients(embedding, "weight", rules.positive()),
+    ):
+        embedding(torch.tensor([1])).sum().backward()
+    with (
+        pytest.raises(MethodError, match=r"returned float32 .* like the one it got, sparse_coo float32"),
+        edit_gradients(embedding, "weight", lambda gradient: gradient.to_dense()),
+    ):
+        embedding(torch.tensor([1])).sum().backward()
+    with edit_gradients(embedding, "weight", rules.scale(2)):
+        embedding(torch.tensor([1])).sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
+    z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(MethodError, match="complex numbers"), edit_gradients(None, z, rules.clip_value(1)):
+        torch.autograd.grad(z.abs().sum(), z)
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_a_transformation_without_gradients_of_its_own_is_the_reason_given(at: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with pytest.raises(NotApplicableError, match=r"torch\.func"), edit_gradients(model, "1", double, at=at):
+        torch.vmap(model)(torch.randn(2, 3))
+
+
 def test_show_writes_a_line_to_a_stream_and_hands_a_function_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     rules.show(stream, label="fc")(torch.tensor([4.0, 8.0]))
     rules.show(stream)(torch.zeros(2, 50))
     assert stream.getvalue().splitlines() == [
-        "fc: (2) [4.0, 8.0]",
+        "fc: (2,) [4.0, 8.0]",
         "(2, 50) mean 0, std 0, from 0 to 0, norm 0, 100.0% zeros",
     ]
     rules.show(label="out")(torch.tensor([1.0]))
-    assert capsys.readouterr().out == "out: (1) [1.0]\n"
+    assert capsys.readouterr().out == "out: (1,) [1.0]\n"
     tensor, kept = torch.ones(2), list[Tensor]()
     rules.show(kept.append)(tensor)
     kept[0].zero_()

@@ -257,3 +257,35 @@ def test_a_folder_without_features_or_with_damaged_ones_is_an_error(tmp_path: Pa
     (tmp_path / "f" / "shard-00000.safetensors").unlink()
     with pytest.raises(ExplanationError, match="cannot be read"):
         features["fc"][0]
+
+
+@pytest.mark.parametrize("name", ["index.json", "shard-00000.safetensors"])
+def test_files_of_others_are_left_where_they_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(MethodError, match="no run of this made"):
+        extract_features(Net(), data()[0], "conv", out=tmp_path)
+    assert (tmp_path / name).read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["@labels", "__metadata__"])
+def test_a_layer_whose_name_means_something_else_in_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    assert extract_features(model, x, name)[name].shape == (4, 2)
+    with pytest.raises(LayerError, match="cannot be written"):
+        extract_features(model, x, name, out=tmp_path / "features")
+
+
+def test_rows_on_disk_are_indexed_like_a_tensor_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.randn(5, 3)
+    whole = extract_features(model, x, "0")["0"]
+    monkeypatch.chdir(tmp_path)
+    rows = extract_features(model, x, "0", out="features", shard_images=2)["0"]
+    monkeypatch.chdir(Path(tmp_path.root))
+    mask = whole[:, 0] > 0
+    for index in (mask, mask.numpy(), mask.tolist(), [4, 0, -1], torch.tensor(3), torch.arange(2), []):
+        assert torch.equal(rows[index], whole[index])
+    for wrong in ((1, 1), 5, mask[:3], [True]):
+        with pytest.raises(IndexError):
+            rows[wrong]

@@ -52,6 +52,20 @@ def test_tensors_come_in_the_type_and_on_the_device_of_the_weights() -> None:
     assert feed(Model().to("meta"), torch.randn(1, 3, 8, 8)).args[0].device.type == "cpu"
 
 
+def test_indices_are_what_a_model_takes_and_bytes_are_pictures() -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    for each in (feed(nn.Embedding(9, 2), tokens), only(nn.Embedding(9, 2), [(tokens, torch.tensor([0]))])):
+        assert torch.equal(each.args[0], tokens)
+        assert each.args[0].dtype == torch.int64
+    assert feed(Model(), torch.zeros((3, 9, 9), dtype=torch.uint8)).args[0].dtype == torch.float32
+
+
+def test_an_argument_may_be_a_list_of_tensors_as_detectors_take_them() -> None:
+    pictures = [torch.rand(3, 8, 8), torch.rand(3, 9, 9)]
+    for each in (feed(Model(), (pictures,)), only(Model(), (pictures, None))):
+        assert [picture.shape for picture in each.args[0]] == [(3, 8, 8), (3, 9, 9)]
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), torch.Size((2, 3, 8, 8))])
 def test_a_shape_is_noise_the_same_each_time_and_from_no_global_generator(shape: tuple[int, ...]) -> None:
     model = Model()

@@ -221,6 +221,36 @@ def test_measures_and_parameters_are_those_of_the_statistics() -> None:
         assert marked(axes)["no gradient comes here"] == [4]
 
 
+def test_a_root_mean_square_is_judged_by_the_norm_since_it_falls_with_the_width_alone() -> None:
+    torch.manual_seed(0)
+    wide = nn.Linear(8, 1 << 20, bias=False)
+    model = nn.Sequential(wide, nn.Flatten(), nn.Linear(1 << 20, 1, bias=False))
+    # Of norm 1, so that the norm of the gradient is the same before it.
+    nn.init.constant_(model.get_parameter("2.weight"), 2**-10)
+    statistics = gradient_statistics(model, torch.randn(1, 8), 0)
+    assert statistics.layers["0"].rms == pytest.approx(2**-10)
+    by_norm, by_rms = (drawn(gradient_flow(statistics, measure=measure)) for measure in ("norm", "rms"))
+    words = "stays within a factor of 1.00 from 2 Linear to 0 Linear: neither vanishing nor exploding"
+    assert by_norm.get_title(loc="left") == f"The gradient {words}"
+    assert by_rms.get_title(loc="left").replace("\n", " ") == f"The norm of the gradient {words}"
+    assert marked(by_rms) == marked(by_norm)
+    band = by_rms.collections[0].get_paths()[0].vertices
+    assert sorted({float(y) for x, y in np.asarray(band) if x == 0}) == pytest.approx([2**-10 / FAR, 2**-10 * FAR])
+    title = drawn(gradient_flow(statistics, of="parameters", measure="ratio")).get_title(loc="left")
+    assert title.startswith("The gradient over the weight ")
+
+
+def test_what_makes_a_weight_is_no_point_on_the_way_of_the_gradient() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.ReLU())
+    axes = gradient_flow(gradient_statistics(model, torch.randn(2, 4), 0)).axes[0]
+    assert [each.get_text() for each in axes.get_xticklabels()] == ["0 ParametrizedLinear", "1 ReLU"]
+
+
+def test_layers_without_a_name_below_the_axis_have_a_tick() -> None:
+    axes = gradient_flow(made([1.0] * 40)).axes[0]
+    assert sorted({*axes.get_xticks(), *axes.get_xticks(minor=True)}) == list(range(40))
+
+
 def test_updates_are_held_against_what_is_usual() -> None:
     model, x = nn.Sequential(nn.Flatten(), nn.Linear(768, 5), nn.Tanh(), nn.Linear(5, 2)), images(2)
 

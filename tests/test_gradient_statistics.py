@@ -719,6 +719,11 @@ def test_a_recording_around_it_changes_no_row() -> None:
     assert recording["stem"][0].grad_outputs[0].moments.norm == pytest.approx(plain.layers["stem"].norm, rel=1e-5)
 
 
+def test_an_empty_batch_is_an_error_that_says_which() -> None:
+    with pytest.raises(ImageError, match="batch 2 is empty, so there is no mean over its images"):
+        gradient_statistics(nn.Linear(4, 2), [torch.randn(2, 4), torch.randn(0, 4)], lambda output: output.sum())
+
+
 def test_both_tables_are_read_together() -> None:
     found = gradient_statistics(tiny_model(), images(2), 0)
     assert isinstance(found, GradientStatistics)
@@ -727,4 +732,4 @@ def test_both_tables_are_read_together() -> None:
     assert "at the parameters of TinyNet" in text
     assert "stem.weight" in text
     assert found.to_html().count("<table") == 2
-    assert repr(found).endswith("9 layers, 12 parameters; print it to read it>")
+    assert repr(found).endswith("9 layers, 12 parameters>")

@@ -7,12 +7,16 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from saliency import Attribution, GradCAM, GuidedBackprop
+from saliency.inspection import edit_activations, edit_gradients, record, rules
+from saliency.marks import opened
 from saliency.testing import tiny_model
 
 ROUNDS = 400
@@ -84,3 +88,51 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
     assert len(wrong) <= ROUNDS // 100, wrong
     for method, values in zip(methods, expected, strict=True):
         assert torch.equal(method.attribute(x, 0).values, values)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="interrupts by a timer need setitimer")
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda model: record(model, keep="statistics"),
+        lambda model: edit_gradients(model, "*", rules.scale(2), at="output"),
+        lambda model: edit_activations(model, "*", rules.scale(2)),
+    ],
+)
+def test_an_interrupt_in_a_block_of_the_users_leaves_the_model_as_it_was(block: Callable[[nn.Module], Any]) -> None:
+    x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model = Crowded().train()
+    good = state(model)
+
+    def run() -> None:
+        with block(model):
+            model(x).sum().backward()
+
+    run()
+    start = time.perf_counter()
+    run()
+    longest = time.perf_counter() - start
+    moment = random.Random(0)  # noqa: S311
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    hit, wrong = 0, 0
+    try:
+        for _ in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moment.uniform(2e-5, longest))
+                run()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hit += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if state(model) != good:
+                gc.collect()
+            if state(model) != good:
+                wrong += 1
+                model = Crowded().train()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert hit > 15
+    assert wrong <= 1
+    assert not opened.marks or all(each.closed for each in opened.marks)

@@ -497,6 +497,23 @@ def test_scripted_parts_are_counted_in_what_calls_them() -> None:
     assert (whole.name, whole.kind, whole.output, whole.multiply_adds) == ("", "Sequential", (3, 2), 90)
 
 
+def test_a_model_whose_call_is_its_own_is_told_without_hooks() -> None:
+    class Direct(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.forward(x)
+
+    found = layer_table(Direct(4, 3), (2, 4))
+    assert [(row.name, row.output, row.multiply_adds, row.calls) for row in found] == [("", (2, 3), 24, 1)]
+
+
+def test_a_model_that_calls_none_of_its_parts_is_the_one_row() -> None:
+    x = torch.randn(5, 2, 8)
+    found = layer_table(nn.MultiheadAttention(8, 2), {"query": x, "key": x, "value": x})
+    assert [(row.name, row.kind, row.time_share) for row in found] == [("", "MultiheadAttention", 1)]
+    assert found[0].multiply_adds == found.model.multiply_adds == 4 * 10 * 8 * 8 + 2 * 2 * 5 * 5 * 8
+    assert not layer_table(nn.MultiheadAttention(8, 2), (x, x, x), layers="out_proj")
+
+
 # Times ---------------------------------------------------------------------------------------------------------
 
 
@@ -512,6 +529,25 @@ def test_time_shares_are_of_the_whole_and_include_what_lies_inside() -> None:
     assert found.seconds is not None
     assert 0.1 <= found.seconds < 1
     assert found.notes[0].endswith(" ms for one forward")
+
+
+def test_a_hiccup_in_one_forward_sticks_to_no_layer() -> None:
+    class Hiccup(nn.Module):
+        def __init__(self, *seconds: float) -> None:
+            super().__init__()
+            self.seconds = iter((0.0, *seconds))  # the first forward is not timed
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(next(self.seconds))
+            return x
+
+    first, second = Hiccup(0.1, 0.0, 0.0), Hiccup(0.0, 0.05, 0.05)
+    found = layer_table(nn.Sequential(nn.Sequential(first, second), Sleep(0.02)), (1,), times=3)
+    shares = {row.name: row.time_share or 0.0 for row in found}
+    assert shares["0.0"] < 0.05
+    assert shares["0.1"] < 0.05
+    assert shares["0.0"] + shares["0.1"] <= shares["0"]
+    assert shares["0"] + shares["1"] <= 1
 
 
 def test_nested_rows_sum_to_at_most_their_parent() -> None:

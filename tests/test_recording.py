@@ -18,7 +18,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saliency import GradCAM, LayerError, MethodError
+from saliency import GradCAM, LayerError, MethodError, NotApplicableError
 from saliency.inspection import Call, Recording, record
 from saliency.inspection.recording.keeping import TensorStatistics
 from saliency.nests import tensors_in
@@ -364,6 +364,102 @@ def test_nested_arguments_and_results_are_recorded_as_they_are() -> None:
     assert call.grad_outputs[1] is None
 
 
+def test_flat_parts_stand_beside_their_gradients() -> None:
+    x, y, gate = (torch.randn(3, requires_grad=each) for each in (True, True, False))
+    model = Holder(Two())
+    with record(model, keep=lambda tensor: (tuple(tensor.shape), float(tensor.detach().sum()))) as recording:
+        model(x, y, gate).sum().backward()
+        model.layer(x, {"y": y}, gate=gate)
+    call = recording["layer"][0]
+    shape = (3,)
+    assert call.flat_inputs == tuple((shape, float(each.detach().sum())) for each in (x, y, gate))
+    assert len(call.flat_inputs) == len(call.grad_inputs)
+    assert [each[0] for each in call.outputs] == [(3,)] * len(call.grad_outputs)
+    assert call.outputs[0] == call.output["sum"]
+    with record(model, parts=("grad_outputs",)) as recording:
+        model(x, y, gate)
+    assert recording["layer"][0].outputs == recording["layer"][0].flat_inputs == ()
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :4], x[:, 4:]
+
+
+class Lower(nn.Module):
+    def __init__(self, view: nn.Module, change: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.first, self.view, self.change = nn.Linear(4, 8), view, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.view(self.first(x)))
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t()
+
+
+@pytest.mark.parametrize(
+    ("view", "in_place", "beside"),
+    [
+        (Halves(), lambda y: y[0].mul_(2) * y[1].add_(1), lambda y: (y[0] * 2) * (y[1] + 1)),
+        (Transposed(), lambda y: y.mul_(2).square(), lambda y: (y * 2).square()),
+        (nn.Unflatten(1, (4, 2)), lambda y: y.mul_(2).square(), lambda y: (y * 2).square()),
+    ],
+)
+def test_views_that_are_overwritten_afterwards_have_the_gradients_of_copies(
+    view: nn.Module, in_place: Callable[[Any], Tensor], beside: Callable[[Any], Tensor]
+) -> None:
+    model, x = Lower(view, in_place), torch.randn(3, 4)
+    with record(model) as recording:
+        model(x).sum().backward()
+    found = recording["view"][0]
+    model.change = beside
+    with record(model) as recording:
+        model(x).sum().backward()
+    expected = recording["view"][0]
+    for part in ("grad_inputs", "grad_outputs"):
+        for one, other in zip(getattr(found, part), getattr(expected, part), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_layer_that_works_in_place_on_what_an_identity_gave_has_its_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Hardswish(inplace=True), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+    with record(model) as recording:
+        model(x).sum().backward()
+    found = list(recording)
+    model[2] = nn.Hardswish()
+    with record(model) as recording:
+        model(x).sum().backward()
+    for call, expected in zip(found, recording, strict=True):
+        for part in ("grad_inputs", "grad_outputs"):
+            for one, other in zip(getattr(call, part), getattr(expected, part), strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or torch.equal(one, other)
+
+
+def test_a_layer_that_works_in_place_on_a_slice_has_the_gradient_of_the_slice() -> None:
+    class Slices(nn.Module):
+        def __init__(self, act: nn.Module) -> None:
+            super().__init__()
+            self.act = act
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            self.act(h.view(-1)[1:5])
+            return h.square()
+
+    model, x = Slices(nn.ReLU(inplace=True)), torch.randn(2, 3, requires_grad=True)
+    with record(model, "act") as recording:
+        model(x).sum().backward()
+    piece = (x.detach() * 2).view(-1)[1:5]
+    assert torch.equal(recording[0].grad_outputs[0], 2 * piece.clamp(min=0))
+    assert torch.equal(recording[0].grad_inputs[0], 2 * piece.clamp(min=0))
+
+
 class Pair(NamedTuple):
     left: Tensor
     right: Any
@@ -537,6 +633,7 @@ def test_a_table_has_a_line_for_each_call(keep: Any) -> None:
         assert row.zero_share == pytest.approx(float((out == 0).float().mean()))
         assert row.grad_norm == pytest.approx(6**0.5)
     assert "ReLU" in str(table)
+    assert callable(keep) or "2x3" in str(table)
     assert row.backwards == 1
 
 
@@ -687,6 +784,27 @@ def test_what_cannot_be_recorded_is_said_before_anything_runs(options: Any, erro
     with pytest.raises(error, match=message):
         record(model, **options)
     assert before.changes() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
+def test_layers_inside_torchscript_are_refused_rather_than_silent() -> None:
+    trace: Any = torch.jit.trace
+    model = nn.Sequential(trace(nn.Sequential(nn.Linear(3, 3)), torch.randn(1, 3)), nn.ReLU())
+    with pytest.raises(NotApplicableError, match=r"TorchScript"):
+        record(model, "0.0")
+    with record(model) as recording:
+        model(torch.randn(1, 3))
+    assert recording.layers == ("0", "1")
+
+
+@pytest.mark.parametrize("keep", ["full", "cpu", "statistics"])
+def test_inside_torch_func_the_numbers_outlive_their_transformation(keep: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+    with record(model, keep=keep) as recording:
+        torch.vmap(torch.func.grad(lambda each: model(each).sum()))(x)
+        torch.vmap(model)(x)
+    assert {row.output for row in recording.table()} == {(3, 4), (3, 1)}
 
 
 def test_a_layer_that_is_not_recorded_is_an_error_and_one_that_was_not_called_is_empty() -> None:

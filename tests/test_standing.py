@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -78,6 +81,66 @@ def test_around_pairs_what_went_in_with_what_came_out_also_in_recursion() -> Non
     assert not layer._forward_hooks_with_kwargs
     assert not layer._forward_pre_hooks
     assert not layer._forward_pre_hooks_with_kwargs
+
+
+def test_a_call_that_raised_leaves_nothing_to_the_others() -> None:
+    class Fails(nn.Module):
+        def forward(self, depth: int) -> int:
+            if not depth:
+                raise ValueError("no")
+            with suppress(ValueError):
+                self(depth - 1)
+            return depth
+
+    class Token:
+        def __init__(self, depth: int) -> None:
+            self.depth = depth
+
+    layer, pairs, tokens = Fails(), list[tuple[int, int]](), list[weakref.ref[Token]]()
+
+    def begin(args: tuple[Any, ...], kwargs: Any) -> Token:
+        token = Token(args[0])
+        tokens.append(weakref.ref(token))
+        return token
+
+    with HookManager(standing=True) as hooks:
+        hooks.around(layer, begin, lambda token, out: pairs.append((token.depth, out)))
+        assert layer(2) == 2
+        assert pairs == [(1, 1), (2, 2)]
+        assert [each() for each in tokens] == [None] * 3
+        for _ in range(5):
+            with suppress(ValueError):
+                layer(0)
+        assert sum(each() is not None for each in tokens) == 1
+        assert layer(1) == 1
+        assert [each() for each in tokens] == [None] * 10
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_that_is_made_inside_a_block_is_not_seen(copied: Callable[[nn.Module], nn.Module]) -> None:
+    layer, seen = nn.Identity(), list[str]()
+    with HookManager(standing=True) as hooks:
+        hooks.observe(layer, lambda output: seen.append("observed"))
+        hooks.revise(layer, lambda output: output + 1)
+        hooks.around(layer, lambda args, kwargs: seen.append("begun"), lambda token, output: seen.append("ended"))
+        other = copied(layer)
+        assert float(other(torch.zeros(()))) == 0
+        assert not seen
+        assert float(layer(torch.zeros(()))) == 1
+    assert seen == ["begun", "observed", "ended"]
+
+
+def test_a_manager_that_another_thread_closes_does_not_silence_those_around_it() -> None:
+    layer, seen = nn.Identity(), list[Tensor]()
+    with HookManager(standing=True) as hooks:
+        hooks.observe(layer, seen.append)
+        inner = HookManager(alone=True)
+        inner.__enter__()
+        thread = threading.Thread(target=lambda: inner.__exit__(None, None, None))
+        thread.start()
+        thread.join()
+        layer(torch.zeros(1))
+    assert len(seen) == 1
 
 
 def test_what_the_end_returns_takes_the_place_of_the_output() -> None:

@@ -111,8 +111,8 @@ def test_wide_letters_take_two_places_and_commands_to_a_terminal_are_written_out
 
 
 def test_the_representation_is_one_short_line() -> None:
-    assert repr(table()) == "<Table 'Sizes': 4 rows; print it to read it>"
-    assert repr(Table(ROWS[:1], COLUMNS)) == "<Table: 1 row; print it to read it>"
+    assert repr(table()) == "<Table 'Sizes': 4 rows>"
+    assert repr(Table(ROWS[:1], COLUMNS)) == "<Table: 1 row>"
 
 
 # HTML ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ from .page import Section, figure_html, page, picture_html
 FITTING = 40  # rows that are shown without --all
 
 # Columns that a narrow terminal goes without, the first one first.
-_DISPENSABLE = ("functions", "min", "max", "rms", "mean", "kind", "calls", "call", "grid", "weight norm", "std", "time")
+_DISPENSABLE = (
+    *("functions", "min", "max", "rms", "mean", "kind", "calls", "call", "grid", "weight norm", "std", "time", "zeros"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

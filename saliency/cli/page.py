@@ -78,7 +78,8 @@ _STYLE = """
 }
 body { margin: 2rem clamp(1rem, 3vw, 3rem) 4rem; background: var(--saliency-ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; width: fit-content; min-width: min(60rem, 94%); }
-header { display: flex; gap: 1.5rem; align-items: flex-start; }
+/* A wide table widens the page; what is read or looked at stays in sight. */
+header { display: flex; gap: 1.5rem; align-items: flex-start; max-width: 92vw; }
 header > img { max-width: 180px; max-height: 180px; border-radius: 6px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .6rem; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .2rem; }
@@ -87,9 +88,9 @@ dt { color: var(--quiet); font-size: .8rem; line-height: 1.2; }
 dd { margin: 0; font-variant-numeric: tabular-nums; }
 nav { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin-top: 1rem; }
 a { color: inherit; text-underline-offset: .2em; text-decoration-color: var(--quiet); }
-section > p { color: var(--quiet); margin: 0 0 .6rem; max-width: 60rem; }
-section > img { max-width: min(100%, 62rem); border-radius: 6px; border: 1px solid var(--line); }
+section > p { color: var(--quiet); margin: 0 0 .6rem; max-width: min(60rem, 92vw); }
+section > img { max-width: min(62rem, 92vw); border-radius: 6px; border: 1px solid var(--line); }
 section .saliency-table > div { max-height: none; max-width: none; overflow: visible; }
-section .saliency-table p { color: var(--quiet); }
+section .saliency-table p { color: var(--quiet); max-width: min(60rem, 88vw); }
 @media print { .saliency-table thead th { position: static; } }
 """

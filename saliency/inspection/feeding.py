@@ -10,10 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..classes import Categories, as_categories
 from ..errors import ImageError
 from ..images import read
-from ..model import reference, unwrap
-from ..nests import mapped
+from ..model import carried, is_categories, is_preprocess, reference
+from ..nests import mapped, tensors_in
 
 
 class Feed(NamedTuple):
@@ -36,9 +37,9 @@ def feed(model: nn.Module, example: Any) -> Feed:
 
     Args:
         model: Where it is a model for pictures, `model.preprocess` reads them.
-        example: A float tensor as the model takes it; a shape such as (10, 3, 224, 224), for noise; a path, PIL
-            picture or uint8 array, or a list of these; a tuple of tensors for several arguments; a mapping of names
-            to tensors for keyword arguments. Tensors are brought to the model's device.
+        example: A tensor as the model takes it, not of uint8; a shape such as (10, 3, 224, 224), for noise; a path, PIL
+            picture or uint8 array, or a list of these; a tuple of arguments, some of which are or hold tensors; a
+            mapping of names to tensors for keyword arguments. Tensors are brought to the model's device.
 
     Raises:
         ImageError: It is none of these, or cannot be read.
@@ -48,7 +49,7 @@ def feed(model: nn.Module, example: Any) -> Feed:
         return Feed((_noise(example, like),), {})
     if isinstance(example, Mapping):
         return Feed((), {str(name): _moved(each, like) for name, each in example.items()})
-    if isinstance(example, tuple) and any(isinstance(each, Tensor) for each in example):
+    if isinstance(example, tuple) and any(True for _ in tensors_in(example)):
         return Feed(tuple(_moved(each, like) for each in example), {})
     return Feed((_input(model, example, like),), {})
 
@@ -78,13 +79,22 @@ def feeds(model: nn.Module, data: Any) -> Iterator[Feed]:
             yield feed(model, item)
 
 
-def carried(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
-    """An attribute of the model that means by its name what we do; None where it carries none.
+def called(model: nn.Module, feed: Feed, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
+    """What a model returns for a batch; an error comes out as it is, with a note on what went in.
 
-    What stands on a wrapper, as of `torch.compile`, counts as on the model within.
+    Args:
+        model: Borrowed by the caller.
+        feed: The batch.
+        change: What the model gets for each tensor: a clone, for it may work on its input in place.
     """
-    found = (getattr(each, name, None) for each in (model, unwrap(model)))
-    return next((each for each in found if each is not None and serves(each)), None)
+    try:
+        return model(*mapped(feed.args, change), **mapped(feed.kwargs, change))
+    except Exception as error:
+        came = ", ".join(
+            f"{tuple(each.shape)} of {each.dtype} on {each.device}" for each in tensors_in((feed.args, feed.kwargs))
+        )
+        error.add_note(f"saliency ran {type(model).__name__} on {came or 'no tensor'}")
+        raise
 
 
 def _is_one(data: Any) -> bool:
@@ -95,11 +105,11 @@ def _is_one(data: Any) -> bool:
 
 
 def _input(model: nn.Module, example: Any, like: Tensor | None) -> Tensor:
-    """A float tensor as it is; anything else is pictures."""
-    if isinstance(example, Tensor) and example.is_floating_point():
+    """A tensor as it is, such as one of token indices; bytes, and anything else, are pictures."""
+    if isinstance(example, Tensor) and example.dtype is not torch.uint8:
         moved: Tensor = _moved(example, like)
         return moved
-    preprocess = carried("preprocess", lambda each: callable(each) or isinstance(each, Mapping), model)
+    preprocess = carried("preprocess", is_preprocess, model)
     return read(example, preprocess, like=like).tensor
 
 
@@ -117,3 +127,9 @@ def _moved(nest: Any, like: Tensor | None) -> Any:
 def _noise(shape: tuple[int, ...], like: Tensor | None) -> Tensor:
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return noise if like is None else noise.to(like)
+
+
+def categories_of(model: nn.Module) -> Categories:
+    """The class names that a model carries; None where it carries none."""
+    names = carried("categories", is_categories, model)
+    return None if names is None else as_categories(names)

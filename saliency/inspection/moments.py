@@ -14,6 +14,7 @@ from torch import Tensor
 # do not count.
 _PIECE = 1 << 20
 _RUN = 16
+_GLANCE = 2048
 _SMALL = 1e-30
 
 
@@ -151,7 +152,7 @@ def _of_piece(piece: Tensor) -> Moments:
     if squares < _SMALL * count and piece.dtype == torch.float32:
         # The squares of such small numbers are lost in single precision, wholly or in part.
         return _of_piece(piece.double())
-    zeros = 0 if least > 0 or most < 0 or (least < 0 < most and _has_no_zero(piece)) else _count_zeros(piece)
+    zeros = 0 if least > 0 or most < 0 or _has_no_zero(piece, squares) else _count_zeros(piece)
     mean = float(piece.sum()) / count
     deviations = squares - count * mean * mean
     if deviations < 0.01 * squares:
@@ -163,14 +164,16 @@ def _of_piece(piece: Tensor) -> Moments:
     return Moments(count, count, mean, deviations, least, most, zeros)
 
 
-def _has_no_zero(piece: Tensor) -> bool:
+def _has_no_zero(piece: Tensor, squares: float) -> bool:
     """Whether it is certain that no number is 0, in half of the time that counting them takes.
 
-    A product of a few numbers is 0 or not finite if one of them is 0, and hardly ever otherwise.
+    A product of a few numbers of the usual size is 0 or not finite if one of them is 0, and hardly ever otherwise.
     """
     runs = piece.numel() // _RUN
+    if not 1e-4 * piece.numel() < squares < 1e4 * piece.numel() or not runs or not bool(piece[:_GLANCE].all()):
+        return False
     products = piece[: runs * _RUN].view(_RUN, runs).prod(0)
-    least = float(products.abs_().amin()) if runs else 1.0
+    least = float(products.abs_().amin())
     return least > 0 and math.isfinite(float(products.sum())) and bool(piece[runs * _RUN :].all())
 
 

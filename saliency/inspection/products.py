@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..classes import Categories, as_categories, class_index, output_tensor, per_image
+from ..classes import Categories, class_index, output_tensor, per_image
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..hooks import HookManager
 from ..layers import find
 from ..model import borrowed, unwrap
 from ..nests import mapped, tensors_in
-from .feeding import Feed, feed
+from .feeding import Feed, categories_of, feed
 
 _Function = Callable[[Tensor], Tensor]
 """From a layer's output, or the input, to the model's output."""
@@ -51,7 +51,7 @@ def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | 
     """
     with _prepared(model, x, layer) as (function, primal):
         output, pull = _following(lambda: torch.func.vjp(function, primal))
-        weights = _vector(vector, output, _categories(model))
+        weights = _vector(vector, output, categories_of(model))
         product: Tensor = _following(lambda: pull(weights))[0]
     return product.detach()
 
@@ -190,13 +190,6 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     weights = torch.zeros(shape, dtype=output.dtype, device=output.device)
     weights[range(len(output)), indices] = 1
     return weights
-
-
-def _categories(model: nn.Module) -> Categories:
-    """The class names that a model carries, or the model within its wrappers."""
-    carried = (getattr(each, "categories", None) for each in (model, unwrap(model)))
-    names = next((each for each in carried if each is not None), None)
-    return None if names is None else as_categories(names)
 
 
 def _following(step: Callable[[], Any]) -> Any:

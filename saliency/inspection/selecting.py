@@ -28,12 +28,12 @@ def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]
         raise LayerError('no layer was named; "*" means all of them')
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = {name for each in wanted for name in _fitting(model, modules, each)}
-    named: dict[str, nn.Module] = {}
+    named: dict[nn.Module, str] = {}
     for name, module in modules.items():
-        # A module under several names is one layer.
-        if name in chosen and module not in named.values():
-            named[name] = module
-    return named
+        if name in chosen:
+            # A module under several names is one layer.
+            named.setdefault(module, name)
+    return {name: module for module, name in named.items()}
 
 
 def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> list[str]:

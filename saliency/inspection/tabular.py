@@ -7,6 +7,7 @@ import dataclasses
 import html
 import importlib
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Table(Sequence[Row]):
 
     def __repr__(self) -> str:
         count = f"{len(self)} row{'' if len(self) == 1 else 's'}"
-        return f"<{type(self).__name__}{f' {self.title!r}' if self.title else ''}: {count}; print it to read it>"
+        return f"<{type(self).__name__}{f' {self.title!r}' if self.title else ''}: {count}>"
 
     def __str__(self) -> str:
         """The table as aligned text."""
@@ -205,6 +206,23 @@ def number(value: float) -> str:
     if -4 < exponent < 5:
         return f"{value:.{max(0, 2 - exponent)}f}"
     return f"{mantissa}e{exponent}"
+
+
+def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
+    """A note that names some layers or parameters; none where there are none.
+
+    Many that differ in a number only are one pattern: "not called: blocks.*.drop (7)".
+    """
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    texts = [
+        text
+        for pattern, alike in patterns.items()
+        for text in ([f"{pattern} ({len(alike)})"] if len(alike) > 3 else alike)
+    ]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return [f"{what} {', '.join(texts[:most])}{more}"] if texts else []
 
 
 def visible(text: str) -> str:

@@ -4,11 +4,10 @@
     cutout         the photo only where the map is strong
     contact_sheet  photos by methods, with titles
     figure         a matplotlib figure with a colour bar in the map's units
-    gradient_flow  a matplotlib figure of the gradient through the depth of a network
     shared_limit   one scale for several drawings
     save_picture   fast, and whole or not at all
 
-Nothing here changes an explanation, and the photo is never renormalised.
+Nothing here changes an explanation, and the photo is never renormalised. `flow` draws what `inspection` measured.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from ..explanation import Explanation, Sign
 from ..files import replacing
 from ..maps import Percentile, shared_limit
 from ..pictures import ImageLike
-from .flow import gradient_flow
 from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
 from .plot import figure
 from .sheet import contact_sheet
 
-__all__ = ["contact_sheet", "cutout", "figure", "gradient_flow", "overlay", "save_picture", "shared_limit"]
+__all__ = ["contact_sheet", "cutout", "figure", "overlay", "save_picture", "shared_limit"]
 
 PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 JPEG_QUALITY = 90

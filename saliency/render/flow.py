@@ -28,11 +28,14 @@ USUAL = (1e-4, 1e-2)
 _LABELS = 2.8  # as many for each inch as can be read below the axis
 _LEAST, _MOST = 1e-120, 1e120  # what an axis can be drawn for
 _LONGEST = 30  # letters of a label
+_MOST_TICKS = 120  # without a name
 _QUANTITIES = {
     "norm": "norm of the gradient",
     "rms": "root mean square of the gradient",
     "ratio": "gradient / weight",
 }
+# What a verdict is about. The root mean square falls wherever a layer is wider than the next: norms are what is judged.
+_JUDGED = {"norm": "The gradient", "rms": "The norm of the gradient", "ratio": "The gradient over the weight"}
 
 # Told apart by colour-blind eyes too, and by their shapes (Okabe and Ito).
 _STYLES = {
@@ -58,6 +61,7 @@ class _Point:
     label: str
     value: float | None  # None: no gradient
     broken: bool
+    width: float = 1.0  # what the value is multiplied by before it is judged: makes a norm of a root mean square
 
     @property
     def height(self) -> float:
@@ -65,6 +69,11 @@ class _Point:
         if self.value is None or self.broken or self.value <= 0:
             return math.nan
         return min(max(self.value, _LEAST), _MOST)
+
+    @property
+    def strength(self) -> float:
+        """What is held against that of others, whatever their size."""
+        return self.height * self.width
 
     @property
     def is_drawn(self) -> bool:
@@ -89,9 +98,9 @@ def gradient_flow(
     Args:
         statistics: From `gradient_statistics`.
         of: The gradients at the outputs of layers, or those of the weights with more than one axis.
-        measure: The Euclidean norm; the root mean square "rms", the norm for a single number, which layers of
-            different size share; or for parameters the "ratio", of the update to the weight where there is a learning
-            rate, else of the gradient.
+        measure: The Euclidean norm; the root mean square "rms", the norm for a single number, which is smaller where
+            a layer is wider, so that verdict, colours and band go by the norm all the same; or for parameters the
+            "ratio", of the update to the weight where there is a learning rate, else of the gradient.
         size: Width and height in inches.
 
     Returns:
@@ -125,13 +134,14 @@ def gradient_flow(
     width = max(20, round(11 * size[0]))
     depth = f"{of}, from the input to the output; the gradient of the {statistics.of} comes from the right"
     axes.set_xlabel(textwrap.fill(depth, width))
-    text = _verdict(points) if not is_update else _verdict_on_updates(points, statistics.learning_rate)
+    text = _verdict(points, measure) if not is_update else _verdict_on_updates(points, statistics.learning_rate)
     axes.set_title(_plain(textwrap.fill(text, width)), loc="left", fontsize="medium")
     return drawing
 
 
 def _layers(statistics: GradientStatistics, measure: str) -> list[_Point]:
-    rows = list(statistics.layers)
+    # What makes a weight, as weight_norm does, is no layer that the gradient comes through.
+    rows = [row for row in statistics.layers if "parametrizations" not in row.name.split(".")]
     around = {row.name[:at] for row in rows for at in range(len(row.name)) if row.name[at] == "."}
     inner = [row for row in rows if row.name not in around and (row.name or len(rows) == row.calls)]
     shown = [row for row in inner if row.kind != "Identity"] or inner
@@ -154,12 +164,14 @@ def _point(label: str, row: LayerGradients | ParameterGradients, measure: str) -
     if row.norm is None:
         return _Point(label, None, broken=False)
     value: float | None = getattr(row, measure)
-    return _Point(label, value, broken=bool(row.nan or row.inf) or value is None or math.isnan(value))
+    is_broken = bool(row.nan or row.inf) or value is None or math.isnan(value)
+    count = row.count if isinstance(row, LayerGradients) else math.prod(row.shape)
+    return _Point(label, value, is_broken, math.sqrt(count or 1) if measure == "rms" else 1.0)
 
 
 def _around_head(points: Sequence[_Point]) -> tuple[float, float]:
     """What is not far from the gradient next to the output."""
-    head = next((each.height for each in reversed(points) if each.is_drawn), 1.0)
+    head = next((each.strength for each in reversed(points) if each.is_drawn), 1.0)
     return head / FAR, head * FAR
 
 
@@ -170,7 +182,8 @@ def _kind(point: _Point, usual: tuple[float, float]) -> str:
         return "none"
     if point.value == 0:
         return "zero"
-    return "low" if point.value < usual[0] else "high" if point.value > usual[1] else "fine"
+    strength = point.value * point.width
+    return "low" if strength < usual[0] else "high" if strength > usual[1] else "fine"
 
 
 def _draw(
@@ -180,7 +193,10 @@ def _draw(
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.set_xlim(-0.7, len(points) - 0.3)
-    axes.axhspan(max(usual[0], low), min(usual[1], high), color=styles["fine"][0], alpha=0.07, linewidth=0)
+    ends = [-1, *range(len(points)), len(points)]
+    widths = [each.width for each in (points[0], *points, points[-1])]
+    lower, upper = ([max(limit / width, _LEAST) for width in widths] for limit in usual)
+    axes.fill_between(ends, lower, upper, color=styles["fine"][0], alpha=0.07, linewidth=0)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     kinds = [_kind(each, usual) for each in points]
@@ -226,6 +242,9 @@ def _name_the_places(axes: Axes, labels: Sequence[str], most: int) -> None:
     axes.set_xticks(
         places, [_plain(_short(labels[at])) for at in places], rotation=90 if len(places) > 8 else 0, fontsize="small"
     )
+    if len(labels) <= _MOST_TICKS:
+        # What stands between two names is seen to be there.
+        axes.set_xticks(range(len(labels)), minor=True)
 
 
 def _short(label: str) -> str:
@@ -237,7 +256,7 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _verdict(points: Sequence[_Point]) -> str:
+def _verdict(points: Sequence[_Point], measure: str) -> str:
     """What there is to see, in words."""
     broken = [each for each in points if each.broken]
     zeros = [each for each in points if each.value == 0 and not each.broken]
@@ -250,29 +269,30 @@ def _verdict(points: Sequence[_Point]) -> str:
         at, what, few = zeros[-1], "zero", len(zeros)
     else:
         missing = sum(each.value is None for each in points)
-        return _verdict_on_lengths(drawn) + (f"; none comes to {missing} of {len(points)}" if missing else "")
+        none = f"; none comes to {missing} of {len(points)}" if missing else ""
+        return _verdict_on_lengths(drawn, _JUDGED[measure]) + none
     return f"The gradient is {what} at {few} of {len(points)}; coming from the output, first at {_short(at.label)}"
 
 
-def _verdict_on_lengths(points: Sequence[_Point]) -> str:
-    heights = [each.height for each in points]
+def _verdict_on_lengths(points: Sequence[_Point], what: str) -> str:
+    strengths = [each.strength for each in points]
     if len(points) == 1:
-        return f"The gradient is {number(heights[0])}"
-    factor, spread = heights[-1] / heights[0], max(heights) / min(heights)
+        return f"{what} is {number(strengths[0])}"
+    factor, spread = strengths[-1] / strengths[0], max(strengths) / min(strengths)
     way = f"from {_short(points[-1].label)} to {_short(points[0].label)}"
     if factor >= FAR:
-        return f"The gradient falls by a factor of {number(factor)} {way}: vanishing"
+        return f"{what} falls by a factor of {number(factor)} {way}: vanishing"
     if factor <= 1 / FAR:
-        return f"The gradient grows by a factor of {number(1 / factor)} {way}: exploding"
+        return f"{what} grows by a factor of {number(1 / factor)} {way}: exploding"
     judgement = "neither vanishing nor exploding" if spread < FAR else "uneven"
-    return f"The gradient stays within a factor of {number(spread)} {way}: {judgement}"
+    return f"{what} stays within a factor of {number(spread)} {way}: {judgement}"
 
 
 def _verdict_on_updates(points: Sequence[_Point], learning_rate: float | None) -> str:
     kinds = [_kind(each, USUAL) for each in points]
     heights = [each.height for each in points if each.is_drawn]
     if not heights or "broken" in kinds or "zero" in kinds:
-        return _verdict(points)
+        return _verdict(points, "ratio")
     lengths = f"{share(min(heights))} to {share(max(heights))}" if len(heights) > 1 else share(heights[0])
     off = [f"{words} at {kinds.count(kind)}" for kind, words in (("high", "more"), ("low", "less")) if kind in kinds]
     judgement = f"{' and '.join(off)} of {len(points)} than is usual" if off else "as is usual"

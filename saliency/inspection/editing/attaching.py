@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,6 +20,7 @@ from .places import Place
 from .ruling import NamedRule, Rule, applied, rule_name
 
 _NO_BACKWARD = "no backward pass came by before the block ended; run the forward and the backward inside it"
+_TRANSFORMED = "it runs inside of torch.func, in a transformation such as vmap or jvp that takes no gradient itself"
 _NOT_RECORDED = "gradients were switched off when it was called"
 
 
@@ -35,6 +37,7 @@ class _Given(NamedTuple):
     edges: list[GradientEdge]
     versions: list[int]  # how often each was changed in place
     has_numbers: bool  # whether any tensor could have a gradient
+    transformed: bool  # whether `torch.func` runs it
     recording: bool
     since: int
 
@@ -44,8 +47,15 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
     edges = [(each, at) for each in numbers if (at := edge(each)) is not None]
     different = {(at.node, at.output_nr): (each, at) for each, at in edges}.values()
     tensors = [each for each, _ in different]
-    versions = [each._version for each in tensors]
-    return _Given(tensors, [at for _, at in different], versions, bool(numbers), torch.is_grad_enabled(), now())
+    return _Given(
+        tensors=tensors,
+        edges=[at for _, at in different],
+        versions=[each._version for each in tensors],
+        has_numbers=bool(numbers),
+        transformed=any(map(is_functorch_wrapped_tensor, numbers)),
+        recording=torch.is_grad_enabled(),
+        since=now(),
+    )
 
 
 def _has_numbers(tensor: Tensor) -> bool:
@@ -63,6 +73,8 @@ def attach_to_input(hooks: HookManager, steps: tuple[Rule, ...], place: Place) -
             place.refuse("it takes no floating-point tensor, so it passes no gradient on")
         elif not given.recording:
             place.obstacle = _NOT_RECORDED
+        elif not given.tensors and given.transformed:
+            place.refuse(_TRANSFORMED)
         elif not given.tensors:
             place.refuse(
                 "it passes no gradient on, since nothing that it takes requires one; give the model an input that does "
@@ -113,6 +125,8 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
             place.refuse("it gives no floating-point tensor, so no gradient arrives at it")
         elif not alive and not recording:
             place.obstacle = _NOT_RECORDED
+        elif not alive and any(map(is_functorch_wrapped_tensor, numbers)):
+            place.refuse(_TRANSFORMED)
         elif not alive:
             place.refuse("no gradient arrives at it, since neither its parameters nor what it takes require one")
         else:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import LayerError, MethodError, NotApplicableError, closest
+from ...hooks import is_seen
 from ..selecting import selected
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
@@ -30,9 +30,9 @@ class Place:
 
     def refuse(self, reason: str) -> None:
         """Raise NotApplicableError where the place was named; where it only fitted a pattern, keep the reason."""
+        self.obstacle = reason
         if self.named:
             raise NotApplicableError(f"{self.words} cannot be edited: {reason}")
-        self.obstacle = reason
 
 
 def places(model: nn.Module | None, where: Any, *, parameters: bool) -> list[Place]:
@@ -102,13 +102,13 @@ def _in_model(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -
         raise
     named = isinstance(wanted, nn.Module) or (isinstance(wanted, str) and not is_pattern)
     found = [Place(name, f'layer "{name}"' if name else "the model", at, named) for name, at in layers.items()]
-    inside = [each for each in found if _is_inside_script(model, each)]
-    if inside and (named or len(inside) == len(found)):
+    seen = [each for each in found if is_seen(model, each.name, layers[each.name])]
+    if not seen or (named and len(seen) < len(found)):
         raise NotApplicableError(
-            f"{inside[0].words} is inside a TorchScript module, which runs its parts by itself: no hook sees them; "
-            "edit the whole scripted module, or the model as it was before torch.jit"
+            f"{found[0].words} is scripted, or inside a TorchScript module, which runs its parts by itself: no hook "
+            "sees them; edit what is around it, a traced module as a whole, or the model as it was before torch.jit"
         )
-    return [each for each in found if each not in inside]
+    return seen
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -135,9 +135,3 @@ def _editable(words: str, tensor: Tensor) -> Tensor:
         )
         raise NotApplicableError(f"{words} cannot be edited: {reason}")
     return tensor
-
-
-def _is_inside_script(model: nn.Module, place: Place) -> bool:
-    above = place.name.rpartition(".")[0]
-    scripted = torch.jit.ScriptModule
-    return bool(place.name) and isinstance(place.at, scripted) and isinstance(model.get_submodule(above), scripted)

@@ -49,6 +49,24 @@ def scale(factor: float) -> NamedRule:
 
 
 @dataclass(frozen=True, repr=False)
+class _Positive(NamedRule):
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.clamp(min=0)
+
+    def __repr__(self) -> str:
+        return "positive()"
+
+
+def positive() -> NamedRule:
+    """The positive numbers, and 0 in place of the others: at each ReLU, it makes a gradient guided backpropagation's.
+
+    with edit_gradients(model, nn.ReLU, rules.positive()):
+        score(model(x)).backward()
+    """
+    return _Positive()
+
+
+@dataclass(frozen=True, repr=False)
 class _ClipValue(NamedRule):
     limit: float
 
@@ -258,7 +276,7 @@ def compose(*rules: Rule) -> NamedRule:
 
 def described(tensor: Tensor) -> str:
     """A tensor in one line: its numbers where they are few, else what they are like."""
-    shape = f"({', '.join(map(str, tensor.shape))})"
+    shape = tuple(tensor.shape)
     if tensor.numel() <= _FEW and tensor.layout == torch.strided:
         return f"{shape} {tensor.tolist()}"
     known = moments(tensor)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ...errors import MethodError, warn
@@ -82,12 +83,13 @@ def applied(steps: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
         place: Where, in words, for errors.
 
     Raises:
-        MethodError: A rule returns no tensor, or one of another shape, type or device.
+        MethodError: A rule returns no tensor, or one of another shape, type or device; or a named one is for other
+            kinds of tensors.
     """
     current = tensor
     for step in steps:
         if isinstance(step, NamedRule):
-            made = step(current)
+            made = _made_by(step, current, place)
         else:
             copied = current.clone()
             version = copied._version if not copied.is_inference() else 0
@@ -104,9 +106,20 @@ def applied(steps: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
     return None if current is tensor else current
 
 
+def _made_by(rule: NamedRule, tensor: Tensor, place: str) -> Tensor | None:
+    """What a rule makes of a tensor. Raises MethodError where it has no meaning for tensors of this kind."""
+    try:
+        return rule(tensor)
+    except RuntimeError as error:
+        if tensor.layout == torch.strided and not tensor.is_complex():
+            raise
+        kind = "complex numbers" if tensor.is_complex() else "a sparse tensor; have it dense (sparse=False)"
+        raise MethodError(f"the rule {rule_name(rule)} cannot be applied to {place}, {kind}") from error
+
+
 def _check(made: Any, like: Tensor, rule: Rule, place: str) -> None:
     """Raise MethodError unless a rule returned a tensor like the one it got."""
-    fits = isinstance(made, Tensor) and (made.shape, made.dtype, made.device) == (like.shape, like.dtype, like.device)
+    fits = isinstance(made, Tensor) and _traits(made) == _traits(like)
     if not fits:
         came = _kind(made) if isinstance(made, Tensor) else type(made).__name__
         raise MethodError(
@@ -115,8 +128,13 @@ def _check(made: Any, like: Tensor, rule: Rule, place: str) -> None:
         )
 
 
+def _traits(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
 def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
+    layout = "" if tensor.layout == torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    return f"{layout}{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def rule_name(rule: Rule) -> str:

@@ -16,7 +16,7 @@ from ...model import borrowed, unwrap
 from ...nests import mapped, tensors_in
 from ..feeding import Feed, feeds
 from ..selecting import LayersLike, selected
-from .shards import Features, Rows
+from .shards import RESERVED, Features, Rows
 from .storing import Sink, Store
 
 
@@ -90,6 +90,9 @@ def extract_features(
     _check(shard_images, dtype, pool)
     network = unwrap(model)
     watched = selected(network, layers)
+    taken = next((each for each in watched if each in RESERVED), None)
+    if out is not None and taken is not None:
+        raise LayerError(f'a layer "{taken}" cannot be written to a file, where the name means something else')
     sink = Sink(None if out is None else Store(Path(out), shard_images))
     count = -1
     for count, each in enumerate(feeds(model, data)):

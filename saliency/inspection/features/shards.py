@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ Labels = Tensor | list[Any] | None
 # The file that says what there is, and the name that the labels have among the layers.
 INDEX = "index.json"
 LABELS = "@labels"
+RESERVED = (LABELS, "__metadata__")
 
 T = TypeVar("T")
 
@@ -58,10 +60,19 @@ class Rows:
         if isinstance(index, slice):
             places = range(*index.indices(len(self)))
             return self._span(places.start, places.stop) if places.step == 1 else self._picked(places)
-        if isinstance(index, Tensor):
-            index = index.nonzero().flatten().tolist() if index.dtype == torch.bool else index.tolist()
-        if isinstance(index, Iterable):
-            return self._picked(self._checked(each) for each in index)
+        if isinstance(index, tuple):
+            raise IndexError(f"rows take one index, and what they give takes others; got {index}")
+        if isinstance(index, Iterable) and not isinstance(index, str):
+            wanted = torch.as_tensor(index)
+            if wanted.dtype == torch.bool:
+                if wanted.shape != (len(self),):
+                    raise IndexError(
+                        f"a choice among {len(self)} rows has the shape ({len(self)},), not {wanted.shape}"
+                    )
+                wanted = wanted.nonzero().flatten()
+            index = wanted.tolist()
+            if wanted.dim():
+                return self._picked(self._checked(each) for each in index)
         at = self._checked(index)
         return self._span(at, at + 1)[0]
 
@@ -70,10 +81,11 @@ class Rows:
         for start, each in zip(self._starts, self._shards, strict=False):
             yield self._span(start, start + each.images)
 
-    def _checked(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no row {index} among {len(self)}")
-        return index % len(self)
+    def _checked(self, index: Any) -> int:
+        at = operator.index(index)
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"there is no row {at} among {len(self)}")
+        return at % len(self)
 
     def _picked(self, places: Iterable[int]) -> Tensor:
         rows = [self._span(at, at + 1) for at in places]
@@ -121,7 +133,7 @@ class Features(Mapping[str, T], Generic[T]):
         Warns:
             SaliencyWarning: The run that made them was interrupted: there are fewer than the data had.
         """
-        folder = Path(folder)
+        folder = Path(folder).absolute()  # wherever the process goes
         try:
             index = json.loads((folder / INDEX).read_text("utf-8"))
             shards = tuple(Shard(folder / each["file"], each["images"]) for each in index["shards"])

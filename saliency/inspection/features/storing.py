@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ...errors import ImageError, LayerError, MethodError, warn
 from ...files import replacing
 from .shards import INDEX, LABELS, Features, Labels, Rows, type_name
 
+_SHARD = re.compile(r"shard-\d{5,}\.safetensors")
 _BYTES = 1 << 28  # in one file, where the caller does not say how many images
 
 
@@ -26,7 +28,7 @@ class Store:
         images: How many images go into one file; None takes as many as fill 256 MiB.
 
     Raises:
-        MethodError: It holds finished features.
+        MethodError: It holds finished features, or files of others by the names of its own.
     """
 
     def __init__(self, folder: Path, images: int | None) -> None:
@@ -36,12 +38,13 @@ class Store:
         if folder.exists() and not folder.is_dir():
             raise MethodError(f"features go into a folder, and {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
-        index = folder / INDEX
-        if index.exists():
-            if _is_complete(index):
-                raise MethodError(f"{folder} holds features already; open them with Features.open, or take another")
-            index.unlink()
-        for each in folder.glob("shard-*.safetensors"):
+        files = [each for each in folder.iterdir() if each.name == INDEX or _SHARD.fullmatch(each.name)]
+        known = _is_complete(folder / INDEX)
+        if known:
+            raise MethodError(f"{folder} holds features already; open them with Features.open, or take another")
+        if files and known is None:
+            raise MethodError(f"{folder} holds {files[0].name}, which no run of this made; take another folder")
+        for each in sorted(files):  # the index first
             each.unlink()
 
     def write(self, rows: Mapping[str, Tensor], labels: Labels) -> None:
@@ -166,8 +169,10 @@ def _images_in(rows: Mapping[str, Tensor]) -> int:
     return max(1, _BYTES // max(1, each))
 
 
-def _is_complete(index: Path) -> bool:
+def _is_complete(index: Path) -> bool | None:
+    """Whether a folder's features are whole; None where there is no index of features."""
     try:
-        return bool(json.loads(index.read_text("utf-8"))["complete"])
+        known = json.loads(index.read_text("utf-8"))
+        return bool(known["complete"]) if known["format"] == 1 and "shards" in known else None
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None

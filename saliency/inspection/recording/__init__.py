@@ -8,8 +8,8 @@ from typing import Any, Self, overload
 
 from torch import nn
 
-from ...errors import LayerError, MethodError, did_you_mean
-from ...hooks import HookManager
+from ...errors import LayerError, MethodError, NotApplicableError, did_you_mean
+from ...hooks import HookManager, is_seen
 from ...model import eager, unwrap
 from ..selecting import LayersLike, selected
 from ..tabular import Table
@@ -26,7 +26,13 @@ class Recording(Sequence[Call]):
         if isinstance(parts, str) or unknown is not None:
             hint = "" if isinstance(parts, str) else did_you_mean(str(unknown), PARTS)
             raise MethodError(f"parts={parts!r}: expected some of {', '.join(PARTS)}, in a tuple{hint}")
-        self._modules = selected(unwrap(model), layers)
+        whole = unwrap(model)
+        self._modules = selected(whole, layers)
+        if not any(is_seen(whole, name, module) for name, module in self._modules.items()):
+            raise NotApplicableError(
+                f'layer "{next(iter(self._modules))}" is scripted, or inside a TorchScript module, which runs its '
+                "parts by itself: no hook sees them; record what is around it, or the model as it was before torch.jit"
+            )
         self._tape = Tape(Keeper(keep), parts)
         self._open: ExitStack | None = None
 
@@ -112,8 +118,9 @@ def record(
     A layer that is called n times has n calls, in the order in which they began. Layers that work in place, functions
     between layers, nested, tuple, dict and None results are recorded as they are, and what the model computes is bit
     for bit what it would be without. Only calls of the thread that opened the block are recorded, also those that an
-    explanation makes inside it; a call that raised is not, nor are those that a backward pass repeats for a checkpoint.
-    Nothing stays on the model when the block ends.
+    explanation makes inside it; a call that raised is not, nor are those that a backward pass repeats for a checkpoint:
+    inside one that is reentrant, layers have no gradients. Of gradients that are edited, what is recorded is edited
+    where the edit was opened before the recording. Nothing stays on the model when the block ends.
 
     Args:
         model: Any module, in whatever mode it is. Compiled parts run as they are written.
@@ -127,5 +134,6 @@ def record(
     Raises:
         LayerError: A name or pattern fits no layer.
         MethodError: There is no such way to keep a tensor, or no such part.
+        NotApplicableError: All the layers are inside TorchScript, where no hook sees them.
     """
     return Recording(model, layers, keep, parts)

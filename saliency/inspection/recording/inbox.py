@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ...borders import this_backward
 
+Place = tuple[Sequence[int], Sequence[int], int]
+"""Size, stride and offset of a view of another tensor."""
+
 
 class Backward(NamedTuple):
     """What one backward pass brought to one call; None for a tensor that got no gradient."""
@@ -97,9 +100,15 @@ class View:
     def __init__(self, tensor: Tensor, base: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._version = tensor._version
-        self._own = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
+        self._base_offset = int(base.storage_offset())
+        self._own = self.place_of(tensor)
         self._base = base.size(), base.stride()
-        self._is_dense = torch.empty_strided(*self._base, device="meta").numel() == _span(base)
+        self._memory = _span(base)
+        self._is_dense = base.numel() == self._memory
+
+    def place_of(self, tensor: Tensor) -> Place:
+        """Where another view of the same tensor lies in it."""
+        return tensor.size(), tensor.stride(), int(tensor.storage_offset()) - self._base_offset
 
     def is_overwritten(self) -> bool:
         """Whether somebody has worked in place on it since, as far as can be told."""
@@ -112,6 +121,12 @@ class View:
             return None
         laid_out = torch.empty_strided(*self._base, dtype=whole.dtype, device=whole.device).copy_(whole)
         return laid_out.as_strided(*self._own)
+
+    def passed_on(self, gradient: Tensor, to: Place) -> Tensor:
+        """What its gradient is at the tensor, itself in place, that it was made from: zeros where it does not reach."""
+        places = torch.arange(self._memory, device=gradient.device).as_strided(*self._own)
+        spread = gradient.new_zeros(self._memory).index_add_(0, places.flatten(), gradient.flatten())
+        return spread.as_strided(*to)
 
 
 def _span(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from ...errors import MethodError, did_you_mean
 from ..moments import Moments, moments_later
@@ -79,12 +80,21 @@ class Keeper:
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
+        if is_functorch_wrapped_tensor(tensor):  # it does not outlive its transformation
+            return make(_unwrapped(tensor))
         kept = make(tensor)
         self._known[id(tensor)] = (weakref.ref(tensor), tensor._version, kept)
         self._known.move_to_end(id(tensor))
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return kept
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor inside of `torch.func`; under `vmap` those of the whole batch."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor.detach()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ...nests import leaves, tensors_in
 from ..moments import Moments, moments
+from ..structure.rows import shape_text
 from ..tabular import Column, Table, number, share
 from .keeping import TensorStatistics
 
@@ -39,7 +39,7 @@ def summarise(calls: Iterable[Any]) -> Table[CallSummary]:
 
 
 def _summary(call: Any) -> CallSummary:
-    output = next(_kept(call.output), None)
+    output = next((each for each in call.outputs if isinstance(each, Tensor | TensorStatistics)), None)
     gradient = next(iter(call.grad_outputs), None)
     found, known = _moments(output), _moments(gradient)
     return CallSummary(
@@ -56,11 +56,6 @@ def _summary(call: Any) -> CallSummary:
     )
 
 
-def _kept(output: Any) -> Iterator[Tensor | TensorStatistics]:
-    yield from tensors_in(output)
-    yield from leaves(output, TensorStatistics)
-
-
 def _moments(kept: Any) -> Moments | None:
     if isinstance(kept, TensorStatistics):
         return kept.moments
@@ -75,7 +70,7 @@ _COLUMNS: list[Column[CallSummary]] = [
     Column("layer", lambda row: row.name or "(the model)", "left"),
     Column("call", lambda row: str(row.index), hint="how many calls of the layer came before"),
     Column("kind", lambda row: row.kind, "left"),
-    Column("output", lambda row: " x ".join(map(str, row.output or ())), "left"),
+    Column("output", lambda row: "" if row.output is None else shape_text(row.output), "left"),
     Column("mean", lambda row: _figure(row.mean)),
     Column("std", lambda row: _figure(row.std)),
     Column("zeros", lambda row: share(row.zero_share)),

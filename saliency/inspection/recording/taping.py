@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ...borders import edge, exits, is_recorded_since, now, this_backward
+from ...borders import Exit, edge, exits, is_recorded_since, now, this_backward
 from ...hooks import HookManager
 from ...nests import mapped, tensors_in
 from .inbox import Backward, Inbox, View
@@ -25,8 +25,8 @@ PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 class Call:
     """One call of one layer.
 
-    Where nothing is kept of a part, it is None. A tensor stands in its place as it was kept: as itself, or as its
-    statistics.
+    Where nothing is kept of a part, it is None, or () where it is flat. A tensor stands in its place as it was kept: as
+    itself, or as its statistics.
     """
 
     layer: str
@@ -35,20 +35,17 @@ class Call:
     inputs: tuple[Any, ...] | None  # the positional arguments, nested as they were given
     kwargs: dict[str, Any] | None
     output: Any  # nested as it was returned
+    flat_inputs: tuple[Any, ...]  # of each tensor among the arguments, keywords included, as in `grad_inputs`
+    outputs: tuple[Any, ...]  # of each tensor in the output, as in `grad_outputs`
     backwards: Sequence[Backward]
     """What each backward pass through this call brought, in their order."""
-
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        """What is kept of the output, as a tuple also where the layer returned a single tensor."""
-        return self.output if isinstance(self.output, tuple) else (self.output,)
 
     @property
     def grad_inputs(self) -> tuple[Any, ...]:
         """What the call passed on to each tensor among its arguments in the last backward pass.
 
         None for a tensor that got none, () where no backward pass came by. Only this call's part: other uses of the
-        same tensor are not in it.
+        same tensor are not in it. A tensor that the call was given twice has the sum in both places.
         """
         return self.backwards[-1].grad_inputs if self.backwards else ()
 
@@ -62,6 +59,15 @@ class Call:
         return f"Call({self.layer or '(the model)'}: {self.kind}, index={self.index}, backwards={len(self.backwards)})"
 
 
+class _Viewed(NamedTuple):
+    """An argument that is a view, and what it is a view of."""
+
+    at: int
+    version: int  # of the argument
+    base: Tensor
+    edge: GradientEdge | None  # of the base
+
+
 @dataclass(slots=True)
 class _Begun:
     """A call that has not ended yet."""
@@ -71,9 +77,11 @@ class _Begun:
     kind: str
     inputs: tuple[Any, ...] | None
     kwargs: dict[str, Any] | None
+    flat_inputs: tuple[Any, ...]
     since: int
     tensors: Sequence[Tensor] = ()
     edges: Sequence[GradientEdge | None] = ()
+    views: Sequence[_Viewed] = ()
 
 
 class Tape:
@@ -106,25 +114,37 @@ class Tape:
         if this_backward() != -1:
             return None
         keeps = "inputs" in self._parts
+        inputs, flat = self._kept(args) if keeps else (None, ())
+        if keeps and kwargs:
+            kept_kwargs, more = self._kept(kwargs)
+            flat += more
+        else:
+            kept_kwargs = kwargs if keeps else None
         begun = _Begun(
             number=self._begun,
             since=now(),
             layer=name,
             kind=kind,
-            inputs=mapped(args, self._keeper.activation) if keeps else None,
-            kwargs=mapped(kwargs, self._keeper.activation) if keeps and kwargs else kwargs if keeps else None,
+            inputs=inputs,
+            kwargs=kept_kwargs,
+            flat_inputs=flat,
         )
         self._calls[begun.number] = None
         self._begun += 1
         if self._gradients and torch.is_grad_enabled():
             begun.tensors = list(tensors_in((args, kwargs)))
             begun.edges = [edge(each) for each in begun.tensors]
+            begun.views = [
+                _Viewed(at, each._version, each._base, edge(each._base))
+                for at, each in enumerate(begun.tensors)
+                if each._base is not None
+            ]
         return begun
 
     def _end(self, hooks: HookManager, begun: _Begun | None, output: Any) -> Any:
         if begun is None:
             return None
-        kept = mapped(output, self._keeper.activation) if "outputs" in self._parts else None
+        kept, flat = self._kept(output) if "outputs" in self._parts else (None, ())
         backwards: Sequence[Backward] = ()
         given_back: set[int] = set()
         if self._gradients and torch.is_grad_enabled():
@@ -143,31 +163,84 @@ class Tape:
             inputs=begun.inputs,
             kwargs=begun.kwargs,
             output=kept,
+            flat_inputs=begun.flat_inputs,
+            outputs=flat,
             backwards=backwards,
         )
         self._counts[begun.layer] = self._counts.get(begun.layer, 0) + 1
         return output if given_back else None
+
+    def _kept(self, nest: Any) -> tuple[Any, tuple[Any, ...]]:
+        """What is kept of a nest, as it is nested, and flat."""
+        keep = self._keeper.activation
+        if isinstance(nest, Tensor):
+            kept = keep(nest)
+            return kept, (kept,)
+        if type(nest) is tuple and len(nest) == 1 and isinstance(nest[0], Tensor):  # as nearly all arguments are
+            alone = (keep(nest[0]),)
+            return alone, alone
+        flat: list[Any] = []
+
+        def keep_both(tensor: Tensor) -> Any:
+            flat.append(keep(tensor))
+            return flat[-1]
+
+        return mapped(nest, keep_both), tuple(flat)
 
     def _follow(self, hooks: HookManager, begun: _Begun, output: Any) -> Inbox:
         """Hooks where gradients come into the call and where they leave it."""
         outputs = list(tensors_in(output))
         # An argument that was worked on in place is a result too.
         leave = exits([*outputs, *begun.tensors], begun.edges, begun.since)
-        inbox = Inbox([len(each) for each in leave], len(outputs), self._keeper.gradient)
+        past = _past_the_views(outputs, begun) if begun.views else {}
+        inbox = Inbox(
+            [len(past.get(at, each) if past else each) for at, each in enumerate(leave)],
+            len(outputs),
+            self._keeper.gradient,
+        )
         if "grad_outputs" in self._parts:
             for at, tensor in enumerate(outputs):
                 if tensor.requires_grad:
                     hooks.at_gradient(tensor, partial(inbox.put_output, at))
-                    same = [i for i, places in enumerate(leave) if any(each.node is tensor.grad_fn for each in places)]
-                    _mind_the_view(hooks, tensor, inbox, at, same)
+                    if tensor._base is not None:
+                        _mind_the_view(hooks, tensor, inbox, at, _viewed_by(tensor, begun.tensors, leave))
         if "grad_inputs" in self._parts:
             for at, places in enumerate(leave):
-                for each in places:
+                for each in places if at not in past else ():
                     hooks.at_exit(begun.tensors[at], each, partial(inbox.put_input, at))
+            for viewed in begun.views:
+                for each in past.get(viewed.at, ()):
+                    see = partial(_put_part, inbox, viewed.at, View(begun.tensors[viewed.at], viewed.base))
+                    hooks.at_exit(viewed.base, each, see)
         return inbox
 
 
-def _mind_the_view(hooks: HookManager, tensor: Tensor, inbox: Inbox, at: int, same: list[int]) -> None:
+def _past_the_views(outputs: Sequence[Tensor], begun: _Begun) -> dict[int, list[Exit]]:
+    """For each argument that was a view and was worked on in place: where its gradient leaves, past the view itself."""
+    worked_on = [each for each in begun.views if begun.tensors[each.at]._version != each.version]
+    if not worked_on:
+        return {}
+    found = exits([*outputs, *begun.tensors], [each.edge for each in worked_on], begun.since)
+    return {each.at: places for each, places in zip(worked_on, found, strict=True) if places}
+
+
+def _put_part(inbox: Inbox, at: int, view: View, whole: Tensor) -> None:
+    part = view.gradient(whole)
+    if part is not None:
+        inbox.put_input(at, part)
+
+
+def _viewed_by(output: Tensor, given: Sequence[Tensor], leave: Sequence[Sequence[Exit]]) -> dict[int, Tensor]:
+    """The arguments that an output is a view of, by their places."""
+    return {
+        at: tensor
+        for at, (tensor, places) in enumerate(zip(given, leave, strict=True))
+        if (output._base is tensor or output._base is tensor._base)
+        and any(each.node is output.grad_fn for each in places)
+    }
+
+
+def _mind_the_view(hooks: HookManager, tensor: Tensor, inbox: Inbox, at: int, viewed: dict[int, Tensor]) -> None:
     """Take the gradient from what an output is a view of, where an operation in place leads past the view.
 
     Args:
@@ -175,17 +248,18 @@ def _mind_the_view(hooks: HookManager, tensor: Tensor, inbox: Inbox, at: int, sa
         tensor: The output.
         inbox: Of the call.
         at: The place of the output.
-        same: The places of the inputs that were returned as this output.
+        viewed: The arguments that the output is a view of, by their places.
     """
     base = tensor._base
     if base is None or base.is_leaf or not base.requires_grad:
         return
     view = View(tensor, base)
+    sources = {place: view.place_of(each) for place, each in viewed.items()}
 
     def see(whole: Tensor) -> None:
         if not inbox.has_output(at) and view.is_overwritten() and (part := view.gradient(whole)) is not None:
             inbox.put_output(at, part)
-            for each in same:
-                inbox.put_input(each, part)
+            for place, source in sources.items():
+                inbox.put_input(place, view.passed_on(part, source))
 
     hooks.at_gradient(base, see)

@@ -13,18 +13,15 @@ from torch import nn
 from ...errors import LayerError
 from ...hooks import HookManager
 from ...layouts import Grid
-from ...model import unwrap
 from ...nests import tensors_in
-from ..feeding import Feed
+from ..feeding import Feed, called
 from ..moments import Moments
-from ..selecting import LayersLike, selected
-from ..tabular import Column, Table, number, share
-from .channels import POOLING, ChannelAxes
-from .heaps import Calls, Heap, Seen
-from .passes import Passes, called, is_finite, listed
-
-# What gives zeros because it was given them.
-_HANDING_ON = (*POOLING, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Identity)
+from ..selecting import LayersLike
+from ..tabular import Column, Table, listed, number, share
+from .channels import ChannelAxes
+from .heaps import Call, Calls, Heap, Seen
+from .natures import cuts_nothing_off, hands_on
+from .passes import Passes, is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class LayerActivations:
     max: float
     zero_share: float  # how many are exactly 0, from 0 to 1
     channels: int | None  # None where the output has no axis of channels, or another number of them each time
-    dead: tuple[int, ...]  # the channels that were never above zero, and never NaN
+    dead: tuple[int, ...]  # the channels that were never above zero, and never NaN; of any layer, rectifying or not
     nan: int
     inf: int
 
@@ -56,7 +53,7 @@ class ActivationStatistics(Table[LayerActivations]):
     Attributes:
         first_nonfinite: The name of the first layer with NaN or infinity in its output; None where there is none.
         dead_channels: How many channels are dead, each counted where it dies: in the innermost layers that give zeros
-            and nothing below zero, pooling and dropout aside.
+            and nothing below zero, aside from linear layers, norms, pooling, dropout, and what consists of these.
         images: How many images there were.
         batches: How many batches there were.
     """
@@ -72,7 +69,7 @@ def activation_statistics(
 ) -> ActivationStatistics:
     """The activations of each layer in numbers: moments, zeros, dead channels, NaN and infinities.
 
-    One row per layer, in the order in which the layers finish in a forward pass; a layer that is called several times
+    One row per layer, in the order in which the layers begin in a forward pass; a layer that is called several times
     in one, such as a ReLU that is used again, has a row for each call. Of an output of several tensors the first one
     counts. A ReLU that is a function and no module is no layer: its zeros show in whatever layer comes behind it.
 
@@ -94,17 +91,16 @@ def activation_statistics(
     Raises:
         ImageError: The data hold no batch, or one that cannot be read.
         LayerError: A name or pattern fits no layer, or none of the layers is ever called.
-        ModelError: It cannot be run, or for `training` not be copied.
+        ModelError: It has no numbers yet, or cannot for `training` be copied.
     """
     passes = Passes(model, data, training=training)
-    # Names are those of the original: a copy has other modules.
-    modules = {name: passes.model.get_submodule(name) for name in selected(unwrap(model), layers)}
+    modules = passes.modules(layers)
     watch = _Watch(modules)
     for feed in passes:
         with passes.lent() as lent, HookManager() as hooks, torch.no_grad():
             watch.begin(feed)
             for name, module in modules.items():
-                hooks.around(module, lambda args, kwargs: None, partial(watch.see, name))
+                hooks.around(module, partial(watch.called, name), watch.see)
             watch.end(called(lent, feed))
     return watch.table(passes)
 
@@ -133,12 +129,16 @@ class _Watch:
         self._size = next(((int(each.shape[-2]), int(each.shape[-1])) for each in inputs if each.dim() == 4), None)
         self._input_is_finite = all(map(is_finite, inputs))
 
-    def see(self, name: str, begun: None, output: Any) -> None:
+    def called(self, name: str, args: Any, kwargs: Any) -> Call:
+        """A layer has been called."""
+        return self.calls.next(name)
+
+    def see(self, call: Call, output: Any) -> None:
         """A layer has returned."""
         tensor = next(tensors_in(output), None)
         if tensor is None:
             return
-        heap = self.calls.next(name)
+        name, heap = call[0], self.calls.of(call)
         seen = self._before
         # A container mostly returns what its last part returned.
         if seen is None or not seen.is_still(tensor):
@@ -167,17 +167,21 @@ class _Watch:
                 f"none of the {len(self.modules)} layers was called, or gave a tensor (a scripted part does not call "
                 "its layers)"
             )
-        dying = _where_channels_die(rows, self.modules)
+        # Whatever gives zeros and nothing below zero, unless it is linear: an untrained head may be all zeros.
+        rectified = [row for row in rows if row.min == 0 and not cuts_nothing_off(self.modules[row.name])]
+        dying = _where_channels_die(
+            [row for row in rectified if row.channels is not None and not hands_on(self.modules[row.name])]
+        )
         seen = {row.name for row in rows}
         silent = [name for name in self.modules if name not in seen]
         notes = [
             str(passes),
-            _dead_note(dying),
+            _dead_note(dying, passes.images),
             *(self.notes or ["no NaN, no infinity"]),
             *listed("never called, or without a tensor to show:", silent),
         ]
         model = type(passes.original).__name__
-        table = ActivationStatistics(rows, _columns(rows), f"Activations of {model}", notes)
+        table = ActivationStatistics(rows, _columns(rows, rectified, passes.images), f"Activations of {model}", notes)
         table.first_nonfinite = self.first
         table.dead_channels = sum(len(row.dead) for row in dying)
         table.images, table.batches = passes.images, passes.batches
@@ -218,13 +222,8 @@ def _row(name: str, kind: str, call: int, calls: int, heap: Heap) -> LayerActiva
     )
 
 
-def _where_channels_die(rows: Iterable[LayerActivations], modules: dict[str, nn.Module]) -> list[LayerActivations]:
-    """The rows of the innermost layers that rectify, as their zeros tell."""
-    rectified = [
-        row
-        for row in rows
-        if row.channels is not None and row.min == 0 and not isinstance(modules[row.name], _HANDING_ON)
-    ]
+def _where_channels_die(rectified: Iterable[LayerActivations]) -> list[LayerActivations]:
+    """The rows of the innermost layers that rectify."""
     names = {row.name for row in rectified}
 
     def is_around(name: str) -> bool:
@@ -233,21 +232,25 @@ def _where_channels_die(rows: Iterable[LayerActivations], modules: dict[str, nn.
     return [row for row in rectified if not is_around(row.name)]
 
 
-def _dead_note(dying: Sequence[LayerActivations]) -> str:
+def _dead_note(dying: Sequence[LayerActivations], images: int) -> str:
     if not dying:
         return "no layer here rectifies (a ReLU that is a function is no layer), so no channel counts as dead"
     dead, channels = sum(len(row.dead) for row in dying), sum(row.channels or 0 for row in dying)
     if not dead:
         return f"no dead channel among {channels} behind rectifiers"
     worst = max(dying, key=lambda row: len(row.dead))
-    return (
+    note = (
         f"{dead} dead channel{'' if dead == 1 else 's'} among {channels} behind rectifiers, most of them in "
         f"{worst.name or 'the model'}: {len(worst.dead)} of {worst.channels}"
     )
+    return note if images > 1 else f"{note} (on one image, which leaves many silent that others wake)"
 
 
-def _columns(rows: Sequence[LayerActivations]) -> list[Column[LayerActivations]]:
-    """What is shown; columns in which there would be nothing are left out."""
+def _columns(
+    rows: Sequence[LayerActivations], rectified: Iterable[LayerActivations], images: int
+) -> list[Column[LayerActivations]]:
+    """What is shown of so many images; columns in which there would be nothing are left out."""
+    dead = {(row.name, row.call): str(len(row.dead)) for row in rectified if row.dead}
     made: list[Column[LayerActivations]] = [
         Column("layer", lambda row: row.name or "(the model)", "left"),
         Column("kind", lambda row: row.kind, "left"),
@@ -263,8 +266,10 @@ def _columns(rows: Sequence[LayerActivations]) -> list[Column[LayerActivations]]
         Column("channels", lambda row: "" if row.channels is None else str(row.channels)),
         Column(
             "dead",
-            lambda row: str(len(row.dead)) if row.dead else "",
-            hint="channels that were never above zero",
+            lambda row: dead.get((row.name, row.call), ""),
+            hint="channels that were never above zero, of layers that rectify",
+            # What one image leaves silent, another mostly wakes.
+            alert=lambda row: images > 1 and (row.name, row.call) in dead,
         ),
     ]
     if any(row.nan for row in rows):

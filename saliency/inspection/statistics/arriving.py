@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import ImageError
 from ...hooks import HookManager
 from ...model import leaf
 from ...nests import mapped, tensors_in
 from ...rectifiers import refuse_checkpoints
-from ..feeding import Feed
+from ..feeding import Feed, called
 from ..moments import Moments, moments
-from .heaps import Calls
+from .heaps import Call, Calls
 from .objectives import Objective
-from .passes import called, is_finite
+from .passes import is_finite
 
 
 class Arrivals:
@@ -46,8 +47,10 @@ class Arrivals:
         self.notes: list[str] = []
 
     def run(self, model: nn.Module, feed: Feed) -> None:
-        """One batch, through a model that is borrowed by the caller."""
+        """One batch, through a model that is borrowed by the caller. Raises ImageError where it is empty."""
         self._batches += 1
+        if not feed.size:
+            raise ImageError(f"batch {self._batches} is empty, so there is no mean over its images")
         self._first_size = self._first_size or feed.size
         self._batch_weight = feed.size / self._first_size
         self._weight += self._batch_weight
@@ -56,7 +59,7 @@ class Arrivals:
         with HookManager() as arriving:
             with HookManager() as hooks:
                 for name, module in self._modules.items():
-                    hooks.around(module, lambda args, kwargs: None, partial(self._see, arriving, name))
+                    hooks.around(module, partial(self._begin, name), partial(self._see, arriving))
                 output = called(model, feed, partial(_started, starts))
             # From here on a part that is checkpointed calls its layers once more, which is no call of the model's.
             objective = self._objective(output, feed)
@@ -85,16 +88,19 @@ class Arrivals:
         gradient = self._sums.get(name)
         return None if gradient is None else moments(gradient).scaled(1 / self._weight)
 
-    def _see(self, arriving: HookManager, name: str, begun: None, output: Any) -> Any:
+    def _begin(self, name: str, args: Any, kwargs: Any) -> Call:
+        return self._calls.next(name)
+
+    def _see(self, arriving: HookManager, call: Call, output: Any) -> Any:
         """A layer has returned: what flows on is a copy, whose gradient is that of what it returned, and no more."""
         tensor = next(tensors_in(output), None)
         if tensor is None:
             return None
-        arrived = self._calls.next(name)
+        arrived = self._calls.of(call)
         if not tensor.requires_grad:
             return None
         flows_on = tensor.clone()
-        arriving.at_gradient(flows_on, partial(self._arrive, name, arrived))
+        arriving.at_gradient(flows_on, partial(self._arrive, call[0], arrived))
         return mapped(output, lambda each: flows_on if each is tensor else each)
 
     def _arrive(self, name: str, arrived: _Arrived, gradient: Tensor | None) -> None:

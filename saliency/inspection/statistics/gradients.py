@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
-from ...classes import as_categories
 from ...errors import MethodError, ModelError
-from ...model import unwrap
 from ...targets import TargetLike
-from ..feeding import carried
+from ..feeding import categories_of
 from ..moments import Moments, moments
-from ..selecting import LayersLike, selected
-from ..tabular import Column, Table, number, share
+from ..selecting import LayersLike
+from ..tabular import Column, Table, listed, number, share
 from .arriving import Arrivals
 from .objectives import Loss, Objective
-from .passes import Passes, listed
+from .passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class GradientStatistics:
     """See `gradient_statistics`.
 
     Attributes:
-        layers: A row for each call of each layer, in the order in which they end in a forward pass.
+        layers: A row for each call of each layer, in the order in which they begin in a forward pass.
         parameters: A row for each parameter, in the order of the model.
         loss: The mean over all images of the loss or the score.
         of: "loss" or "score".
@@ -100,7 +98,7 @@ class GradientStatistics:
         """How much there is."""
         return (
             f"<GradientStatistics of a {self.of} of {number(self.loss)}: {len(self.layers)} layers, "
-            f"{len(self.parameters)} parameters; print it to read it>"
+            f"{len(self.parameters)} parameters>"
         )
 
     def to_html(self) -> str:
@@ -147,21 +145,20 @@ def gradient_statistics(
             by seeds of our own. The default, evaluation mode, misjudges batch normalisation that was never trained.
 
     Raises:
-        ImageError: The data hold no batch, or one that cannot be read.
+        ImageError: The data hold no batch, or one that is empty or cannot be read.
         LayerError: A name or pattern fits no layer.
         MethodError: The learning rate is no number above zero.
-        ModelError: The model cannot be run with gradients, or for `training` not be copied.
+        ModelError: The model has no numbers yet, cannot be run with gradients, or for `training` not be copied.
         NotApplicableError: A part of it is checkpointed in the way that allows for no gradients but `.grad`.
         TargetError: The target does not fit the output, or the loss is no number with a gradient.
     """
     if learning_rate is not None and not (math.isfinite(learning_rate) and learning_rate > 0):
         raise MethodError(f"the learning rate is {learning_rate}; expected a number above zero, or None")
-    categories = carried("categories", lambda each: isinstance(each, Sequence | Mapping), model)
-    objective = Objective(loss_or_target, None if categories is None else as_categories(categories))
+    objective = Objective(loss_or_target, categories_of(model))
     passes = Passes(model, data, training=training)
     if any(each.is_inference() for each in (*passes.model.parameters(), *passes.model.buffers())):
         raise ModelError("the model was made under torch.inference_mode(), so no gradient can pass it; make it outside")
-    modules = {name: passes.model.get_submodule(name) for name in selected(unwrap(model), layers)}
+    modules = passes.modules(layers)
     arrivals = Arrivals(modules, dict(passes.model.named_parameters()), objective)
     for feed in passes:
         with passes.lent() as lent:

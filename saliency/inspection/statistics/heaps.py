@@ -13,9 +13,12 @@ from ..moments import Moments, moments
 
 _Kept = TypeVar("_Kept")
 
+Call = tuple[str, int]
+"""The name of a layer, and which of its calls in a forward pass it is, from 0, those included that show nothing."""
+
 
 class Calls(Generic[_Kept]):
-    """Something for each call of each layer in a forward pass, in the order in which the calls end.
+    """Something for each call of each layer in a forward pass, in the order in which the calls begin.
 
     Args:
         make: What there is for a call that has not been seen before.
@@ -23,33 +26,44 @@ class Calls(Generic[_Kept]):
 
     def __init__(self, make: Callable[[], _Kept]) -> None:
         self._make = make
-        self._kept: dict[tuple[str, int], _Kept] = {}
-        self._order: list[tuple[str, int]] = []
+        self._kept: dict[Call, _Kept] = {}
+        self._order: list[Call] = []
+        self._known: set[Call] = set()  # of those in order
         self._counts: Counter[str] = Counter()
-        self._last: tuple[str, int] | None = None
+        self._last: Call | None = None
 
     def begin(self) -> None:
         """Another forward pass begins."""
         self._counts.clear()
         self._last = None
 
-    def next(self, name: str) -> _Kept:
-        """What there is for the call of a layer that has just ended.
+    def next(self, name: str) -> Call:
+        """A call of a layer begins.
 
-        One that comes up in a later pass only has its place behind what came before it there.
+        One that comes up in a later pass only has its place behind what began before it there.
         """
-        key = (name, self._counts[name])
+        call = (name, self._counts[name])
         self._counts[name] += 1
-        if key not in self._kept:
-            self._kept[key] = self._make()
-            self._order.insert(self._order.index(self._last) + 1 if self._last is not None else 0, key)
-        self._last = key
-        return self._kept[key]
+        if call not in self._known:
+            self._known.add(call)
+            self._order.insert(self._order.index(self._last) + 1 if self._last is not None else 0, call)
+        self._last = call
+        return call
+
+    def of(self, call: Call) -> _Kept:
+        """What there is for a call that has ended with something to show."""
+        if call not in self._kept:
+            self._kept[call] = self._make()
+        return self._kept[call]
 
     def __iter__(self) -> Iterator[tuple[str, int, int, _Kept]]:
         """For each call the name of its layer, its number, how many calls the layer has, and what there is."""
-        counts = Counter(name for name, _ in self._order)
-        return ((name, call, counts[name], self._kept[name, call]) for name, call in self._order)
+        ended = [call for call in self._order if call in self._kept]
+        counts, so_far = Counter(name for name, _ in ended), Counter[str]()
+        for call in ended:
+            name = call[0]
+            yield name, so_far[name], counts[name], self._kept[call]
+            so_far[name] += 1
 
 
 class Heap:

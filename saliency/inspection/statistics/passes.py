@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...errors import ImageError, ModelError
 from ...model import borrowed, unwrap
-from ...nests import mapped, tensors_in
 from ..feeding import Feed, feeds
+from ..selecting import LayersLike, selected
 
 
 class Passes:
@@ -31,11 +31,12 @@ class Passes:
             as they are.
 
     Raises:
-        ModelError: It is no module, or cannot be copied.
+        ModelError: It is no module, has no numbers yet, or cannot be copied.
     """
 
     def __init__(self, model: nn.Module, data: Any, *, training: bool) -> None:
         self.original = unwrap(model)
+        _require_numbers(self.original)
         self.model = _copied(self.original) if training else self.original
         self.training = training
         self.images = 0
@@ -50,6 +51,15 @@ class Passes:
             yield each
         if not self.batches:
             raise ImageError("the data hold no batch; an iterator that was used up before, as a generator is, is empty")
+
+    def modules(self, layers: LayersLike) -> dict[str, nn.Module]:
+        """The layers that are meant, by the names that they have in the original: a copy has other modules.
+
+        Raises:
+            LayerError: A name or pattern fits none.
+        """
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        return {name: modules[name] for name in selected(self.original, layers)}
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
@@ -70,32 +80,21 @@ class Passes:
         return f"{batches}, {images}, {'in training mode, on a copy' if self.training else 'in evaluation mode'}"
 
 
-def called(model: nn.Module, feed: Feed, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-    """What a model returns for a batch; an error comes out as it is, with a note on what went in.
-
-    Args:
-        model: Borrowed by the caller.
-        feed: The batch.
-        change: What the model gets for each tensor: a clone, for it may work on its input in place.
-    """
-    try:
-        return model(*mapped(feed.args, change), **mapped(feed.kwargs, change))
-    except Exception as error:
-        came = ", ".join(
-            f"{tuple(each.shape)} of {each.dtype} on {each.device}" for each in tensors_in((feed.args, feed.kwargs))
-        )
-        error.add_note(f"saliency ran {type(model).__name__} on {came or 'no tensor'}")
-        raise
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether there is neither NaN nor infinity in a tensor."""
     return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all())
 
 
-def listed(what: str, names: Sequence[str], most: int = 8) -> list[str]:
-    """A note that names some things; none where there are none."""
-    return [f"{what} {', '.join(names[:most])}{', ...' if len(names) > most else ''}"] if names else []
+def _require_numbers(model: nn.Module) -> None:
+    """Raise ModelError where the parameters have no shape yet, or none but that."""
+    with borrowed(model):  # which tells of lazy ones
+        tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = next((name for name, each in tensors if each.is_meta), None)
+    if empty is not None:
+        raise ModelError(
+            f"{empty} is on the meta device, where there are shapes and no numbers: load the weights, or fill it by "
+            "model.to_empty(device=...) and an initialisation"
+        )
 
 
 def _copied(model: nn.Module) -> nn.Module:

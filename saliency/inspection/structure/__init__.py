@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,12 +13,12 @@ from ...model import borrowed, unwrap
 from ...nests import tensors_in
 from ..feeding import feed
 from ..selecting import LayersLike, selected
-from ..tabular import si
+from ..tabular import listed, si
 from .costs import Holding, holdings, timed
 from .rows import LayerRow, LayerTable, functions_text, shape_text
 from .watching import Layer, shapes_of, watched
 
-TIMED = 3  # forwards, of which the fastest counts
+TIMED = 3  # forwards, of which each layer's fastest counts
 
 
 def layer_table(
@@ -40,11 +39,12 @@ def layer_table(
         model: Any model; it is left as it was.
         example: What it is run on: a float tensor, a shape such as (10, 3, 224, 224) for noise, pictures, a tuple of
             arguments or a mapping of keyword arguments, as for the other functions of `saliency.inspection`.
-        layers: Which layers have a row, by name, pattern, kind or as modules; by default all that run.
+        layers: Which layers have a row, by name, pattern, kind or as modules; by default all that run, or the model
+            itself where none does.
         depth: How deep in the tree of modules the rows go: 1 for the outermost layers that run.
         times: Whether the layers' shares of the time are measured, or how many forwards that takes; by default 3, of
-            which the fastest counts. On an accelerator each layer waits for the ones before it, so that the shares are
-            right and the whole takes longer.
+            which each layer's fastest counts. On an accelerator each layer waits for the ones before it, so that the
+            shares are right and the whole takes longer.
 
     Returns:
         A sequence of rows that prints as a table, shows as one in a notebook, and has a `dataframe()`.
@@ -71,6 +71,8 @@ def layer_table(
         seconds = timed(model, given, [each for each in shown if each in seen], rounds)
     held = holdings(model)
     in_order = sorted((each for each in shown if each in seen), key=lambda module: seen[module].order)
+    if layers is None:
+        in_order = in_order or [model]  # which does all of it itself, as attention does
     whole_time = seconds.get(model, 0.0)
     shares = {module: each / whole_time for module, each in seconds.items() if whole_time}
     rows = [_row(each, named[each], depths[each], seen[each], held[each], shares.get(each)) for each in in_order]
@@ -85,7 +87,7 @@ def layer_table(
             *_functions_note(whole, rows),
             *_varying_note(rows, {named[module] for module, layer in seen.items() if layer.varies}),
             *_scripted_note(named),
-            *_not_called_note(not_called),
+            *listed("not called:", not_called),
         ],
         not_called=not_called,
         seconds=seconds.get(model),
@@ -184,26 +186,9 @@ def _functions_note(whole: LayerRow, rows: Iterable[LayerRow]) -> list[str]:
 
 def _varying_note(rows: Iterable[LayerRow], varying: set[str]) -> list[str]:
     names = [row.name or row.kind for row in rows if row.name in varying]
-    return [f"of several shapes, of which the last is shown: {_listed(names)}"] if names else []
+    return listed("of several shapes, of which the last is shown:", names)
 
 
 def _scripted_note(named: _Names) -> list[str]:
     names = [name for module, name in named.items() if isinstance(module, torch.jit.ScriptModule) and name]
-    return [f"scripted, so no layers that can be seen, but counted in what calls them: {_listed(names)}"] * bool(names)
-
-
-def _not_called_note(names: list[str]) -> list[str]:
-    return [f"not called: {_listed(names)}"] if names else []
-
-
-def _listed(names: list[str], most: int = 12) -> str:
-    """Names one after the other; many that differ in a number only are one pattern."""
-    patterns: dict[str, list[str]] = {}
-    for name in names:
-        patterns.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    texts = [
-        text
-        for pattern, alike in patterns.items()
-        for text in ([f"{pattern} ({len(alike)})"] if len(alike) > 3 else alike)
-    ]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    return listed("scripted, so no layers that can be seen, but counted in what calls them:", names)

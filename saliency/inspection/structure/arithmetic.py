@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from ...nests import tensors_in
 
@@ -116,6 +115,8 @@ class Operations(TorchDispatchMode):
 
 
 def _formula_of(func: Any) -> Callable[..., int] | None:
+    from torch.utils.flop_counter import flop_registry  # takes longer to import than all of this package
+
     packet = getattr(func, "overloadpacket", func)
     flops = flop_registry.get(packet)
     if flops is None:

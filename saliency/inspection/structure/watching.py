@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ...hooks import HookManager
 from ...model import parts
 from ...nests import tensors_in
-from ..feeding import Feed
-from ..statistics.passes import called
+from ..feeding import Feed, called
 from .arithmetic import Operations, closed_form, known_kind
 
 
@@ -85,14 +84,15 @@ def watched(model: nn.Module, feed: Feed) -> dict[nn.Module, Layer]:
         for module, layer in layers.items():
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 hooks.around(module, layer.begin, layer.end)
-        # Functions inside of TorchScript pass by the mode that names them.
-        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        # Functions inside of TorchScript, or of a model that hooks do not see, pass by the mode that names them.
+        has_own_call = type(model).__call__ is not nn.Module.__call__
+        if has_own_call or any(isinstance(module, torch.jit.ScriptModule) for module in modules):
             watch.has_all = True
             hooks.enter_context(watch.operations)
         hooks.enter_context(watch)
         output = called(model, feed)
-    if isinstance(model, torch.jit.ScriptModule):
-        layers[model].end((0, None, 0, 0), output)
+    if not layers[model].calls:  # which no hook saw: TorchScript, or a `__call__` of its own
+        layers[model].end((0, next(tensors_in(feed[:2]), None), 0, 0), output)
     return {module: layer for module, layer in layers.items() if layer.calls}
 
 
