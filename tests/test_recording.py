@@ -565,6 +565,28 @@ def test_statistics_keep_no_tensor_and_say_what_it_was() -> None:
     assert "mean" in repr(kept)
 
 
+def test_a_sample_estimates_what_the_statistics_say_and_says_so() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(inplace=True), nn.Conv2d(16, 2, 1))
+    recordings = {}
+    for keep in ("statistics", "sample"):
+        with record(model, keep=keep) as recordings[keep]:
+            model(torch.randn(2, 3, 100, 100, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    for exact, estimate in zip(recordings["statistics"], recordings["sample"], strict=True):
+        for known, found in ((exact.output, estimate.output), (exact.grad_outputs[0], estimate.grad_outputs[0])):
+            assert (found.shape, found.moments.count) == (known.shape, known.moments.count)
+            assert found.moments.mean == pytest.approx(known.moments.mean, abs=0.1 * known.moments.std)
+            assert found.moments.std == pytest.approx(known.moments.std, rel=0.1)
+            assert found.moments.norm == pytest.approx(known.moments.norm, rel=0.1)
+            assert found.moments.zero_share == pytest.approx(known.moments.zero_share, abs=0.05)
+            assert known.moments.min <= found.moments.min <= found.moments.max <= known.moments.max
+            assert found.is_estimate
+            assert "mean about" in repr(found)
+    assert recordings["sample"].table().notes == ("estimated from a sample of each tensor",)
+    assert recordings["statistics"].table().notes == ()
+    small = TensorStatistics(torch.arange(7.0), sample=True)
+    assert small.moments == TensorStatistics(torch.arange(7.0)).moments
+
+
 def test_a_full_copy_is_a_part_of_the_graph_and_a_copy_on_the_cpu_is_not() -> None:
     linear = nn.Linear(4, 3)
     model = nn.Sequential(linear, nn.ReLU(inplace=True))

@@ -128,7 +128,8 @@ def record(
             default. A module that stands in the model under several names has the first.
         keep: What is kept of each tensor, which decides how much memory is needed: "full", a copy on its device, and
             in the forward pass still a part of the graph; "cpu", a detached copy on the CPU; "statistics", shape and
-            moments only, a few hundred bytes; or a function of the tensor.
+            moments only, a few hundred bytes; "sample", the same estimated from some 16000 numbers of each tensor, in a
+            third of the time; or a function of the tensor.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 
     Raises:

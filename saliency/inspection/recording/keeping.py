@@ -5,16 +5,17 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from ...errors import MethodError, did_you_mean
-from ..moments import Moments, moments_later
+from ..moments import Moments, moments_later, moments_of_sample
 
 Keep = str | Callable[[Tensor], Any]
-"""One of "full", "cpu" and "statistics", or a function of the tensor."""
+"""One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""
 
 # How many tensors are remembered: the output of one layer is the input of the next, or of one not far behind.
 _REMEMBERED = 64
@@ -27,20 +28,27 @@ class TensorStatistics:
         shape: Its shape.
         dtype: Its type.
         device: Where it was.
+        is_estimate: Whether they come from a sample of its numbers.
     """
 
-    __slots__ = ("_later", "_moments", "device", "dtype", "shape")
+    __slots__ = ("_later", "_moments", "device", "dtype", "is_estimate", "shape")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, sample: bool = False) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self._later: Callable[[], Moments] | None = moments_later(tensor, exact=False)
+        self.is_estimate = sample
+        later = moments_of_sample(tensor) if sample else moments_later(tensor, exact=False)
+        self._later: Callable[[], Moments] | None = later
         self._moments = Moments()
 
     @property
     def moments(self) -> Moments:
-        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities; right to some six digits."""
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities; right to some six digits.
+
+        Where `is_estimate`, they are estimates but for small tensors, the extremes are those of the sample, and NaN and
+        infinities may be missed.
+        """
         if self._later is not None:
             self._moments, self._later = self._later(), None
         return self._moments
@@ -48,7 +56,8 @@ class TensorStatistics:
     def __repr__(self) -> str:
         """For example `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.shape} {kind}, mean {self.moments.mean:.3g}, std {self.moments.std:.3g}"
+        about = "about " if self.is_estimate else ""
+        return f"{self.shape} {kind}, mean {about}{self.moments.mean:.3g}, std {about}{self.moments.std:.3g}"
 
 
 class Keeper:
@@ -56,7 +65,8 @@ class Keeper:
 
     Args:
         keep: "full" for copies on their device, those of the forward pass still a part of the graph; "cpu" for
-            detached copies on the CPU; "statistics" for `TensorStatistics`; or a function of the tensor.
+            detached copies on the CPU; "statistics" for `TensorStatistics`, and "sample" for an estimate of them; or a
+            function of the tensor.
     """
 
     def __init__(self, keep: Keep) -> None:
@@ -105,4 +115,9 @@ def _copy_on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-_WAYS: dict[str, Callable[[Tensor], Any]] = {"full": _copy, "cpu": _copy_on_cpu, "statistics": TensorStatistics}
+_WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "full": _copy,
+    "cpu": _copy_on_cpu,
+    "statistics": TensorStatistics,
+    "sample": partial(TensorStatistics, sample=True),
+}

@@ -35,7 +35,11 @@ class CallSummary:
 
 def summarise(calls: Iterable[Any]) -> Table[CallSummary]:
     """The table of some calls of a recording."""
-    return Table([_summary(each) for each in calls], _COLUMNS, title="recorded calls")
+    calls = list(calls)
+    kept = (each for call in calls for each in call.outputs)
+    estimated = any(isinstance(each, TensorStatistics) and each.is_estimate for each in kept)
+    notes = ["estimated from a sample of each tensor"] if estimated else []
+    return Table([_summary(each) for each in calls], _COLUMNS, title="recorded calls", notes=notes)
 
 
 def _summary(call: Any) -> CallSummary:
