@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
+
+from saliency import zoo
+from saliency.cli import choices
 
 ASSETS = Path(__file__).parents[1] / "assets"
 COFFEE = ASSETS / "coffee.jpg"
+
+loaded = cache(zoo.load)
+
+
+def share_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model of each name for all commands of this process, whose answers are plain text."""
+    monkeypatch.setattr(choices, "load", loaded)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def copies(folder: Path, *files: str) -> list[Path]:

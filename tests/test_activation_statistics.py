@@ -34,6 +34,7 @@ from saliency.inspection.structure import layer_table
 from saliency.testing import tiny_model
 from saliency.testing.snapshot import Snapshot
 from saliency.testing.subject import images
+from tests.threads import in_threads
 
 
 def outputs(model: nn.Module, batches: list[Tensor]) -> dict[tuple[str, int], list[Tensor]]:
@@ -631,18 +632,7 @@ def test_an_input_that_the_model_overwrites_is_not_the_users() -> None:
 def test_statistics_of_one_model_in_many_threads_are_those_of_one() -> None:
     model = tiny_model()
     wanted = {n: activation_statistics(model, images(n)).rows for n in (1, 2, 3, 4)}
-    found: dict[int, Any] = {}
-
-    def work(n: int) -> None:
-        for _ in range(5):
-            found[n] = activation_statistics(model, images(n)).rows
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert found == wanted
+    assert in_threads(lambda n: activation_statistics(model, images(n)).rows, wanted) == wanted
 
 
 # Training mode -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,15 @@ from saliency.maps import SIGNS
 from saliency.methods import METHODS
 from saliency.render import overlay, save_picture
 from saliency.trace import Trace
-from tests.commandline import ASSETS, COFFEE, copies, started
+from tests.commandline import ASSETS, COFFEE, copies, loaded, share_models, started
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))
 SILU = ("--model", "efficientnet_b0", "--weights", "none")  # a network without a ReLU
 
-loaded = cache(zoo.load)
-
 
 @pytest.fixture(autouse=True)
 def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "load", loaded)
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
+    share_models(monkeypatch)
 
 
 class Run:

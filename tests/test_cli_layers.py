@@ -6,7 +6,6 @@ import base64
 import io
 import re
 from collections.abc import Callable
-from functools import cache
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -17,22 +16,17 @@ import torch
 from PIL import Image
 from torch import nn
 
-from saliency import zoo
 from saliency.cli import DISTRIBUTION, choices, inspecting, main
 from saliency.errors import ModelError
-from tests.commandline import COFFEE
+from tests.commandline import COFFEE, loaded, share_models
 from tests.test_console import under_terminal
 
 RESNET = ("resnet18", "--weights", "none")
 
-loaded = cache(zoo.load)
-
 
 @pytest.fixture(autouse=True)
 def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "load", loaded)
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
+    share_models(monkeypatch)
 
 
 @pytest.fixture

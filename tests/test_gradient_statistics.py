@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +30,7 @@ from saliency.inspection.statistics.gradients import (
 from saliency.testing import tiny_model
 from saliency.testing.snapshot import Snapshot
 from saliency.testing.subject import images
+from tests.threads import in_threads
 
 LABELS = torch.tensor([3, 0, 4, 1, 1, 2])
 
@@ -570,18 +570,7 @@ def test_no_activation_and_no_gradient_outlives_its_batch() -> None:
 def test_threads_on_one_model_find_what_each_finds_alone() -> None:
     model = tiny_model()
     wanted = {n: gradient_statistics(model, images(n), 0).layers.rows for n in (1, 2, 3, 4)}
-    found: dict[int, Any] = {}
-
-    def work(n: int) -> None:
-        for _ in range(5):
-            found[n] = gradient_statistics(model, images(n), 0).layers.rows
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert found == wanted
+    assert in_threads(lambda n: gradient_statistics(model, images(n), 0).layers.rows, wanted) == wanted
 
 
 # Training mode, checkpoints, other models ----------------------------------------------------------------------------

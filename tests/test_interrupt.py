@@ -49,6 +49,42 @@ def rebuilt() -> tuple[nn.Module, list[Attribution]]:
     return model, [GradCAM(model), GuidedBackprop(model)]
 
 
+def interrupted(
+    rounds: int, longest: float, run: Callable[[int], object], is_good: Callable[[], bool], renew: Callable[[], None]
+) -> tuple[int, list[int]]:
+    """How many of some runs a Ctrl-C at a random moment hit, and after which of them all was not as it was.
+
+    Args:
+        rounds: How many runs there are.
+        longest: The latest moment, in seconds.
+        run: What is interrupted, given the number of the run.
+        is_good: Whether all is as it was.
+        renew: Makes anew what is not.
+    """
+    moment = random.Random(0)  # noqa: S311
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    hit, wrong = 0, []
+    try:
+        for turn in range(rounds):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moment.uniform(2e-5, longest))
+                run(turn)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hit += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            # An interrupt on the very threshold of an exit is made good when its traceback is collected.
+            if not is_good():
+                gc.collect()
+            if not is_good():
+                wrong.append(turn)
+                renew()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return hit, wrong
+
+
 # An interrupt that falls into a finalizer is reported by Python, since nothing could catch it there.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="interrupts by a timer need setitimer")
@@ -62,27 +98,18 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
     for method in methods * 5:
         method.attribute(x, 0)
     longest = (time.perf_counter() - start) / 10
-    moment = random.Random(0)  # noqa: S311
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    hit, wrong = 0, []
-    try:
-        for turn in range(ROUNDS):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, moment.uniform(2e-5, longest))
-                methods[turn % 2].attribute(x, 0)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                hit += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            # An interrupt on the very threshold of an exit is made good when its traceback is collected.
-            if state(model) != good:
-                gc.collect()
-            if state(model) != good:
-                wrong.append(turn)
-                model, methods = rebuilt()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+
+    def run(turn: int) -> None:
+        methods[turn % 2].attribute(x, 0)
+
+    def is_good() -> bool:
+        return state(model) == good
+
+    def renew() -> None:
+        nonlocal model, methods
+        model, methods = rebuilt()
+
+    hit, wrong = interrupted(ROUNDS, longest, run, is_good, renew)
     assert hit > ROUNDS / 4
     # A moment between two steps of Python's own context managers is out of reach; without care it is one in ten.
     assert len(wrong) <= ROUNDS // 100, wrong
@@ -113,26 +140,15 @@ def test_an_interrupt_in_a_block_of_the_users_leaves_the_model_as_it_was(block: 
     start = time.perf_counter()
     run()
     longest = time.perf_counter() - start
-    moment = random.Random(0)  # noqa: S311
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    hit, wrong = 0, 0
-    try:
-        for _ in range(60):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, moment.uniform(2e-5, longest))
-                run()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                hit += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            if state(model) != good:
-                gc.collect()
-            if state(model) != good:
-                wrong += 1
-                model = Crowded().train()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+
+    def is_good() -> bool:
+        return state(model) == good
+
+    def renew() -> None:
+        nonlocal model
+        model = Crowded().train()
+
+    hit, wrong = interrupted(60, longest, lambda turn: run(), is_good, renew)
     assert hit > 15
-    assert wrong <= 1
+    assert len(wrong) <= 1
     assert not opened.marks or all(each.closed for each in opened.marks)

@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import LayerError
 from ...hooks import HookManager
 from ...layouts import Grid
-from ...nests import tensors_in
+from ...nests import first_tensor, tensors_in
 from ..feeding import Feed, called
 from ..moments import Moments
 from ..selecting import LayersLike
@@ -135,7 +135,7 @@ class _Watch:
 
     def see(self, call: Call, output: Any) -> None:
         """A layer has returned."""
-        tensor = next(tensors_in(output), None)
+        tensor = first_tensor(output)
         if tensor is None:
             return
         name, heap = call[0], self.calls.of(call)

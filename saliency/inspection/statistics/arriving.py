@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...errors import ImageError
 from ...hooks import HookManager
 from ...model import leaf
-from ...nests import mapped, tensors_in
+from ...nests import first_tensor, mapped, tensors_in
 from ...rectifiers import refuse_checkpoints
 from ..feeding import Feed, called
 from ..moments import Moments, moments
@@ -93,7 +93,7 @@ class Arrivals:
 
     def _see(self, arriving: HookManager, call: Call, output: Any) -> Any:
         """A layer has returned: what flows on is a copy, whose gradient is that of what it returned, and no more."""
-        tensor = next(tensors_in(output), None)
+        tensor = first_tensor(output)
         if tensor is None:
             return None
         arrived = self._calls.of(call)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...hooks import HookManager
 from ...model import parts
-from ...nests import tensors_in
+from ...nests import first_tensor, tensors_in
 from ..feeding import Feed, called
 from .arithmetic import Operations, closed_form, known_kind
 
@@ -92,7 +92,7 @@ def watched(model: nn.Module, feed: Feed) -> dict[nn.Module, Layer]:
         hooks.enter_context(watch)
         output = called(model, feed)
     if not layers[model].calls:  # which no hook saw: TorchScript, or a `__call__` of its own
-        layers[model].end((0, next(tensors_in(feed[:2]), None), 0, 0), output)
+        layers[model].end((0, first_tensor(feed[:2]), 0, 0), output)
     return {module: layer for module, layer in layers.items() if layer.calls}
 
 
