@@ -114,7 +114,11 @@ def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iter
 
 
 class _EagerStance:
-    """The compiler's stance is one for the whole process, so its holders are counted too."""
+    """The compiler's stance is one for the whole process, so its holders are counted too.
+
+    PyTorch's context manager of it takes effect as it is made, and remembers what was before: one that a Ctrl-C loses
+    between the two could not be undone. So it is kept first and filled in then.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -122,16 +126,19 @@ class _EagerStance:
         self.stance: Any = None
 
     def take(self, holder: object) -> None:
+        kind = torch._dynamo.set_stance
         with self.lock:
             self.holders.add(holder)
             if self.stance is None:
-                self.stance = torch.compiler.set_stance("force_eager")
+                self.stance = kind.__new__(kind)
+                self.stance.__init__("force_eager")
 
     def give_back(self, holder: object) -> None:
         with self.lock:
             self.holders.discard(holder)
             if not self.holders and self.stance is not None:
-                self.stance.__exit__(None, None, None)
+                if hasattr(self.stance, "prev"):
+                    self.stance.__exit__(None, None, None)
                 self.stance = None
 
 
