@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import imports, layer_table, memory, recording, render, speed
+from benchmarks import imports, layer_table, memory, passes, passes_memory, recording, render, speed
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "torchvision", "timm", "captum", "grad-cam", "torchcam", "matplotlib", "opencv-python-headless")
@@ -60,3 +60,5 @@ if __name__ == "__main__":
     keep("speed", lambda: speed.main([]))
     keep("recording", lambda: recording.main([]))
     keep("layer_table", lambda: layer_table.main([]))
+    keep("passes", lambda: passes.main([]))
+    keep("passes_memory", lambda: passes_memory.main([]))

@@ -43,12 +43,13 @@ Markdown("\n".join(["| method | in a sentence | one call costs |", "|---|---|---
 # %% [markdown]
 # ## The sheet
 #
-# Each photo is explained by all methods together; whatever passes of the network they can share, they do. Each map is
-# drawn on its own scale. Dark to bright is none to much; in the maps with signs red speaks for the class, blue
-# against it.
+# First the methods that one forward and one backward are enough for. Each photo is explained by all of them together;
+# whatever passes of the network they can share, they do. Each map is drawn on its own scale. Dark to bright is none to
+# much; in the maps with signs red speaks for the class, blue against it.
 
 # %%
-methods = [cls(model) for cls in saliency.METHODS.values()]
+is_of_many_passes = {cls: "chunk" in cls.options() for cls in saliency.METHODS.values()}
+methods = [cls(model) for cls, many in is_of_many_passes.items() if not many]
 figure, axes = plt.subplots(
     len(methods), len(PHOTOS), figsize=(11, 2 * len(methods)), layout="constrained", squeeze=False
 )
@@ -73,7 +74,7 @@ for axis, method in zip(axes[:, 0], methods, strict=True):
 # The same from the command line, with a file per photo and method:
 #
 # ```console
-# $ saliency explain assets --method all --sheet --out out
+# $ saliency explain assets --method all --set seconds=2 --sheet --out out
 # ```
 #
 # One photo closer, by the methods that map the input:
@@ -81,3 +82,29 @@ for axis, method in zip(axes[:, 0], methods, strict=True):
 # %%
 closer = [each for each in saliency.explain_together(methods, "../assets/coffee.jpg") if each.layer is None]
 saliency.contact_sheet([closer], thumb=150, opacity=0.8)
+
+# %% [markdown]
+# ## The methods of many passes
+#
+# Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that samples has two
+# seconds for one photo, and the others a few steps, which is less than their authors would allow: a look, and no more.
+# What two seconds were enough for stands in each title.
+
+# %%
+quick = {"seconds": 2, "steps": 10, "channels": 100, "window": 48, "stride": 24, "precision": "fast"}
+looks = []
+for cls in (cls for cls, many in is_of_many_passes.items() if many):
+    options = {name: each for name, each in quick.items() if name in cls.options()}
+    looks.append(cls(model, **options).attribute("../assets/coffee.jpg"))
+rows = -(-len(looks) // 4)
+figure, axes = plt.subplots(rows, 4, figsize=(11, 2.3 * rows), layout="constrained")
+for axis in axes.flat:
+    axis.axis("off")
+for axis, explanation in zip(axes.flat, looks, strict=False):
+    axis.imshow(saliency.overlay(explanation, opacity=0.7))
+    axis.set_title(f"{explanation.method}\n{explanation.effort[0].passes} passes", fontsize=9)
+
+# %% [markdown]
+# **What to see.** Nearly all point at the cup. Those that mask or cover find it as a whole; the path methods, which end
+# at single pixels, draw its rim. More on these on the pages [How sure is this map?](07_how_sure_is_this_map.ipynb) and
+# [Without gradients](08_without_gradients.ipynb).

@@ -11,13 +11,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .classes import as_categories
+from .effort import Effort
 from .errors import MethodError, NonFiniteError, did_you_mean
 from .explanation import Explanation, Setting, Sign
 from .images import Batch, ImagesLike, read
@@ -42,6 +43,9 @@ class Finding(NamedTuple):
     coverage: Coverage | None = None
     layer: str | None = None
     residual: Tensor | None = None
+    error: Tensor | None = None  # as the values
+    agreement: Tensor | None = None  # (N,)
+    effort: tuple[Effort, ...] = ()
 
 
 class Attribution(ABC):
@@ -63,6 +67,11 @@ class Attribution(ABC):
     """How the method's authors read the values."""
     units: ClassVar[str] = "score"
     """What the values are in."""
+    adds_up: ClassVar[bool] = True
+    """Whether values and residual, where there is one, make up the score less something that is the same for every
+    image: a baseline's score, or nothing."""
+    trial: ClassVar[Mapping[str, Any]] = {}
+    """Options under which one call is quick, where the defaults take many passes: for tests, and for a first look."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -101,7 +110,17 @@ class Attribution(ABC):
     def options(cls) -> list[str]:
         """The names of the options, in the order of the constructor."""
         about_the_model = ("self", "model", "layer", "layers", "preprocess", "categories")
-        return [name for name in inspect.signature(cls.__init__).parameters if name not in about_the_model]
+        return [name for name in cls.parameters() if name not in about_the_model]
+
+    @classmethod
+    @cache
+    def parameters(cls) -> list[str]:
+        """The names of the constructor's parameters; typed keywords (`**running: Unpack[Running]`) one by one."""
+        found: list[str] = []
+        for name, parameter in inspect.signature(cls.__init__, eval_str=True).parameters.items():
+            keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
+            found += get_type_hints(get_args(parameter.annotation)[0]) if keywords else [name]
+        return found
 
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
         """Explain one image or several.
@@ -176,6 +195,9 @@ class Attribution(ABC):
             sign=self.sign,
             coverage=finding.coverage,
             residual=finding.residual,
+            error=finding.error,
+            agreement=finding.agreement,
+            effort=finding.effort,
         )
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .effort import Effort
 from .errors import ExplanationError
 from .files import replacing
 from .preprocess import Frame
@@ -27,7 +28,7 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any]
 
 _FORMAT = "saliency explanation 1"
-_TENSORS = ("values", "scores", "probabilities", "residual")
+_TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +53,10 @@ class Explanation:
         sign: How the method's authors read the values: "positive" evidence only, "signed", or "absolute" magnitude.
         coverage: How many rectifiers were rewritten, where the method rewrites them.
         residual: (N,) how far the values miss the sum that they should have, where the method is complete.
+        error: The standard error of each value, in the shape and the units of `values`, where the method samples.
+        agreement: (N,) the rank correlation of the maps of one half of the samples and of the other, where there are
+            samples: 1 is a map that more samples would not change.
+        effort: What was spent on each image, where a method makes many passes; otherwise empty.
     """
 
     values: Tensor
@@ -67,6 +72,9 @@ class Explanation:
     sign: Sign
     coverage: Coverage | None = None
     residual: Tensor | None = None
+    error: Tensor | None = None
+    agreement: Tensor | None = None
+    effort: tuple[Effort, ...] = ()
 
     def __len__(self) -> int:
         """The number of images."""
@@ -82,6 +90,7 @@ class Explanation:
             if (tensor := getattr(self, name)) is not None
         }
         chosen |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
+        chosen["effort"] = tuple(self.effort[i] for i in rows) if self.effort else ()
         return replace(self, **chosen)
 
     def __iter__(self) -> Iterator[Explanation]:
@@ -144,6 +153,7 @@ class Explanation:
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _TENSORS}
         plain["settings"] = dict(self.settings)
         plain["coverage"] = asdict(self.coverage) if self.coverage else None
+        plain["effort"] = [asdict(each) for each in self.effort]
         plain["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
         return {"format": _FORMAT, **plain}
 
@@ -152,12 +162,13 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain = {name: each for name, each in header.items() if name != "format"}
     plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
+    plain["effort"] = tuple(Effort(**each) for each in plain.get("effort", ()))
     plain["frames"] = tuple(
         None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), _box(*box))
         for i, box in enumerate(plain["frames"])
     )
     kept = {name: tensors.get(name) for name in _TENSORS}
-    per_image = [plain["target"], plain["target_names"], plain["frames"], *kept.values()]
+    per_image = [plain["target"], plain["target_names"], plain["frames"], plain["effort"] or None, *kept.values()]
     if kept["values"] is None or kept["scores"] is None:
         raise ValueError("it holds no values, or no scores")
     if {len(each) for each in per_image if each is not None} != {len(kept["values"])}:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .classes import Categories, class_probabilities, class_scores
 from .errors import NonFiniteError, TargetError
+from .rows import for_rows
 from .targets import ClassScore, OutputTarget, TargetLike, as_target
 
 
@@ -56,6 +57,14 @@ class Selection:
         if isinstance(self.target, OutputTarget):
             return self.target.names(self.images, self.categories)
         return (getattr(self.target, "__name__", type(self.target).__name__).strip("<>"),) * self.images
+
+    def rows(self, image: int, count: int) -> Selection:
+        """The settled target of one image, for an output whose rows are `count` passes of that image."""
+        if not self._settled:
+            raise ValueError("the target has seen no output yet: run the batch as it is first")
+        selection = Selection(for_rows(self.target, self.images, image, count), count, self.categories)
+        selection._settled = True
+        return selection
 
     def _probabilities(self, output: Any) -> Tensor | None:
         """The probability of each image's class; None without classes. An output that sums to 1 is taken as it is."""

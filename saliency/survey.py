@@ -75,7 +75,7 @@ def survey(model: nn.Module, x: Tensor) -> Survey:
         return known
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
     # What the user records or edits meanwhile is not this: the layer that is found is that of the model itself.
-    with HookManager(alone=True):
+    with HookManager(alone=True), torch.enable_grad():
         made = _survey(model, noise, modules)
     # Where no layer has a gradient, as under a head of zeros, the next call may know better.
     if made.alive:

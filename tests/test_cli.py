@@ -30,6 +30,9 @@ from saliency.trace import Trace
 from tests.commandline import ASSETS, COFFEE, copies, loaded, share_models, started
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))
+# A few passes for each method of many.
+FEW = ("passes=30", "steps=2", "channels=4", "segments=[3,3]", "grid=2", "window=96", "stride=96", "draws=1")
+QUICK = tuple(word for setting in FEW for word in ("--set", setting))
 SILU = ("--model", "efficientnet_b0", "--weights", "none")  # a network without a ReLU
 
 
@@ -98,7 +101,7 @@ def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Call
 
 
 def test_every_method_is_drawn_and_on_the_sheet(run: Callable[..., Run], tmp_path: Path) -> None:
-    answer = explain(run, tmp_path, COFFEE, "--method", "all", "--sheet")
+    answer = explain(run, tmp_path, COFFEE, "--method", "all", *QUICK, "--sheet")
     assert answer.code == 0, answer.err
     assert set(names(tmp_path)) == {f"coffee.{method}.png" for method in METHODS} | {"sheet.png"}
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -204,7 +207,7 @@ def test_a_method_that_does_not_apply_does_not_cost_the_others(
 
 
 def test_among_all_methods_one_that_does_not_apply_is_no_failure(run: Callable[..., Run], tmp_path: Path) -> None:
-    answer = explain(run, tmp_path, COFFEE, "-m", "all", *SILU, "--quiet")
+    answer = explain(run, tmp_path, COFFEE, "-m", "all", *QUICK, *SILU, "--quiet")
     assert (answer.code, answer.out, answer.err) == (0, "", "")
     assert "coffee.grad_cam.png" in names(tmp_path)
     assert "coffee.guided_backprop.png" not in names(tmp_path)

@@ -125,7 +125,7 @@ def test_what_a_method_gives_is_kept(name: str, tmp_path: Path) -> None:
     model = tiny_model()
     model.preprocess = _as_tensor  # type: ignore[assignment]
     model.categories = list("abcde")  # type: ignore[assignment]
-    found = METHODS[name](model).attribute([picture(16, 16), picture(16, 16, 1)], ["b", "a"])
+    found = METHODS[name](model, **METHODS[name].trial).attribute([picture(16, 16), picture(16, 16, 1)], ["b", "a"])
     assert_same(Explanation.load(found.save(tmp_path / "a")), found)
     assert_same(Explanation.load(found[1].save(tmp_path / "b")), found[1])
 

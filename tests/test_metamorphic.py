@@ -14,6 +14,9 @@ from saliency import METHODS, Attribution
 
 ASSETS = Path(__file__).parent.parent / "assets"
 BUILT_IN = [name for name, cls in METHODS.items() if cls.__module__.startswith("saliency.")]
+# What draws, or lays windows and superpixels over the picture, does not do so mirror-wise.
+STILL = [name for name in BUILT_IN if "chunk" not in METHODS[name].options()]
+STILL += ["integrated_gradients", "idgi", "blur_ig", "ablation_cam", "recipro_cam", "score_cam", "is_cam"]
 GRADIENT_MAPS = ["vanilla_gradient", "input_x_gradient", "guided_backprop", "deconvnet", "rectgrad"]
 SCALED = [*GRADIENT_MAPS, "cam", "grad_cam", "xgrad_cam", "hires_cam", "layer_cam", "eigen_grad_cam"]
 
@@ -45,7 +48,7 @@ def batch(height: int, width: int, images: int = 2) -> Tensor:
 
 
 def of(name: str, model: nn.Module) -> Attribution:
-    return METHODS[name](model)
+    return METHODS[name](model, **METHODS[name].trial)
 
 
 # Mirrors. With odd sizes, a padding of 1 and a stride of 2, the grid of places is its own mirror image.
@@ -59,7 +62,7 @@ def symmetric_about(axis: int, model: Net) -> Net:
     return model
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", STILL)
 @pytest.mark.parametrize("axis", [-1, -2], ids=["left and right", "top and bottom"])
 def test_a_mirrored_image_gives_the_mirrored_map_on_a_mirror_symmetric_model(model: Net, name: str, axis: int) -> None:
     x = batch(13, 21)
@@ -73,7 +76,7 @@ def test_a_mirrored_image_gives_the_mirrored_map_on_a_mirror_symmetric_model(mod
     assert torch.allclose(mirrored.scores, plain.scores, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", STILL)
 def test_a_transposed_image_gives_the_transposed_map_on_a_transposed_model(model: Net, name: str) -> None:
     """Height and width are never taken for one another."""
     x = batch(13, 21)
@@ -111,7 +114,10 @@ def test_a_shifted_bias_of_the_logits_changes_nothing_but_the_score(model: Net, 
     with torch.no_grad():
         model.head.bias.add_(5)
     shifted = of(name, model).attribute(x, [1, 3])
-    assert torch.equal(shifted.values, plain.values)
+    if "chunk" in METHODS[name].options() or name == "shapley_cam":  # differences of scores, and a softmax
+        assert torch.allclose(shifted.values, plain.values, rtol=1e-6, atol=1e-9 * float(plain.values.abs().max()))
+    else:
+        assert torch.equal(shifted.values, plain.values)
     assert torch.allclose(shifted.scores, plain.scores + 5, rtol=1e-12)
 
 
@@ -158,4 +164,6 @@ def test_the_memory_format_of_the_batch_changes_nothing(model: Net, name: str) -
     x = batch(12, 20)
     plain = of(name, model).attribute(x, [1, 3]).values
     again = of(name, model).attribute(x.contiguous(memory_format=torch.channels_last), [1, 3]).values
-    assert torch.allclose(again, plain, rtol=1e-9, atol=1e-12 * float(plain.abs().max()))
+    # Guided IG goes by thresholds on gradients, step after step, so that its rounding grows.
+    close = 1e-5 if name == "guided_ig" else 1e-12
+    assert torch.allclose(again, plain, rtol=1e-9, atol=close * float(plain.abs().max()))

@@ -18,7 +18,14 @@ import saliency
 from saliency import METHODS, Explanation, explain_together
 
 ASSETS = Path(__file__).parent.parent / "assets"
-CAMS = [name for name, cls in METHODS.items() if cls.sign == "positive" and cls.__module__.startswith("saliency.")]
+CAMS = [
+    name
+    for name, cls in METHODS.items()
+    if cls.__module__.startswith("saliency.")
+    and cls.sign == "positive"
+    and {"layer", "layers"} & set(cls.parameters())
+    and "chunk" not in cls.options()
+]
 OF_ONE_LAYER = [name for name in CAMS if name != "fused_cam"]
 Box = tuple[int, int, int, int]
 

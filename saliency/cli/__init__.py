@@ -16,7 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, did_you_mean
+from . import batching, rendering
 from .arguments import Help, Parser, opacity, percentile, whole
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the process is the command's own
+        keep_memory()
     try:
         if words and not words[0].startswith("-"):
             return _run(words[0], words[1:])
@@ -183,6 +187,17 @@ def _weights_option(group: argparse._ActionsContainer) -> None:
     )
 
 
+def _report(arguments: argparse.Namespace, screen: Screen) -> int:
+    with screen.waiting("starting"):
+        from .reporting import Request, report
+
+    return report(Request(**vars(arguments)), screen)
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="that saliency batch wrote")
+
+
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw over photos what the model looked at",
@@ -207,6 +222,23 @@ exit codes:
   1  some photo failed, and the others are written
   2  there is no such model, method, layer, class or option
 """,
+    ),
+    "batch": Command(
+        "a folder of photos becomes a folder of overlays, with a page to look through",
+        "SOURCE... [options]",
+        lambda parser: batching.options(parser, MODEL, METHOD),
+        batching.run,
+        batching.EXAMPLES,
+    ),
+    "render": Command(
+        "the maps of a batch in other colours, without the network",
+        "MAPS... [options]",
+        rendering.options,
+        rendering.run,
+        rendering.EXAMPLES,
+    ),
+    "report": Command(
+        "the page of a batch folder anew", "DIR", _report_options, _report, "examples:\n  saliency report out\n"
     ),
     "methods": Command("the methods, with their papers and what they cost", "", lambda parser: None, _methods, ""),
     "layers": Command(

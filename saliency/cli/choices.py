@@ -129,7 +129,9 @@ def _options(classes: Sequence[type[Attribution]], settings: Sequence[str]) -> d
 
 
 def _own(cls: type[Attribution], options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in cls.options()}
+    # The command line has a progress bar of its own, over the photos.
+    silent = {"progress": False} if "progress" in cls.options() else {}
+    return silent | {name: value for name, value in options.items() if name in cls.options()}
 
 
 def _names(classes: Iterable[type[Attribution]]) -> str:

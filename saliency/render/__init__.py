@@ -12,6 +12,7 @@ Nothing here changes an explanation, and the photo is never renormalised. `flow`
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ..explanation import Explanation, Sign
 from ..files import replacing
 from ..maps import Percentile, shared_limit
 from ..pictures import ImageLike
+from ..uncertainty import significance
 from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
 from .plot import figure
 from .sheet import contact_sheet
@@ -43,6 +45,7 @@ def overlay(
     sign: Sign | None = None,
     percentile: Percentile = "auto",
     limit: float | None = None,
+    fade: float | None = None,
 ) -> Image.Image:
     """The original, uncropped photo with the map in colours where the model looked: RGB, the photo's size.
 
@@ -58,6 +61,8 @@ def overlay(
         percentile: Where colours saturate, in percent of the map's magnitudes; None is the largest; "auto" is
             99.5 for gradients at the input and the largest for maps with one channel.
         limit: The map value at full colour instead, as `shared_limit` finds it for several.
+        fade: Lets the photo through where the map is less than so many standard errors from zero, all the more the
+            less it is; 2 leaves what chance would not do. For methods that sample; see `significance`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -67,7 +72,18 @@ def overlay(
         SaliencyWarning: The map is the same everywhere; it is drawn nevertheless.
     """
     require_one(explanation, "overlay")
-    return paint(frame_of(explanation, picture), shade(explanation, sign, percentile, limit), colormap, opacity)
+    shading = shade(explanation, sign, percentile, limit)
+    return paint(frame_of(explanation, picture), shading, colormap, opacity, _trust(explanation, sign, fade))
+
+
+def _trust(explanation: Explanation, sign: Sign | None, fade: float | None) -> Plane | None:
+    """How much of each cell's colour is shown, 0 to 1 (h, w), where what is not significant fades; None for all."""
+    if fade is None:
+        return None
+    if not (math.isfinite(fade) and fade > 0):
+        raise RenderError(f"fade {fade} is no number of standard errors; pass a positive one, such as 2, or None")
+    share = (significance(explanation, sign=sign)[0] / fade).clamp(max=1)
+    return share.float().cpu().numpy()
 
 
 def cutout(

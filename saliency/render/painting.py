@@ -190,8 +190,13 @@ def _averaged(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) ->
     return out
 
 
-def paint(frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity) -> Image.Image:
-    """The frame's picture with the map over its box, in RGB; untouched outside it and at opacity 0."""
+def paint(
+    frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity, trust: Plane | None = None
+) -> Image.Image:
+    """The frame's picture with the map over its box, in RGB; untouched outside it and at opacity 0.
+
+    `trust` (h, w) is how much of each cell's colour is shown, 0 to 1; None shows all of it.
+    """
     import cv2
 
     strength = _checked(opacity)
@@ -200,8 +205,10 @@ def paint(frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity) 
     pixels: Pixels = np.array(rgb(frame.picture))
     photo = pixels[inside.area]
     colors = cv2.applyColorMap(_entries(shares, shading.sign), shading.table(colormap)[:, None])
-    if strength is None:
-        weight = np.abs(shares)
+    if strength is None or trust is not None:
+        weight = np.abs(shares) if strength is None else np.full_like(shares, strength)
+        if trust is not None:
+            weight *= spread(trust, frame, inside)
         pixels[inside.area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
     else:
         pixels[inside.area] = cv2.addWeighted(photo, 1 - strength, colors, strength, 0)

@@ -41,10 +41,11 @@ def checks(
         model: Builds the classifier that the checks run on, from batches (N, 3, 16, 16) to scores (N, 2 classes or
             more), in float32 on the CPU and the same at every call. By default a small convolutional network with
             several kinds of ReLU, global average pooling and a linear head.
-        options: Options of the method's constructor; layers by name.
+        options: Options of the method's constructor; layers by name. Where a method makes many passes, they add to its
+            own `trial`.
 
     """
-    subject = Subject(method, options, model)
+    subject = Subject(method, {**method.trial, **options}, model)
     found = {**CONTRACT_CHECKS, **VALUE_CHECKS, **INPUT_CHECKS, **untouched_checks(subject)}
     return [(name, partial(_without_warnings, check, subject)) for name, check in found.items()]
 

@@ -40,13 +40,31 @@ def _order_does_not_matter(subject: Subject) -> None:
 
 def _seed_fixes_the_result(subject: Subject) -> None:
     model, x = subject.model(), images(2)
-    method = subject.on(model)
+    # Which chunks "auto" takes is a matter of time, and chunks differ by rounding.
+    fixed = {"chunk": 2} if "chunk" in subject.method.options() else {}
+    method = subject.on(model, **fixed)
     first = method.attribute(x, [0, 1])
     with _other_random_states():
-        again, anew = method.attribute(x, [0, 1]), subject.on(model).attribute(x, [0, 1])
+        again, anew = method.attribute(x, [0, 1]), subject.on(model, **fixed).attribute(x, [0, 1])
     for each, what in ((again, "the same call again"), (anew, "a new object with the same options")):
         equal = torch.equal(each.values, first.values) and torch.equal(each.scores, first.scores)
         require(equal, f"{what}, after the global random states moved, gave other values")
+
+
+def _chunks_do_not_show(subject: Subject) -> None:
+    if "chunk" not in subject.method.options():
+        return
+    model, x = subject.precise_model(), images(2, dtype=torch.float64)
+    expected = subject.on(model, chunk=1).attribute(x, [0, 1])
+    for chunk in (3, "auto"):
+        found = subject.on(model, chunk=chunk).attribute(x, [0, 1])
+        require_same(found.values, expected.values, f"values in chunks of {chunk} against one by one")
+        for name in ("error", "agreement", "residual"):
+            came, wanted = getattr(found, name), getattr(expected, name)
+            require((came is None) == (wanted is None), f"chunks of {chunk}: {name} is {came}, expected {wanted}")
+            if came is not None:
+                scale = float(expected.values.abs().max())
+                require_same(came + scale, wanted + scale, f"{name} in chunks of {chunk} against one by one")
 
 
 @contextmanager
@@ -241,6 +259,7 @@ VALUE_CHECKS: dict[str, Check] = {
     "batch_is_its_images": _batch_is_its_images,
     "order_does_not_matter": _order_does_not_matter,
     "seed_fixes_the_result": _seed_fixes_the_result,
+    "chunks_do_not_show": _chunks_do_not_show,
     "several_targets": _several_targets,
     "together_with_others": _together_with_others,
     "top_class": _top_class,

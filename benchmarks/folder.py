@@ -1,0 +1,285 @@
+"""A folder of JPEGs to a folder of Grad-CAM overlays: our command against its own stages and against others' ways.
+
+The stages are measured alone, on one thread: reading and preprocessing, the network at the size of batch that the run
+settles on, drawing and writing. Were they overlapped perfectly, a run would take their sum over the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+import saliency
+from benchmarks.timing import Timing, verdict
+from saliency.batch import Look, batch
+from saliency.batch.drawing import Task, draw
+from saliency.batch.folder import LISTING
+from saliency.batch.job import Job
+from saliency.batch.naming import names
+from saliency.batch.network import Network
+from saliency.batch.pipeline import cores
+from saliency.batch.reading import prepare
+from saliency.batch.sources import find
+from saliency.engine.allocator import keep_memory
+from saliency.pictures import open_picture
+
+ASSETS = Path(__file__).parent.parent / "assets"
+SIZE = (1000, 750)
+OVERLAP, FIVE_OVER_ONE, GRAD_CAM, TORCHCAM, MEMORY, RESUME = 1.2, 1.6, 0.30, 0.20, 1.10, 3.0
+FIVE = ("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam")
+MODELS = {"efficientnet_lite0": "default", "resnet50": None}
+
+
+def photos(folder: Path, count: int) -> Path:
+    """JPEGs of about 1000 x 750, no two the same."""
+    folder.mkdir()
+    originals = [open_picture(path) for path in sorted(ASSETS.glob("*.jpg"))]
+    for number in range(count):
+        picture = originals[number % len(originals)]
+        size = (SIZE[0] + number % 7 - 3, SIZE[1] + number % 5 - 2)
+        picture.resize(size, Image.Resampling.BICUBIC).save(folder / f"{number:04d}.jpg", quality=90)
+    return folder
+
+
+def ours(source: Path, out: Path, model: nn.Module, methods: tuple[str, ...] = ("grad_cam",), **options: Any) -> None:
+    """The command, in this process."""
+    shutil.rmtree(out, ignore_errors=True)
+    summary = batch(source, out, model, methods, device="auto", **options)
+    if summary.failed:
+        raise RuntimeError(str(summary.failures))
+
+
+def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, float]:
+    """The CPU seconds of each stage over all photos, alone and on one thread."""
+    out.mkdir(parents=True, exist_ok=True)
+    job = Job(model=model)
+    network = Network(job, model)
+    listed = find([source])
+    tasks = [
+        Task(at, replace(photo, name=name), job.methods)
+        for at, (photo, name) in enumerate(zip(listed, names(listed), strict=True))
+    ]
+    marks = [time.process_time()]
+    prepared = [prepare(task.photo, network.preprocess) for task in tasks]
+    marks.append(time.process_time())
+    found = [one for at in range(0, len(prepared), size) for one in network.explain(prepared[at : at + size])]
+    marks.append(time.process_time())
+    for task, ready, maps in zip(tasks, prepared, found, strict=True):
+        draw(out, job, task, ready, maps)
+    marks.append(time.process_time())
+    return dict(zip(("read", "network", "draw"), np.diff(marks).tolist(), strict=True))
+
+
+def settled(out: Path) -> int:
+    """The size of batch of most photos of a run."""
+    about = json.loads((out / "manifest.json").read_text())
+    return int(about["batch_size"] or max(size for _, size in about["batches"]))
+
+
+def grad_cam(source: Path, out: Path, model: nn.Module) -> None:
+    """pytorch-grad-cam's way: its README, for each photo."""
+    import cv2
+    from pytorch_grad_cam import GradCAM
+    from pytorch_grad_cam.utils.image import show_cam_on_image
+
+    out.mkdir(exist_ok=True)
+    layer = model.get_submodule("layer4")
+    prepare_one: Any = model.preprocess
+    for path in sorted(source.iterdir()):
+        with Image.open(path) as opened:
+            picture = opened.convert("RGB")
+        with GradCAM(model=model, target_layers=[layer]) as cam:
+            grey = cam(input_tensor=prepare_one(picture)[None], targets=None)[0]
+        photo = np.asarray(picture, np.float32) / 255
+        drawn = show_cam_on_image(photo, cv2.resize(grey, picture.size), use_rgb=True)
+        Image.fromarray(drawn).save(out / f"{path.stem}.png")
+
+
+def torchcam(source: Path, out: Path, model: nn.Module) -> None:
+    """The way of torchcam's README, for each photo."""
+    from torchcam.methods import GradCAM
+    from torchcam.utils import overlay_mask
+    from torchvision.transforms.functional import to_pil_image
+
+    out.mkdir(exist_ok=True)
+    prepare_one: Any = model.preprocess
+    for path in sorted(source.iterdir()):
+        with Image.open(path) as opened:
+            picture = opened.convert("RGB")
+        with GradCAM(model, "layer4") as cam:
+            scores = model(prepare_one(picture)[None].requires_grad_())
+            grey = cam(scores.squeeze(0).argmax().item(), scores)[0]
+        drawn = overlay_mask(picture, to_pil_image(grey.squeeze(0), mode="F"), alpha=0.5)
+        drawn.save(out / f"{path.stem}.png")
+
+
+def timed(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+    """Every contender once per round on all cores, after one round that does not count."""
+    cpu: dict[str, list[float]] = {name: [] for name in contenders}
+    wall: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, contender in contenders.items():
+            cpu_start, start = time.process_time(), time.perf_counter()
+            contender()
+            if turn:
+                cpu[name].append(time.process_time() - cpu_start)
+                wall[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(cpu[name]), tuple(wall[name])) for name in contenders}
+
+
+def overlapping(folder: Path, count: int, rounds: int) -> None:
+    """Print a run against its stages and, on resnet50, against the others; and five methods against one."""
+    source = photos(folder / "in", count)
+    print(f"## A folder: {count} JPEGs of about 1000x750, Grad-CAM, {cores()} cores\n")
+    print("| model | what | seconds (wall) | CPU seconds | ratio (wall) | target |\n|---|---|---|---|---|---|")
+    for name, weights in MODELS.items():
+        model = saliency.load(name, weights=weights)
+        out = folder / "out"
+        jpg = Look(format="jpg")
+        contenders: dict[str, Callable[[], object]] = {
+            "ours": partial(ours, source, out, model),
+            "ours, one CAM to JPEG": partial(ours, source, out, model, look=jpg),
+            "ours, five CAMs to JPEG": partial(ours, source, out, model, FIVE, look=jpg),
+        }
+        if name == "resnet50":
+            contenders["grad-cam's way"] = partial(grad_cam, source, folder / "g", model)
+            contenders["torchcam's README"] = partial(torchcam, source, folder / "t", model)
+        timings = timed(contenders, rounds)
+        ours(source, out, model)
+        size = settled(out)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        stages(source, folder / "s", model, size)
+        alone = stages(source, folder / "s", model, size)
+        torch.set_num_threads(threads)
+        best = sum(alone.values()) / cores()
+        parts = ", ".join(f"{stage} {1000 * seconds / count:.1f}" for stage, seconds in alone.items())
+        line(name, f"stages / cores (ms CPU per photo: {parts}; batch {size})", best, sum(alone.values()))
+        one = timings["ours"]
+        line(name, "ours", one.seconds, min(one.cpu), one.seconds / best, OVERLAP)
+        jpeg, five = timings["ours, one CAM to JPEG"], timings["ours, five CAMs to JPEG"]
+        line(name, "ours, one CAM to JPEG", jpeg.seconds, min(jpeg.cpu))
+        ratio = five.seconds / jpeg.seconds
+        line(name, "ours, five CAMs to JPEG, over one", five.seconds, min(five.cpu), ratio, FIVE_OVER_ONE)
+        for other, goal in (("grad-cam's way", GRAD_CAM), ("torchcam's README", TORCHCAM)):
+            if other in timings:
+                theirs = timings[other]
+                line(
+                    name, f"{other}, ours over it", theirs.seconds, min(theirs.cpu), one.seconds / theirs.seconds, goal
+                )
+    print()
+
+
+def line(model: str, what: str, wall: float, cpu: float, ratio: float | None = None, goal: float | None = None) -> None:
+    """Print a row of the table."""
+    measured = "" if ratio is None else f"{ratio:.2f}"
+    print(f"| {model} | {what} | {wall:.2f} | {cpu:.2f} | {measured} | {verdict(ratio or 0.0, goal)} |", flush=True)
+
+
+def child(source: str, out: str) -> None:
+    """Print the peak of a run in a process of its own, in MiB."""
+    keep_memory()
+    ours(Path(source), Path(out), saliency.load("resnet50", weights=None), batch_size=8)
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    print(int(match[1]) / 1024 if match else 0.0)
+
+
+def peaks(folder: Path, counts: tuple[int, int]) -> None:
+    """Print the peak memory of runs of two lengths."""
+    found = []
+    for count in counts:
+        source = photos(folder / f"in-{count}", count)
+        words = ["-m", "benchmarks.folder", "--child", str(source), str(folder / f"out-{count}")]
+        done = subprocess.run([sys.executable, "-W", "ignore", *words], capture_output=True, text=True, check=True)  # noqa: S603
+        found.append(float(done.stdout.split()[-1]))
+    print("## Memory: peak of the process, resnet50\n\n| photos | MiB | ratio | target |\n|---|---|---|---|")
+    print(f"| {counts[0]} | {found[0]:.0f} | | |")
+    print(f"| {counts[1]} | {found[1]:.0f} | {found[1] / found[0]:.3f} | {verdict(found[1] / found[0], MEMORY)} |\n")
+
+
+def finished(folder: Path, count: int) -> list[str]:
+    """A finished run of many entries, made of one by links; the command that finds it finished."""
+    source, out = folder / "many", folder / "many-out"
+    source.mkdir()
+    first = source / "00000.jpg"
+    open_picture(ASSETS / "coffee.jpg").resize((60, 40)).save(first)
+    words = [str(source), "--out", str(out)]
+    batch(source, out)
+    about = json.loads((out / "manifest.json").read_text())
+    listed, row = (json.loads((out / name).read_text()) for name in (LISTING, "manifest.jsonl"))
+    listing, rows = [], []
+    for number in range(count):
+        name = f"{number:05d}"
+        if number:
+            os.link(first, source / f"{name}.jpg")
+            for key in ("overlay", "photo", "heat"):
+                os.link(out / row[key], out / row[key].replace("00000", name))
+        listing.append(json.dumps(listed).replace("00000", name))
+        files = {key: row[key].replace("00000", name) for key in ("overlay", "photo", "heat", "source", "id")}
+        rows.append(json.dumps({**row, **files, "index": number}))
+    (out / LISTING).write_text("\n".join(listing) + "\n")
+    (out / "manifest.jsonl").write_text("\n".join(rows) + "\n")
+    about |= {"counts": {"photos": count, "rows": count, "failed": 0}, "batches": [[0, 8]]}
+    (out / "manifest.json").write_text(json.dumps(about))
+    return words
+
+
+def resuming(folder: Path, count: int) -> None:
+    """Print how long it takes to find that nothing is missing, from the start of the process on."""
+    words = finished(folder, count)
+    code = (
+        "import argparse, sys\nfrom saliency.cli import batching\nfrom saliency.cli.console import Screen\n"
+        "parser = argparse.ArgumentParser()\nbatching.options(parser, 'efficientnet_lite0', 'grad_cam')\n"
+        "sys.exit(batching.run(parser.parse_args(sys.argv[1:]), Screen()))"
+    )
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)  # noqa: S603
+        seconds.append(time.perf_counter() - start)
+        if "done already" not in done.stdout:
+            raise RuntimeError(done.stdout + done.stderr)
+    best = sorted(seconds[1:])[1]
+    print(f"## Resume: a finished run of {count} entries, from the start of the process\n")
+    print(f"| seconds | target |\n|---|---|\n| {best:.2f} | {verdict(best, RESUME)} |\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--photos", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--entries", type=int, default=10_000)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    if options.child:
+        child(*options.child)
+        return
+    keep_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        overlapping(Path(folder), options.photos, options.rounds)
+        peaks(Path(folder), (options.photos, 8 * options.photos))
+        resuming(Path(folder), options.entries)
+
+
+if __name__ == "__main__":
+    main()

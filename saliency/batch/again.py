@@ -1,0 +1,127 @@
+"""Overlays drawn again from kept maps, in other colours, without the network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from PIL import Image
+
+from ..errors import ImageError
+from ..pictures import open_picture
+from ..preprocess import Frame
+from ..render import overlay
+from .drawing import write_overlay
+from .folder import MAPS, PREVIEW_SUFFIX
+from .folder import PHOTOS as PREVIEWS
+from .job import Look
+from .keeping import Kept, read_shard
+from .photos import Photo, open_photo
+from .pipeline import cores
+from .problems import BatchError, Failure, stops_everything, unwritable
+
+
+@dataclass(frozen=True, slots=True)
+class Redrawn:
+    """What became of one map.
+
+    Attributes:
+        source: The photo, as it was named.
+        method: The method.
+        file: The overlay; None where there is a failure.
+        small: Whether it was drawn on the small preview, because the photo is not there any more.
+        failure: Why there is none.
+    """
+
+    source: str
+    method: str
+    file: Path | None = None
+    small: bool = False
+    failure: Failure | None = None
+
+
+def draw_again(
+    maps: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    look: Look | None = None,
+    methods: Sequence[str] = (),
+    workers: int | None = None,
+) -> Iterator[Redrawn]:
+    """Draw every map of some shards again: OUT/SUB/NAME.METHOD.png, one after the other as they are done.
+
+    Args:
+        maps: Shards, folders of them, or folders that `batch` made with `maps=True`.
+        out: Where to.
+        look: How; by default as `batch` does.
+        methods: Only these; all where none is named.
+        workers: Threads that draw; by default one per core.
+
+    Raises:
+        BatchError: There are no maps, or the folder cannot be written to.
+        ExplanationError: A file is no shard of ours, or is damaged.
+    """
+    chosen, folder = look or Look(), Path(out)
+    shards = list(_shards([maps] if isinstance(maps, str | os.PathLike) else maps))
+    with ThreadPoolExecutor(workers or cores(), "saliency-draw") as pool:
+        for shard in shards:
+            for _, group in groupby(read_shard(shard), key=lambda item: item[1].about["index"]):
+                kept = [each for _, each in group if not methods or each.about["method"] in methods]
+                picture = _picture(shard, kept[0]) if kept else None
+                if picture is not None:
+                    yield from pool.map(lambda each, on=picture: _drawn(each, on, folder, chosen), kept)
+
+
+def _shards(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path
+            continue
+        inside = path / MAPS if (path / MAPS).is_dir() else path
+        found = sorted(inside.glob("*.safetensors"))
+        if not found:
+            raise BatchError(f"{path} holds no maps; saliency batch --maps (maps=True) keeps them")
+        yield from found
+
+
+def _picture(shard: Path, kept: Kept) -> tuple[Image.Image, bool] | Failure:
+    """The photo of a map, and whether it is the small one."""
+    photo = Photo.from_json(kept.about["entry"])
+    try:
+        return open_photo(photo), False
+    except ImageError as error:
+        preview = shard.parent.parent / PREVIEWS / f"{kept.about['id']}.{PREVIEW_SUFFIX}"
+        try:
+            return open_picture(preview), True
+        except ImageError:
+            return Failure.of(error, photo)
+
+
+def _drawn(kept: Kept, on: tuple[Image.Image, bool] | Failure, out: Path, look: Look) -> Redrawn:
+    about = kept.about
+    told = Redrawn(about["source"], about["method"])
+    if isinstance(on, Failure):
+        return replace(told, failure=on)
+    picture, small = on
+    across, down = picture.width / about["width"], picture.height / about["height"]
+    left, top, right, bottom = about["box"]
+    frame = Frame(picture, (left * across, top * down, right * across, bottom * down))
+    file = out / f"{about['id']}.{about['method']}.{look.format}"
+    try:
+        drawing = overlay(
+            replace(kept.explanation(), frames=(frame,)),
+            opacity=look.opacity,
+            colormap=look.colormap,
+            sign=look.sign,
+            percentile=look.percentile,
+        )
+        write_overlay(file, drawing)
+    except Exception as error:
+        if isinstance(error, OSError) and stops_everything(error):
+            raise unwritable(out, error) from error
+        return replace(told, failure=Failure.of(error, Photo.from_json(about["entry"])))
+    return replace(told, file=file, small=small)

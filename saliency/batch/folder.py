@@ -1,0 +1,155 @@
+"""The folder of a run: what it is called, what earlier runs left in it, and how it is cleared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..files import replacing
+from .job import FORMATS
+from .manifest import MANIFEST
+from .photos import Photo
+from .problems import BatchError
+
+FORMAT = "saliency batch 1"
+ABOUT = "manifest.json"
+LISTING = "listing.jsonl"
+PARQUET = "manifest.parquet"
+PAGE = "index.html"
+
+OVERLAYS, PHOTOS, HEAT, MAPS = "overlays", "photos", "heat", "maps"
+FOLDERS = (OVERLAYS, PHOTOS, HEAT, MAPS)
+PREVIEW_SUFFIX, HEAT_SUFFIX = "jpg", "webp"
+SHARD = 64
+"""Photos whose maps lie in one file."""
+
+_LEFT_OVER = re.compile(r"\.[0-9a-f]{32}\.part")
+
+
+class Folder:
+    """The folder of a run.
+
+    Args:
+        path: Where it is, or is to be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def about(self) -> dict[str, Any] | None:
+        """What `manifest.json` says; None where there is no run yet.
+
+        Raises:
+            BatchError: It is no manifest of ours, or of another format.
+        """
+        try:
+            found = json.loads((self.path / ABOUT).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise BatchError(f"{self.path / ABOUT} is none of this version of saliency batch; choose another folder")
+        return found
+
+    def write_about(self, about: dict[str, Any]) -> None:
+        """Replace `manifest.json`."""
+        with replacing(self.path / ABOUT) as temporary:
+            temporary.write_text(json.dumps(about, indent=1, ensure_ascii=True) + "\n", "utf-8", newline="\n")
+
+    def listing(self) -> list[Photo]:
+        """The photos that earlier runs have numbered. Raises BatchError where the file is damaged."""
+        try:
+            lines = (self.path / LISTING).read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        try:
+            return [Photo.from_json(line) for line in lines]
+        except (TypeError, ValueError) as error:
+            raise BatchError(f"{self.path / LISTING} is damaged: {error}; begin anew with --restart") from error
+
+    def write_listing(self, photos: Sequence[Photo]) -> None:
+        """Replace the listing."""
+        with replacing(self.path / LISTING) as temporary:
+            temporary.write_text("".join(f"{photo.to_json()}\n" for photo in photos), "ascii", newline="\n")
+
+    def has_rows(self) -> bool:
+        """Whether a run has got as far as its first row."""
+        path = self.path / MANIFEST
+        return path.is_file() and path.stat().st_size > 0
+
+    def tidy(self) -> None:
+        """Remove what writers that were killed have left under temporary names."""
+        for folder, _, files in self._walk():
+            for name in files:
+                if _LEFT_OVER.fullmatch(name):
+                    (Path(folder) / name).unlink(missing_ok=True)
+
+    def clear(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
+        """Remove what a run has made, or may have made when it was stopped, and nothing else."""
+        for photo in photos:
+            for name in _all_names(photo, methods):
+                with suppress(OSError):
+                    os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - as many as there are files
+        for shard in range(-(-len(photos) // SHARD)):
+            (self.path / map_file(shard * SHARD)).unlink(missing_ok=True)
+        for folder, _, _ in reversed(list(self._walk())):
+            if Path(folder) != self.path:
+                with suppress(OSError):  # what is not empty holds files of others
+                    Path(folder).rmdir()
+        # The head goes last: a run that is stopped before can be cleared again.
+        for name in (PAGE, PARQUET, MANIFEST, LISTING, ABOUT):
+            (self.path / name).unlink(missing_ok=True)
+
+    def require_free(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
+        """Raise BatchError where a new run would replace a file that is not its own."""
+        top = [PAGE, PARQUET, LISTING, MANIFEST, ABOUT]
+        there = [each for each in FOLDERS if (self.path / each).is_dir()]
+        names: Iterator[str] = (name for photo in photos for name in _all_names(photo, methods)) if there else iter(())
+        for name in (*top, *names):
+            if os.path.lexists(f"{self.path}/{name}"):
+                raise BatchError(
+                    f"{self.path} holds files of others: {name} would be replaced; choose another folder for --out"
+                )
+
+    def _walk(self) -> Iterator[tuple[str, list[str], list[str]]]:
+        yield str(self.path), [], [each.name for each in os.scandir(self.path)]
+        for name in FOLDERS:
+            yield from os.walk(self.path / name)
+
+
+def overlay_file(photo: Photo, method: str, format: str) -> str:
+    """Where the overlay of a photo lies in the folder."""
+    return f"{OVERLAYS}/{photo.name}.{method}.{format}"
+
+
+def preview_file(photo: Photo) -> str:
+    """Where the plain photo lies, small."""
+    return f"{PHOTOS}/{photo.name}.{PREVIEW_SUFFIX}"
+
+
+def heat_file(photo: Photo, method: str) -> str:
+    """Where the map alone lies, in colours."""
+    return f"{HEAT}/{photo.name}.{method}.{HEAT_SUFFIX}"
+
+
+def map_file(index: int) -> str:
+    """The shard that holds the maps of a photo."""
+    return f"{MAPS}/{index // SHARD:05d}.safetensors"
+
+
+def map_key(index: int, method: str) -> str:
+    """The name of a photo's map in its shard."""
+    return f"{index}.{method}"
+
+
+def _all_names(photo: Photo, methods: Sequence[str]) -> Iterator[str]:
+    yield preview_file(photo)
+    for method in methods:
+        yield heat_file(photo, method)
+        yield from (overlay_file(photo, method, each) for each in FORMATS)

@@ -1,0 +1,105 @@
+"""Raw maps in shards: float16, signed, as small as they came, with all that drawing them again takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ..errors import ExplanationError
+from ..explanation import Explanation
+from ..files import replacing
+from .folder import FORMAT
+
+_HEADER = "saliency"
+_HALF_MAX = 65504.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """A map as it is kept.
+
+    Attributes:
+        values: (C, h, w) float16; times `about["scale"]` they are in the units of the map.
+        about: What drawing it again takes, as JSON.
+    """
+
+    values: NDArray[np.float16]
+    about: dict[str, Any]
+
+    @classmethod
+    def of(cls, explanation: Explanation, about: Mapping[str, Any]) -> Kept:
+        """The values of an explanation of one image.
+
+        They are scaled by a power of two such that the largest lies between 1/2 and 1: neither does it overflow nor
+        does a gradient of 1e-8 become zero.
+        """
+        values = explanation.values[0].detach().double().cpu().numpy()
+        largest = float(np.abs(values).max(initial=0.0))
+        scale = math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+        settings = dict(explanation.settings)
+        facts = {"shape": list(values.shape), "scale": scale, "settings": settings, "layer": explanation.layer}
+        return cls((values / scale).astype(np.float16), {**about, **facts})
+
+    def explanation(self) -> Explanation:
+        """The same as an explanation, without the picture. Raises LookupError where something is missing."""
+        about = self.about
+        probability = about["probability"]
+        return Explanation(
+            values=torch.from_numpy(self.values.astype(np.float32) * np.float32(about["scale"]))[None],
+            scores=torch.tensor([about["score"]]),
+            method=about["method"],
+            settings=about["settings"],
+            target=(about["target"],),
+            target_names=(about["name"],),
+            probabilities=None if probability is None else torch.tensor([probability]),
+            layer=about["layer"],
+            input_size=(about["input_height"], about["input_width"]),
+            frames=(None,),
+            sign=about["sign"],
+        )
+
+
+def write_shard(path: Path, maps: Mapping[str, Kept]) -> None:
+    """Write maps into a shard, beside those that it holds already. Raises OSError."""
+    if path.is_file():
+        maps = dict(read_shard(path)) | dict(maps)
+    path.parent.mkdir(exist_ok=True)
+    header = {key: maps[key].about for key in sorted(maps)}
+    text = json.dumps({"format": FORMAT, "maps": header}, sort_keys=True)
+    data = save({key: maps[key].values for key in sorted(maps)}, metadata={_HEADER: text})
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def read_shard(path: Path) -> Iterator[tuple[str, Kept]]:
+    """The maps of a shard by their keys, one by one, in the order of the photos.
+
+    Raises:
+        ExplanationError: It is no shard of `saliency batch`, or is damaged.
+    """
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
+                raise ExplanationError(f"{path} holds no maps of saliency batch; pass DIR or DIR/maps/*.safetensors")
+            for key in sorted(header["maps"], key=_order):
+                yield key, Kept(file.get_tensor(key), header["maps"][key])
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ExplanationError):
+            raise
+        raise ExplanationError(f"{path} cannot be read as maps: {error}") from error
+
+
+def _order(key: str) -> tuple[int, str]:
+    index, _, method = key.partition(".")
+    return (int(index) if index.isdecimal() else -1), method

@@ -1,0 +1,226 @@
+"""The manifest of a run: one line per photo and method, only ever whole, in the order of the photos."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..files import replacing
+
+Row = dict[str, Any]
+
+MANIFEST = "manifest.jsonl"
+SYNCED_EVERY = 2.0
+"""Seconds between two waits for the disk: a power cut costs no more than that."""
+
+KEYS = (
+    *("index", "source", "id", "method", "target", "name", "probability", "score", "layer"),
+    *("width", "height", "input_width", "input_height", "box", "settings", "sign", "units", "limit"),
+    *("overlay", "photo", "heat", "map", "map_key", "colormap", "seconds", "error", "error_kind"),
+)
+FILES = ("overlay", "photo", "heat", "map")
+
+
+def row(**known: Any) -> Row:
+    """A row with all its keys, None where nothing is known."""
+    return {key: known.get(key) for key in KEYS}
+
+
+@dataclass(slots=True)
+class Standing:
+    """What a manifest says is done.
+
+    Attributes:
+        done: The methods of each photo that have a row, as bits; -1 where one row speaks for all.
+        rows: How many rows there are.
+        failed: How many photos have an error, and why.
+        lost: Whether there are rows to leave out: their files are gone, or they are to be tried again.
+        ordered: Whether the rows stand in the order of the photos and methods.
+        end: The bytes of the whole lines.
+    """
+
+    done: dict[int, int] = field(default_factory=dict)
+    rows: int = 0
+    failed: set[int] = field(default_factory=set)
+    kinds: Counter[str] = field(default_factory=Counter)
+    lost: bool = False
+    ordered: bool = True
+    end: int = 0
+    last: tuple[int, int] = (-1, -1)
+
+    def add(self, row: Row, place: int) -> None:
+        """Take note of a row; `place` is its method's place among the methods, -1 for all."""
+        index = int(row["index"])
+        self.done[index] = self.done.get(index, 0) | (-1 if place < 0 else 1 << place)
+        self.rows += 1
+        if row["error"] is not None:
+            self.failed.add(index)
+            self.kinds[str(row["error_kind"])] += 1
+        self.ordered = self.ordered and (index, place) > self.last
+        self.last = (index, place)
+
+    def is_done(self, index: int, place: int) -> bool:
+        """Whether a photo has a row of a method."""
+        return bool(self.done.get(index, 0) >> place & 1)
+
+
+class Manifest:
+    """The file with the rows.
+
+    Args:
+        folder: The folder of the run.
+        methods: The names of the run's methods, in their order.
+    """
+
+    def __init__(self, folder: Path, methods: Sequence[str]) -> None:
+        self.path = folder / MANIFEST
+        self._folder = folder
+        self._places = {name: place for place, name in enumerate(methods)}
+        self._file = -1
+        self._synced = time.monotonic()
+        self.standing = Standing()
+
+    def place(self, row: Row) -> int:
+        """The place of a row's method among the run's methods; -1 for a row that speaks for all of them."""
+        return self._places.get(str(row["method"]), -1)
+
+    def read(self, *, again: bool = False) -> None:
+        """Read what is there, and leave out what has to be done again.
+
+        Args:
+            again: Whether rows with errors are left out too.
+        """
+        self.standing = standing = Standing()
+        seen: dict[str, bool] = {}
+        for found, end in self._whole():
+            standing.end = end
+            if (again and found["error"] is not None) or not self._has_files(found, seen):
+                standing.lost = True
+            else:
+                standing.add(found, self.place(found))
+        if standing.lost:
+            self._rewrite(row for row, _ in self._whole() if standing.is_done(int(row["index"]), self.place(row) % 64))
+
+    def open(self) -> None:
+        """Open it for more rows, and cut off what a crash left of a line."""
+        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        self._file = os.open(self.path, flags, 0o666)
+        if os.fstat(self._file).st_size != self.standing.end:
+            os.ftruncate(self._file, self.standing.end)
+        os.lseek(self._file, 0, os.SEEK_END)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Add rows: all of them, or none where the disk is full. Raises OSError then."""
+        rows = list(rows)
+        data = b"".join(map(encoded, rows))
+        try:
+            _write(self._file, data)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(self._file, self.standing.end)
+                os.lseek(self._file, 0, os.SEEK_END)
+            raise
+        self.standing.end += len(data)
+        for each in rows:
+            self.standing.add(each, self.place(each))
+        if time.monotonic() - self._synced > SYNCED_EVERY:
+            self.sync()
+
+    def sync(self) -> None:
+        """Wait until the disk has it."""
+        os.fsync(self._file)
+        self._synced = time.monotonic()
+
+    def sort(self) -> None:
+        """Bring the rows into the order of the photos, where what was done again stands behind; no more can follow."""
+        self.close()
+        if self.standing.ordered:
+            return
+        rows = [row for row, _ in self._whole()]
+        rows.sort(key=lambda row: (int(row["index"]), self.place(row)))
+        self._rewrite(rows)
+        self.standing.ordered = True
+
+    def close(self) -> None:
+        """No more rows come."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, one by one."""
+        return (row for row, _ in self._whole())
+
+    def _whole(self) -> Iterator[tuple[Row, int]]:
+        """The rows up to the first that is not whole, each with the number of bytes to its end."""
+        end = 0
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            for line in file:
+                end += len(line)
+                found = _parsed(line)
+                if found is None:
+                    return
+                yield found, end
+
+    def _rewrite(self, rows: Iterable[Row]) -> None:
+        with replacing(self.path) as temporary, temporary.open("wb") as file:
+            for each in rows:
+                file.write(encoded(each))
+            file.flush()
+            os.fsync(file.fileno())
+        self.standing.end = self.path.stat().st_size
+
+    def _has_files(self, row: Row, seen: dict[str, bool]) -> bool:
+        """Whether the files that a row names are there. What several rows name is looked up once."""
+        for key in FILES:
+            name = row.get(key)
+            if not isinstance(name, str):
+                continue
+            shared = key in ("photo", "map")
+            known = seen.get(name) if shared else None
+            if known is None:
+                known = _is_filled(f"{self._folder}/{name}")
+                if shared:
+                    seen[name] = known
+            if not known:
+                return False
+        return True
+
+
+def encoded(row: Row) -> bytes:
+    """A row as a line."""
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _parsed(line: bytes) -> Row | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.keys() >= {"index", "method", "error", "error_kind"} else None
+
+
+def _is_filled(path: str) -> bool:
+    try:
+        return os.stat(path).st_size > 0  # noqa: PTH116 - tens of thousands of them
+    except OSError:
+        return False
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

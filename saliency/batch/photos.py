@@ -1,0 +1,98 @@
+"""A photo of a run: where it lies, what is to be explained in it, and the name of what is made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Photo:
+    """One entry of the listing.
+
+    Attributes:
+        path: The absolute path of the file that it lies in.
+        source: The same as it was named, for eyes.
+        name: What the files made of it begin with, below the folders of the run: "SUB/cat".
+        folder: The folders below the source in which it was found.
+        label: Its own file name.
+        target: The class to explain, by index or name; None for what the run asks for.
+        problem: Why there is no photo; empty where there may be one.
+        offset: Where in the file it begins; None for the whole file.
+        size: How many bytes it takes from there.
+    """
+
+    path: str
+    source: str
+    name: str = ""
+    folder: tuple[str, ...] = ()
+    label: str = ""
+    target: int | str | None = None
+    problem: str = ""
+    offset: int | None = None
+    size: int = 0
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells it from other photos in a later listing."""
+        return self.path, self.offset
+
+    def to_json(self) -> str:
+        """The photo as one line of text; any file name, whatever its bytes, comes back as it was."""
+        return json.dumps({name: each for name, each in asdict(self).items() if each not in ("", None, ())})
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Photo:
+        """What `to_json` wrote. Raises ValueError or TypeError for anything else."""
+        fields = json.loads(line)
+        return cls(**fields | {"folder": tuple(fields.get("folder", ()))})
+
+
+def shown(text: str) -> str:
+    """A text that any file can hold: bytes of a file name that are no text are written out."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def open_photo(photo: Photo) -> Image.Image:
+    """The photo as an upright RGB picture.
+
+    Raises:
+        ImageError: It cannot be read, or is none.
+    """
+    from ..errors import ImageError
+    from ..pictures import decode, open_picture
+
+    if photo.problem:
+        raise ImageError(photo.problem)
+    if photo.offset is None:
+        return open_picture(photo.path)
+    try:
+        with open(photo.path, "rb") as file:  # noqa: PTH123 - a path may hold bytes that are no text
+            file.seek(photo.offset)
+            data = file.read(photo.size)
+    except OSError as error:
+        raise ImageError(f"{photo.source!r} cannot be read: {error.strerror or error}") from error
+    if len(data) < photo.size:
+        raise ImageError(f"{photo.source!r} is cut off: the shard ends {photo.size - len(data)} bytes too early")
+    return decode(io.BytesIO(data), photo.source)
+
+
+def absolute(path: str) -> str:
+    """The path from the root on, with nothing resolved; unlike Path, it takes any bytes and keeps links."""
+    return os.path.abspath(path)  # noqa: PTH100
+
+
+def label_of(path: str) -> str:
+    """The file name at the end of a path."""
+    return os.path.basename(path) or path  # noqa: PTH119
+
+
+def exists(photo: Photo) -> bool:
+    """Whether its file is there, of whatever kind."""
+    return not photo.problem and os.path.lexists(photo.path)

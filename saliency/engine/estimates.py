@@ -1,0 +1,114 @@
+"""A mean over samples that come in chunks, and how far it can be trusted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Estimate:
+    """A mean per pixel over samples that stream by, with its standard error, in constant memory.
+
+    Chunks are merged by the rule of Chan et al., so that only rounding depends on how the samples were cut into chunks.
+
+    Source: Welford, "Note on a Method for Calculating Corrected Sums of Squares and Products" (1962),
+        https://doi.org/10.1080/00401706.1962.10490022; Chan et al., "Updating Formulae and a Pairwise Algorithm for
+        Computing Sample Variances" (1979), http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None  # the sum of squared deviations
+        self._even: Tensor | None = None  # the sum of the samples 0, 2, 4, ...
+
+    def add(self, samples: Tensor) -> None:
+        """Take in a chunk of samples (k, ...)."""
+        if not len(samples):
+            return
+        added = len(samples)
+        mean = samples.mean(0)
+        squares = (samples - mean).square_().sum(0)
+        even = samples[self.count % 2 :: 2].sum(0)
+        mean, squares, even = (_precise(each) for each in (mean, squares, even))
+        if self._mean is None or self._squares is None or self._even is None:
+            self._mean, self._squares, self._even = mean, squares, even
+        else:
+            off = mean - self._mean
+            total = self.count + added
+            self._squares += squares + off.square() * (self.count * added / total)
+            self._mean += off * (added / total)
+            self._even += even
+        self.count += added
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of all samples (...), in float64 where the device has it."""
+        if self._mean is None:
+            raise ValueError("no sample has come in yet")
+        return self._mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The unbiased variance of the samples (...); zero for a single one."""
+        if self._squares is None:
+            raise ValueError("no sample has come in yet")
+        return self._squares / max(self.count - 1, 1)
+
+    @property
+    def error(self) -> Tensor | None:
+        """The standard error of the mean (...); None for fewer than two samples, which say nothing of it."""
+        return (self.variance / self.count).sqrt() if self.count > 1 else None
+
+    @property
+    def relative_error(self) -> float:
+        """The root mean square of the standard errors over that of the means; infinite where it is not known."""
+        return relative_error(self.mean, self.error)
+
+    @property
+    def agreement(self) -> float | None:
+        """The rank correlation of the maps of every other sample and of those between; None below four samples.
+
+        Of a map with channels, the channels are summed first.
+        """
+        if self.count < 4 or self._even is None:
+            return None
+        evens = (self.count + 1) // 2
+        odd = self.mean * self.count - self._even
+        return rank_correlation(self._even / evens, odd / (self.count - evens))
+
+
+def relative_error(mean: Tensor, error: Tensor | None) -> float:
+    """The root mean square of standard errors over that of the values; 0 for 0 over 0, infinite where unknown."""
+    if error is None:
+        return float("inf")
+    above, below = float(error.double().square().mean().sqrt()), float(mean.double().square().mean().sqrt())
+    return above / below if below else (0.0 if not above else float("inf"))
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float:
+    """Spearman's rank correlation of two maps (..., H, W), -1 to 1; leading axes are summed. 1 for constant maps.
+
+    Source: Spearman, "The Proof and Measurement of Association between Two Things" (1904).
+    """
+    ranks = [_ranks(each.reshape(-1, *each.shape[-2:]).sum(0).flatten()) for each in (first, second)]
+    first, second = (each - each.mean() for each in ranks)
+    norm = float(first.norm() * second.norm())
+    return float(first @ second) / norm if norm else 1.0
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """The rank of each value; ties share the mean of theirs."""
+    at: Tensor
+    counts: Tensor
+    _, at, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).to(_wide(values))
+    return (last - (counts - 1) / 2)[at]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(_wide(tensor), copy=True)

@@ -1,0 +1,281 @@
+"""Many passes of one model on variants of one image, in chunks that fit the machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..effort import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
+from ..errors import TargetError
+from ..model import leaf, run
+from ..rectifiers import INDEPENDENT, refuse_checkpoints
+from ..selection import Selection
+from .estimates import Estimate
+from .pace import fits, is_out_of_memory, pace_of
+from .progress import Bar
+
+CHECKED_EVERY = 16
+"""A tolerance is asked after whole multiples of so many passes, so that the chunk size cannot show."""
+
+_T = TypeVar("_T")
+
+Make = Callable[[int, int], Tensor]
+"""From the numbers of the first pass and of the one behind the last to their inputs (k, C, H, W)."""
+
+
+class Done(NamedTuple):
+    """A chunk of passes that were run."""
+
+    start: int
+    inputs: Tensor  # (k, C, H, W)
+    scores: Tensor  # (k,)
+    gradients: Tensor  # (k, C, H, W); of no rows where only forwards were asked for
+
+
+class Passes:
+    """The passes of one image: made chunk by chunk, run at the best size, counted, limited, and interruptible.
+
+    Used as a context: leaving it ends the progress bar.
+
+    Args:
+        model: The model, borrowed by the caller.
+        x: (1, C, H, W) the image.
+        selection: The settled target of the batch.
+        image: The image's place in the batch.
+        limits: When to stop.
+        chunk: A number of passes, or "auto".
+        precision: See `saliency.effort.Running`.
+        progress: See there.
+        on_interrupt: See there.
+        label: What the progress bar says.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        selection: Selection,
+        image: int,
+        limits: Limits,
+        *,
+        chunk: Chunk = "auto",
+        precision: Precision = "exact",
+        progress: bool | None = None,
+        on_interrupt: OnInterrupt = "raise",
+        label: str = "",
+    ) -> None:
+        self.model, self.x = model, x
+        self.limits = limits
+        self.used = 0
+        self.stopped: Stopped = "complete"
+        self.notes: list[str] = []
+        self._selection, self._image = selection, image
+        self._chunk = chunk
+        self._precision: Precision = precision
+        self._precision_note = "exact"
+        self._began = time.perf_counter()
+        self._bar = Bar(label, progress)
+        self._on_interrupt = on_interrupt
+        self._interrupted = False
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Passes:
+        self._undo.callback(self._bar.close)
+        if self._on_interrupt == "return" and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            self._undo.callback(signal.signal, signal.SIGINT, before)
+            signal.signal(signal.SIGINT, self._take_note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def _take_note(self, number: int, frame: object) -> None:
+        """The first Ctrl-C ends the work behind the chunk that is under way; a second one does not wait for that."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
+
+    @property
+    def effort(self) -> Effort:
+        """What was spent so far."""
+        seconds = time.perf_counter() - self._began
+        return Effort(self.used, seconds, self.stopped, self._precision_note, "; ".join(self.notes))
+
+    def target(self, count: int) -> Selection:
+        """The target, for an output of `count` passes of the image."""
+        return self._selection.rows(self._image, count)
+
+    def forwards(self, make: Make, count: int) -> Iterator[Done]:
+        """The scores of `count` inputs, chunk by chunk. They are made as they are needed.
+
+        Args:
+            make: Makes the inputs from `start` to `stop`; it may be asked again for the same ones, where memory ran
+                out, and has to give the same.
+            count: How many inputs there are.
+        """
+        runner = self._runner(backward=False)
+
+        def compute(start: int, stop: int) -> Done:
+            with torch.no_grad():
+                inputs = make(start, stop)
+            with torch.inference_mode():
+                scores = self.target(len(inputs))(runner(inputs))
+            return Done(start, inputs, scores.clone(), inputs[:0])
+
+        yield from self.chunks(compute, count, "forward")
+
+    def gradients(self, make: Make, count: int) -> Iterator[Done]:
+        """The scores and the gradients at `count` inputs, chunk by chunk. See `forwards`.
+
+        Raises:
+            TargetError: The score has no gradient, or does not depend on the input.
+        """
+        runner = self._runner(backward=True)
+
+        def compute(start: int, stop: int) -> Done:
+            with torch.no_grad():
+                inputs = make(start, stop)
+            at = leaf(inputs)
+            scores = self.target(len(inputs))(runner(at))
+            return Done(start, inputs, scores.detach(), gradient_at(scores, at))
+
+        yield from self.chunks(compute, count, "gradient")
+
+    def chunks(self, compute: Callable[[int, int], _T], count: int, kind: str) -> Iterator[_T]:
+        """What `compute(start, stop)` gives for passes 0 to `count`, in chunks, until a limit is met.
+
+        Args:
+            compute: Runs the passes from `start` to `stop`. It may be called again with a smaller chunk.
+            count: How many passes there are.
+            kind: What kind of pass this is; the best size is remembered by it.
+        """
+        pace = pace_of(self.model, (kind, self._precision), self.x)
+        at, grown, most = 0, _Growth(), count
+        if self.limits.passes is not None:
+            most = min(count, self.limits.passes - self.used)
+        self._bar.extend(most)
+        while at < most and not self._is_over(at):
+            size = self._size(pace.size() if self._chunk == "auto" else self._chunk, at, most, grown)
+            start = time.perf_counter()
+            try:
+                with torch.enable_grad():
+                    made: _T | None = compute(at, at + size)
+                _finish(self.x.device)
+            except KeyboardInterrupt:
+                if self._on_interrupt != "return" or not self.used:
+                    raise
+                self.stopped = "interrupt"
+                return
+            except (RuntimeError, MemoryError) as error:
+                if size == 1 or not is_out_of_memory(error):
+                    raise
+                made = None
+            if made is None:  # behind the handler, whose traceback holds on to the memory
+                pace.too_large(size)
+                _release(self.x.device)
+                continue
+            pace.record(size, time.perf_counter() - start)
+            grown.record(size)
+            at += size
+            self.used += size
+            self._bar.advance(size)
+            yield made
+        if at >= most and most < count:
+            self.stopped = "passes"
+
+    def enough(self, estimate: Estimate) -> bool:
+        """Whether an estimate is as good as the tolerance asks; then the work is over."""
+        tolerance = self.limits.tolerance
+        if tolerance is None or estimate.count < 2 * CHECKED_EVERY or estimate.count % CHECKED_EVERY:
+            return False
+        if estimate.relative_error > tolerance:
+            return False
+        self.stopped = "tolerance"
+        return True
+
+    def _is_over(self, at: int) -> bool:
+        if self._interrupted and self.used:
+            self.stopped = "interrupt"
+        elif self.limits.seconds is not None and at and time.perf_counter() - self._began >= self.limits.seconds:
+            self.stopped = "seconds"
+        return self.stopped in ("interrupt", "seconds")
+
+    def _size(self, wanted: int, at: int, most: int, grown: _Growth) -> int:
+        size = min(wanted, most - at)
+        if self._chunk == "auto":
+            size = min(size, grown.fitting())
+        if self.limits.tolerance is not None:
+            size = min(size, CHECKED_EVERY - at % CHECKED_EVERY)
+        return size
+
+    def _runner(self, *, backward: bool) -> Callable[[Tensor], Any]:
+        if self._precision == "exact":
+            return lambda inputs: run(self.model, inputs)
+        from .precision import runner
+
+        chosen = runner(self.model, self.x, self._precision, backward=backward)
+        self._precision_note = chosen.note
+        return chosen
+
+
+def gradient_at(scores: Tensor, at: Tensor) -> Tensor:
+    """The gradient of the sum of some scores at an input. Raises TargetError where there is none."""
+    if not scores.requires_grad:
+        raise TargetError(
+            "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
+        )
+    try:
+        (gradient,) = torch.autograd.grad(scores.sum(), at, allow_unused=True)
+    except RuntimeError:
+        refuse_checkpoints(scores)
+        raise
+    if gradient is None:
+        raise TargetError(INDEPENDENT)
+    return gradient
+
+
+class _Growth:
+    """How much memory a pass was seen to take on a processor, by the growth of the process."""
+
+    def __init__(self) -> None:
+        self._first = _peak()
+        self._per_pass = 0
+
+    def record(self, size: int) -> None:
+        self._per_pass = max(self._per_pass, (_peak() - self._first) // size)
+
+    def fitting(self) -> int:
+        """The largest chunk that the free memory is known to hold."""
+        return fits(self._per_pass)
+
+
+def _peak() -> int:
+    """The largest size in bytes that this process ever had; 0 where the system does not say."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for an accelerator: only what is done can be timed, and only then does a lack of memory show."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,235 @@
+"""How many passes of one model are run: exactly, or faster on a private copy, where that is measured to be faster."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MethodError
+from ..hooks import HookManager
+from ..model import reference, run
+from .folding import NORMS, Pair, agreement, hooked
+from .tuning import ROWS, Precision, Trial, Way, tuned, ways_for
+
+__all__ = ["Precision", "Runner", "runner"]
+
+_GAIN = 0.97
+"""A way must take less than this part of the plain time to be worth its rounding."""
+
+_PLAIN_WIN = 0.5
+"""A way that takes less than this is taken without trying the next ones."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How the passes of one call are run.
+
+    Attributes:
+        model: The user's own model, or a private copy of it in evaluation mode with the same names. The copy takes and
+            gives what the model does: inputs are converted on their way in and outputs on their way out, so it can
+            stand wherever the model stands. Outputs of its layers are in bfloat16 for "bf16".
+        note: What was done and what it gained, or why not: "fast: channels_last, 53 of 53 batch norms folded; 0.77 of
+            the plain time".
+        precision: What the passes are run with in the end.
+    """
+
+    model: nn.Module
+    note: str
+    precision: Precision
+
+    def __call__(self, x: Tensor) -> Any:
+        """The output for a batch, in the dtype of the model's own; gradients pass.
+
+        The model gets a clone: it may work in place on its input.
+        """
+        return run(self.model, x)
+
+
+def runner(
+    model: nn.Module,
+    x: Tensor,
+    precision: Precision,
+    *,
+    backward: bool = False,
+    trial: Callable[[Any], Tensor] | None = None,
+    keep: Collection[str] = (),
+) -> Runner:
+    """The fastest way to run a borrowed model on batches like this one that is as exact as asked.
+
+    - "exact": the model itself.
+    - "fast": a private copy with its convolutions laid out channels last and batch norms folded into them.
+    - "bf16": such a copy with weights in bfloat16, or under autocast where gradients are wanted. Maps of activations
+      survive that, gradients at the input do so only roughly: their cosine stands in the note.
+
+    No way is always faster, so each is measured against the model itself on up to 4 rows: 2 or 3 passes of both. One
+    that loses is dropped, and the note says so; what is asked for as "bf16" runs as "fast" where that is faster. What
+    was found is remembered for the process, per model, shape, dtype, device and number of threads. Weights are copied
+    anew at each call.
+
+    Args:
+        model: The model, borrowed by the caller. It is run, and otherwise left alone.
+        x: The first of the batches (N, C, H, W).
+        precision: See above.
+        backward: Whether gradients at the input will be asked for.
+        trial: What is differentiated in the trial, from the model's output; the sum of the output if None.
+        keep: Names of layers whose outputs will be read. Nothing is folded into or out of them, so they are the same
+            tensors as in the model itself.
+
+    Raises:
+        MethodError: No such precision.
+    """
+    if precision not in get_args(Precision):
+        raise MethodError(f"precision={precision!r}; expected one of {', '.join(map(repr, get_args(Precision)))}")
+    if precision == "exact":
+        return Runner(model, "exact", "exact")
+    reason = _unsuited(model, x, precision)
+    if reason is not None:
+        return Runner(model, f"exact: {reason}", "exact")
+    sample = x[:ROWS].detach()
+    autocast = torch.is_autocast_enabled(x.device.type)
+    key = (
+        *(precision, backward, tuple(sample.shape), x.dtype, x.device, torch.get_num_threads(), autocast),
+        *(frozenset(keep), hooked(model)),
+    )
+    with _aside(x.device):
+        known = _memory.get(model, key)
+        attempt = Trial(sample, backward, trial)
+        if known is not None:
+            return _again(model, attempt, known)
+        found, chosen = _measured(model, attempt, ways_for(precision, backward), keep)
+        _memory.put(model, key, found)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about a model: the way that won, if any, and what it folded. It does not hold the model."""
+
+    way: Way | None
+    pairs: tuple[Pair, ...]
+    note: str
+
+
+class _Memory:
+    """What was found out in this process, for as long as the models live."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.models: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Known]] = weakref.WeakKeyDictionary()
+
+    def get(self, model: nn.Module, key: Hashable) -> _Known | None:
+        with self.lock:
+            return self.models.get(model, {}).get(key)
+
+    def put(self, model: nn.Module, key: Hashable, known: _Known) -> None:
+        with self.lock:
+            self.models.setdefault(model, {})[key] = known
+
+
+_memory = _Memory()
+
+
+@dataclass(frozen=True, slots=True)
+class _Won:
+    """A way that works, is exact enough, and is faster than the model itself."""
+
+    made: nn.Module
+    way: Way
+    pairs: tuple[Pair, ...]
+    ratio: float
+    said: str
+
+
+def _measured(model: nn.Module, trial: Trial, ways: list[Way], keep: Collection[str]) -> tuple[_Known, Runner]:
+    """The fastest of some ways, or the model itself where none wins against it."""
+    try:
+        expected = trial(model)
+    except Exception as error:  # noqa: BLE001 - the pass that is asked for meets it too, and raises it where it belongs
+        note = f"exact: the trial of {ways[0].precision} failed ({type(error).__name__})"
+        return _Known(None, (), note), Runner(model, note, "exact")
+    best: _Won | None = None
+    dropped: list[str] = []
+    for way in ways:
+        tried = _tried(model, trial, way, keep, expected)
+        if isinstance(tried, str):
+            dropped.append(f"{way.precision} {tried}")
+        elif best is None or tried.ratio < best.ratio:
+            best = tried
+        if best is not None and best.ratio < _PLAIN_WIN:
+            break
+    if best is None:
+        note = f"exact: {'; '.join(dropped)}"
+        return _Known(None, (), note), Runner(model, note, "exact")
+    note = "; ".join([f"{best.way.precision}: {best.said}", *dropped])
+    return _Known(best.way, best.pairs, note), Runner(best.made, note, best.way.precision)
+
+
+def _tried(
+    model: nn.Module, trial: Trial, way: Way, keep: Collection[str], expected: tuple[Any, Tensor | None]
+) -> _Won | str:
+    """One way, measured; or why it is dropped."""
+    try:
+        made, pairs = tuned(model, way, trial, keep=keep)
+        output, gradient = trial(made)
+        error, cosine = agreement(output, expected[0])
+        alike = agreement(gradient, expected[1])[1] if trial.backward else cosine
+        if not way.serves(error, cosine, alike):
+            return f"was not exact enough here (cosine {min(cosine, alike):.4f})"
+        ratio = trial.ratio(made, model)
+    except Exception as failure:  # noqa: BLE001 - not every model can be copied or run so: it is run as it is
+        return f"failed here ({type(failure).__name__})"
+    if ratio > _GAIN:
+        return f"was no faster here ({ratio:.2f} of the plain time)"
+    parts_said = [way.says(len(pairs), sum(isinstance(each, NORMS) for each in model.modules()))]
+    if trial.backward and not all(each.requires_grad for each in model.parameters()):
+        parts_said.append("weights unfrozen")
+    said = f"{', '.join(parts_said)}; {ratio:.2f} of the plain time"
+    if way.precision == "bf16":
+        said += f", cosine {cosine:.4f}" + f" and {alike:.4f} of the gradient" * trial.backward
+    return _Won(made, way, pairs, ratio, said)
+
+
+def _again(model: nn.Module, trial: Trial, known: _Known) -> Runner:
+    """What won before, on a copy of the weights as they are now."""
+    if known.way is None:
+        return Runner(model, known.note, "exact")
+    precision, row = known.way.precision, trial.x[:1]
+    try:
+        made, _ = tuned(model, known.way, trial, pairs=known.pairs)
+        with torch.no_grad():
+            error, cosine = agreement(run(made, row), run(model, row))
+    except Exception as failure:  # noqa: BLE001 - memory may be short this time: the model is run as it is
+        return Runner(model, f"exact: {precision} failed here ({type(failure).__name__})", "exact")
+    if not known.way.serves(error, cosine, cosine):
+        return Runner(model, f"exact: {precision} was not exact enough here (cosine {cosine:.4f})", "exact")
+    return Runner(made, known.note, precision)
+
+
+def _unsuited(model: nn.Module, x: Tensor, precision: Precision) -> str | None:
+    """Why a model is not run otherwise than as it is, as far as that is known beforehand."""
+    like = reference(model)
+    dtype = x.dtype if like is None else like.dtype
+    if isinstance(model, torch.jit.ScriptModule):
+        return "a scripted model is run as it is"
+    if not x.is_floating_point() or not len(x):
+        return "the trial needs a batch of floating-point numbers"
+    if dtype not in ((torch.float32, torch.float64) if precision == "fast" else (torch.float32,)):
+        return f"{precision} is not for models in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """Trials leave the random state as it was, and what the user watches the model with does not see them."""
+    with ExitStack() as stack:
+        devices = [device] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(HookManager(alone=True))
+        yield

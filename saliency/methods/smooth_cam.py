@@ -1,0 +1,156 @@
+"""Grad-CAM++ with gradients averaged over noisy copies of the image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ..attribution import Finding
+from ..effort import Sampling
+from ..engine.estimates import Estimate, rank_correlation
+from ..engine.passes import Passes
+from ..errors import MethodError, warn
+from ..hooks import HookManager
+from ..layers import LayerLike
+from ..multipass import Found, SampledAttribution, estimated, generator
+from ..selection import Selection
+from ..trace import Evidence, Trace
+from .cam import GradCAM
+
+_GROUPS = 10
+
+
+class SmoothGradCAMPlusPlus(SampledAttribution):
+    """Grad-CAM++ whose gradients, their squares and their cubes are means over noisy copies of the image.
+
+    With these means D1, D2, D3 and the activations A of the clean image, the weight of a channel is the sum of
+    alpha * D1 over the places where D1 is positive, with alpha = D2 / (2 * D2 + D3 * sum A); the map is the weighted
+    sum of A. Without noise it is Grad-CAM++. Where D3 is negative, or a channel's summed activation, that product
+    counts as 0: the coefficient has a pole there.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        noise: The noise's standard deviation, as a share of the range of the image's values.
+        **sampling: See `saliency.effort.Sampling`.
+
+    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit of their own. The error is the
+    jackknife's, over ten groups of samples.
+
+    Warns:
+        SaliencyWarning: A channel's summed activation is negative. Choose a layer behind a ReLU.
+
+    Raises:
+        MethodError: The noise is negative.
+        LayerError: The layer does not exist, is not run, or has no extent in space.
+        TargetError: The target does not fit the model's output.
+
+    Source: Omeiza et al., "Smooth Grad-CAM++" (2019), https://arxiv.org/abs/1908.01224.
+    """
+
+    name = "smooth_grad_cam_plus_plus"
+    units = "score, up to a factor"
+    cost = "51 forwards, 50 backwards to the layer"
+    sign = "positive"
+    trial: ClassVar[Mapping[str, Any]] = {"passes": 6}
+
+    def __init__(
+        self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **sampling: Unpack[Sampling]
+    ) -> None:
+        super().__init__(model, **sampling)
+        if not 0 <= noise < math.inf:
+            raise MethodError(f"noise={noise!r} is not a number of at least 0; 0.1 to 0.2 of the range is usual")
+        self.noise = noise
+        self._cam = GradCAM(model, layer)
+        self.layer = self._cam.layer
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        """The findings of all images. A call of its own: layers that a call around it watches are not its business."""
+        with HookManager():
+            return super().explain(x, target)
+
+    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+        """The clean activations, weighted by what the noisy gradients make of them."""
+        x = passes.x
+        (layer,) = self._cam.layers(x)
+        deviation = self.noise * (x.max() - x.min())
+        activation = self._evidence(passes, x, layer, "none").activation(layer)[0]  # (K, h, w)
+
+        def compute(start: int, stop: int) -> Tensor:
+            noise = torch.empty(stop - start, *x.shape[1:])  # (k, C, H, W), the same for every dtype and device
+            for row, sample in enumerate(range(start, stop)):
+                noise[row].normal_(generator=generator(self.seed, sample))
+            noisy = x + deviation * noise.to(x)
+            return self._evidence(passes, noisy, layer, "layers").gradient(layer)  # (k, K, h, w)
+
+        estimate = _SmoothMap(activation, self.name)
+        for gradients in passes.chunks(compute, self.most_passes, f"gradient at {layer}"):
+            estimate.add(gradients)
+            if passes.enough(estimate):
+                break
+        return estimated(estimate, activation, layer=layer)
+
+    def _evidence(self, passes: Passes, x: Tensor, layer: str, gradients: str) -> Evidence:
+        trace = Trace(self.model, x, [layer], gradients, 1)
+        return trace.evidence(passes.target(len(x)))
+
+
+class _SmoothMap(Estimate):
+    """The map that the means of the gradients and of their powers give, with the jackknife's error over groups."""
+
+    def __init__(self, activation: Tensor, name: str) -> None:
+        super().__init__()
+        self._activation = activation  # (K, h, w)
+        self._mass = activation.sum((1, 2), keepdim=True)
+        if bool((self._mass < 0).any()):
+            warn(
+                f"{name}: some channels of this layer sum to less than 0, where Grad-CAM++ is not defined; their sums "
+                "count as 0 (choose a layer behind a ReLU)"
+            )
+        self._sums = activation.new_zeros(_GROUPS, 3, *activation.shape)
+
+    def add(self, samples: Tensor) -> None:
+        """Take in a chunk of gradients (k, K, h, w); sample i goes to group i modulo the number of groups."""
+        for gradient in samples:
+            group = self._sums[self.count % _GROUPS]
+            power = gradient.clone()
+            group[0] += power
+            group[1] += power.mul_(gradient)
+            group[2] += power.mul_(gradient)
+            self.count += 1
+
+    @property
+    def mean(self) -> Tensor:
+        """The map (1, h, w) of all samples."""
+        return self._map(self._sums.sum(0), self.count)
+
+    @property
+    def error(self) -> Tensor | None:
+        """The jackknife's standard error of the map: from the maps without one group at a time."""
+        groups = min(self.count, _GROUPS)
+        if groups < 2:
+            return None
+        total = self._sums.sum(0)
+        sizes = [len(range(group, self.count, _GROUPS)) for group in range(groups)]
+        without = [self._map(total - self._sums[at], self.count - size) for at, size in enumerate(sizes)]
+        return (torch.stack(without).var(0, correction=0) * (groups - 1)).sqrt()
+
+    @property
+    def agreement(self) -> float | None:
+        """The rank correlation of the maps of the even and of the odd groups; None below four samples."""
+        if self.count < 4:
+            return None
+        evens = (self.count + 1) // 2
+        even, odd = self._map(self._sums[::2].sum(0), evens), self._map(self._sums[1::2].sum(0), self.count - evens)
+        return rank_correlation(even, odd)
+
+    def _map(self, sums: Tensor, count: int) -> Tensor:
+        first, second, third = sums / count  # (K, h, w) each
+        below = 2 * second + (third * self._mass.clamp(min=0)).clamp(min=0)
+        alpha = torch.where(below > 0, second / below, torch.zeros_like(below))
+        weights = (alpha * first.clamp(min=0)).sum((1, 2))  # (K,)
+        return torch.einsum("k,khw->hw", weights, self._activation)[None]

@@ -1,0 +1,258 @@
+"""Means over noisy copies of the image, of any method: what stays is what does not hang on the single pixel."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ..attribution import Attribution, Finding
+from ..catalogue import method as method_named
+from ..effort import Sampling
+from ..engine.estimates import Estimate
+from ..engine.passes import Passes
+from ..engine.spread import Variance
+from ..errors import MethodError
+from ..explanation import Explanation, Setting
+from ..hooks import HookManager
+from ..images import Batch
+from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
+from ..rectifiers import Coverage
+from ..selection import Selection
+from .gradient import VanillaGradient
+
+Options = Mapping[str, Setting] | Sequence[Sequence[Setting]]
+"""Options of a method by name, or pairs of a name and an option."""
+
+
+class NoisyAttribution(SampledAttribution):
+    """A method that wraps another one, and asks it about noisy copies of the image.
+
+    Args:
+        model: A model, or a method on one, which is then the wrapped one.
+        inner: The name of the wrapped method, where a model is given.
+        inner_options: Its options, where a model is given; a layer by name is among them.
+        noise: The noise's standard deviation, as a share of the range of the image's values.
+        **sampling: See `saliency.effort.Sampling`.
+    """
+
+    cost = "50 times the wrapped method: 50 forwards, 50 backwards"
+    trial: ClassVar[Mapping[str, Any]] = {"passes": 6}
+
+    def __init__(
+        self,
+        model: nn.Module | Attribution,
+        *,
+        inner: str = VanillaGradient.name,
+        inner_options: Options = (),
+        noise: float = 0.15,
+        **sampling: Unpack[Sampling],
+    ) -> None:
+        if isinstance(model, Attribution):
+            if inner_options or inner not in (VanillaGradient.name, _name_of(model)):
+                raise MethodError(
+                    f"{type(self).__name__} was given {model!r} to wrap, and inner={inner!r} with options "
+                    f"{inner_options!r} as well; give one of them"
+                )
+            wrapped = model
+            sampling.setdefault("preprocess", wrapped.preprocess)
+            sampling.setdefault("categories", None if wrapped.categories is None else list(wrapped.categories))
+        else:
+            wrapped = method_named(inner)(model, **_as_options(inner_options))
+        super().__init__(wrapped.model, **sampling)
+        if not 0 <= noise < math.inf:
+            raise MethodError(f"noise={noise!r} is not a number of at least 0; 0.1 to 0.2 of the range is usual")
+        self.inner = _name_of(wrapped)
+        self.inner_options = _options_of(wrapped)
+        self.noise = noise
+        self._wrapped = wrapped
+        self._coverages: list[Coverage | None] | None = None
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        """The findings of all images, with the coverage that the wrapped method reports."""
+        one_call = copy.copy(self)  # a list of its own: other threads may use this object
+        coverages: list[Coverage | None] = []
+        one_call._coverages = coverages
+        with HookManager():  # a call of its own: layers that a call around it watches are not its business
+            finding = super(NoisyAttribution, one_call).explain(x, target)
+        return finding._replace(coverage=coverages[0] if coverages else None)
+
+    def explanation(self, finding: Finding, selection: Selection, batch: Batch) -> Explanation:
+        """A finding, checked. The mean of a method is read as the method is."""
+        made = super().explanation(finding, selection, batch)
+        return replace(made, sign=self._wrapped.sign) if type(self).sign != "positive" else made
+
+    def noisy(self, passes: Passes) -> Iterator[tuple[Tensor, str | None]]:
+        """What the wrapped method gives for noisy copies of an image: values (k, ...) and the layer, chunk by chunk."""
+        x = passes.x
+        deviation = self.noise * (x.max() - x.min())
+
+        def make(start: int, stop: int) -> Tensor:
+            noise = torch.empty(stop - start, *x.shape[1:])  # (k, C, H, W), the same for every dtype and device
+            for row, sample in enumerate(range(start, stop)):
+                noise[row].normal_(generator=generator(self.seed, sample))
+            return x + deviation * noise.to(x)
+
+        if type(self._wrapped) is VanillaGradient:
+            for done in passes.gradients(make, self.most_passes):
+                yield _wide(done.gradients), None
+            return
+        wrapped = _subordinate(self._wrapped)
+        if self.precision != "exact":
+            passes.notes.append(f"{self.inner} runs the model by its own precision")
+
+        def compute(start: int, stop: int) -> Finding:
+            with torch.no_grad():
+                rows = make(start, stop)
+            return wrapped.explain(rows, passes.target(len(rows)))
+
+        for finding in passes.chunks(compute, self.most_passes, f"{self.inner} of noisy copies"):
+            if self._coverages is not None:
+                self._coverages.append(finding.coverage)
+            yield _wide(finding.values.detach()), finding.layer
+
+    def averaged(self, passes: Passes, estimate: Estimate, *, squared: bool = False) -> Found:
+        """An estimate over the noisy copies, until the passes are made or it is good enough."""
+        layer = None
+        for values, layer in self.noisy(passes):  # noqa: B007 - the layer is the same every time
+            estimate.add(values.square() if squared else values)
+            if passes.enough(estimate):
+                break
+        return estimated(estimate, _wide(passes.x[:0]), layer=layer)
+
+
+class SmoothGrad(NoisyAttribution):
+    """The mean of a method's signed values over noisy copies of the image; by default of the plain gradient.
+
+    Any method can be wrapped: `SmoothGrad(GuidedBackprop(model))`, or `SmoothGrad(model, inner="guided_backprop")`.
+    The target is settled on the clean image. Magnitudes are taken when the map is drawn, never before the mean.
+
+    Args:
+        model: A model, or a method on one, which is then the wrapped one.
+        inner: The name of the wrapped method, where a model is given.
+        inner_options: Its options, where a model is given; a layer by name is among them.
+        noise: The noise's standard deviation, as a share of the range of the image's values; the paper's is 0.1 to 0.2.
+        **sampling: See `saliency.effort.Sampling`.
+
+    Values: as those of the wrapped method, (N, C, H, W) and in score units per unit of the normalised input for the
+    gradient; read (signed, positive, absolute) as the wrapped method is. The error is that of the mean.
+
+    Raises:
+        MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Smilkov et al., "SmoothGrad: removing noise by adding noise" (2017), https://arxiv.org/abs/1706.03825.
+    """
+
+    name = "smooth_grad"
+    units = "those of the wrapped method; score per unit of normalised input"
+    sign = "absolute"
+
+    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+        """The mean over noisy copies."""
+        return self.averaged(passes, Estimate())
+
+
+class SmoothGradSquared(NoisyAttribution):
+    """The mean of a method's squared values over noisy copies of the image; by default of the plain gradient.
+
+    Args:
+        model: As for `SmoothGrad`.
+        inner: As for `SmoothGrad`.
+        inner_options: As for `SmoothGrad`.
+        noise: As for `SmoothGrad`.
+        **sampling: See `saliency.effort.Sampling`.
+
+    Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
+
+    Raises:
+        MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Hooker et al., "A Benchmark for Interpretability Methods in Deep Neural Networks" (2018),
+        https://arxiv.org/abs/1806.10758.
+    """
+
+    name = "smooth_grad_squared"
+    units = "those of the wrapped method, squared"
+    sign = "positive"
+
+    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+        """The mean of the squares over noisy copies."""
+        return self.averaged(passes, Estimate(), squared=True)
+
+
+class VarGrad(NoisyAttribution):
+    """The variance of a method's values over noisy copies of the image; by default of the plain gradient.
+
+    High where small changes of the picture change the method's mind, and blind to what is the same in all copies: on a
+    linear model it is zero.
+
+    Args:
+        model: As for `SmoothGrad`.
+        inner: As for `SmoothGrad`.
+        inner_options: As for `SmoothGrad`.
+        noise: As for `SmoothGrad`.
+        **sampling: See `saliency.effort.Sampling`.
+
+    Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
+    of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
+
+    Raises:
+        MethodError: A single pass, which has no variance; the noise is negative, or the wrapped method does not exist.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Adebayo et al., "Local Explanation Methods for Deep Neural Networks Lack Sensitivity to Parameter Values"
+        (2018), https://arxiv.org/abs/1810.03307.
+    """
+
+    name = "var_grad"
+    units = "those of the wrapped method, squared"
+    sign = "positive"
+
+    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+        """The variance over noisy copies."""
+        if self.most_passes < 2:
+            raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
+        estimate = Variance()
+        found = self.averaged(passes, estimate)
+        if estimate.count < 2:
+            passes.notes.append("one pass only, which has no variance")
+        return found
+
+
+def _name_of(method: Attribution) -> str:
+    return method.name or type(method).__name__
+
+
+def _as_options(options: Options) -> dict[str, Any]:
+    if isinstance(options, Mapping):
+        return dict(options)
+    if isinstance(options, str) or any(len(pair) != 2 or not isinstance(pair[0], str) for pair in options):
+        raise MethodError(f"inner_options={options!r} are neither options by name nor pairs of a name and an option")
+    return {str(name): option for name, option in options}
+
+
+def _options_of(method: Attribution) -> list[list[Setting]]:
+    """The options of a method, and the layer that it was given, as pairs."""
+    options: list[list[Setting]] = [[name, option] for name, option in method.settings.items()]
+    layer = getattr(method, "layer", None)
+    return [["layer", layer], *options] if isinstance(layer, str) else options
+
+
+def _subordinate(method: Attribution) -> Attribution:
+    """The wrapped method as it is run within another: progress and interrupts are the outer one's business."""
+    if isinstance(method, MultiPassAttribution):
+        method = copy.copy(method)
+        method.progress, method.on_interrupt = False, "raise"
+    return method
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Half precision as float32: sums drown in it."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

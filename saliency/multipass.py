@@ -1,0 +1,192 @@
+"""Methods that make many passes of one image: what they have in common.
+
+A subclass writes `explain_image`, which asks `Passes` for scores or gradients and adds them up. Batches, limits, chunk
+sizes, precision, progress and interrupts come by themselves.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from .attribution import Attribution, Finding, chosen
+from .effort import Effort, Limits, Running, Sampling
+from .engine.estimates import Estimate
+from .engine.passes import Passes
+from .errors import MethodError
+from .hooks import HookManager
+from .model import run
+from .selection import Selection
+
+MOST_PASSES = 100_000
+"""Where a tolerance or a time ends the work, it ends here at the latest."""
+
+
+class Found(NamedTuple):
+    """What a method found on one image."""
+
+    values: Tensor  # (C, H, W) at the input or (1, h, w) at a layer
+    error: Tensor | None = None  # as the values
+    agreement: float | None = None
+    residual: float | None = None
+    layer: str | None = None
+
+
+class MultiPassAttribution(Attribution):
+    """A method that makes many passes of each image, one image after the other.
+
+    Args:
+        model: As for every method.
+        **running: See `saliency.effort.Running`.
+    """
+
+    def __init__(self, model: nn.Module, **running: Unpack[Running]) -> None:
+        super().__init__(model, preprocess=running.get("preprocess"), categories=running.get("categories"))
+        self.chunk = running.get("chunk", "auto")
+        self.precision = chosen("precision", running.get("precision", "exact"), ("exact", "fast", "bf16"))
+        self.progress = running.get("progress")
+        self.on_interrupt = chosen("on_interrupt", running.get("on_interrupt", "raise"), ("raise", "return"))
+        self.seed = running.get("seed", 0)
+        chunk: object = self.chunk
+        if not (chunk == "auto" or (isinstance(chunk, int) and chunk >= 1)):
+            raise MethodError(f'chunk={chunk!r} is neither "auto" nor a whole number of at least 1')
+        seed: object = self.seed
+        if not isinstance(seed, int):
+            raise MethodError(f"seed={seed!r} is not a whole number")
+        unknown = sorted(set(running) - set(self.parameters()))
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        """The findings of all images, put together."""
+        # What another call does to the model that this one is made in is not done to this one.
+        with HookManager():
+            return self._explained(x, target)
+
+    def _explained(self, x: Tensor, target: Selection) -> Finding:
+        with torch.no_grad():
+            scores = target(run(self.model, x))
+        found: list[Found] = []
+        efforts: list[Effort] = []
+        for image in range(len(x)):
+            with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad():
+                found.append(self.explain_image(passes, scores[image]))
+                efforts.append(passes.effort)
+        return gathered(found, scores, tuple(efforts))
+
+    def passes_of(self, x: Tensor, target: Selection, image: int) -> Passes:
+        """The passes of one image (1, C, H, W) of a batch, under this method's options."""
+        return Passes(
+            self.model,
+            x,
+            target,
+            image,
+            self.limits(),
+            chunk=self.chunk,
+            precision=self.precision,
+            progress=self.progress,
+            on_interrupt=self.on_interrupt,
+            label=self.name or type(self).__name__,
+        )
+
+    def limits(self) -> Limits:
+        """When the work on an image ends before the method is through; by default not at all."""
+        return Limits()
+
+    @abstractmethod
+    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+        """What the method finds on one image: the only thing that it writes.
+
+        Gradients are off; `passes` turns them on where it computes them.
+
+        Args:
+            passes: The image `passes.x` (1, C, H, W), and the means to run variants of it.
+            score: () the score of the image as it is.
+        """
+
+
+class SampledAttribution(MultiPassAttribution):
+    """A method that draws samples, and may stop after any number of them.
+
+    Args:
+        model: As for every method.
+        **sampling: See `saliency.effort.Sampling`.
+    """
+
+    samples: ClassVar[int] = 50
+    """The passes that are made where no limit is set."""
+
+    def __init__(self, model: nn.Module, **sampling: Unpack[Sampling]) -> None:
+        limits = {name: sampling.get(name) for name in ("passes", "seconds", "tolerance")}
+        Limits(**limits)  # type: ignore[arg-type] # raises for limits that are none
+        super().__init__(model, **sampling)  # type: ignore[misc] # a Sampling is a Running
+        self.passes = sampling.get("passes")
+        self.seconds = sampling.get("seconds")
+        self.tolerance = sampling.get("tolerance")
+
+    def limits(self) -> Limits:
+        """The limits that were set; where only a tolerance or a time was, `MOST_PASSES`."""
+        return Limits(self.most_passes, self.seconds, self.tolerance)
+
+    @property
+    def most_passes(self) -> int:
+        """The most passes of an image."""
+        if self.passes is not None:
+            return self.passes
+        return self.samples if self.seconds is None and self.tolerance is None else MOST_PASSES
+
+
+def estimated(estimate: Estimate, like: Tensor, **more: object) -> Found:
+    """An estimate as a finding, in the type of `like`."""
+    error = estimate.error
+    return Found(
+        estimate.mean.to(like.dtype),
+        None if error is None else error.to(like.dtype),
+        estimate.agreement,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def generator(seed: int, *numbers: int) -> torch.Generator:
+    """A generator for one sample: the same numbers give the same draws, in whatever order and chunks they come.
+
+    It draws on the CPU, so that every device gets the same.
+    """
+    mixed = seed & _MASK
+    for number in numbers:
+        mixed = _mixed(mixed ^ _mixed(number + 1))
+    return torch.Generator().manual_seed(_mixed(mixed) >> 1)
+
+
+_MASK = (1 << 64) - 1
+
+
+def _mixed(state: int) -> int:
+    """Steele et al.'s SplitMix64: near numbers become far ones (2014), https://doi.org/10.1145/2714064.2660195."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def gathered(found: Sequence[Found], scores: Tensor, efforts: tuple[Effort, ...]) -> Finding:
+    """The findings of single images as that of a batch."""
+    errors = [each.error for each in found if each.error is not None]
+    return Finding(
+        torch.stack([each.values for each in found]),
+        scores,
+        layer=found[0].layer,
+        residual=_row([each.residual for each in found], scores),
+        error=torch.stack(errors) if len(errors) == len(found) else None,
+        agreement=_row([each.agreement for each in found], scores),
+        effort=efforts,
+    )
+
+
+def _row(numbers: Sequence[float | None], like: Tensor) -> Tensor | None:
+    known = [each for each in numbers if each is not None]
+    return torch.tensor(known, dtype=like.dtype, device=like.device) if len(known) == len(numbers) else None

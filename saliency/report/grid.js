@@ -1,0 +1,187 @@
+// The grid: only the photos near the screen are elements of the page, however many there are.
+
+const grid = byId("grid");
+let list = []; // the photos that pass the filters
+let layout = laidOut([], 1);
+let current = null; // the photo that Tab leads to
+const cards = new Map(); // photo -> its element
+
+/** Choose and lay out the photos anew. */
+function renew() {
+  list = chosenPhotos();
+  if (!list.includes(current)) current = list[0] ?? null;
+  relayout();
+}
+
+function relayout() {
+  layout = laidOut(list, grid.clientWidth);
+  grid.style.height = `${layout.height}px`;
+  for (const card of cards.values()) card.dataset.stale = "";
+  draw();
+}
+
+/** Make the cards that are near the screen, and drop those that are not. */
+function draw() {
+  const { rows } = layout;
+  const wanted = [];
+  let inSight = 0;
+  if (rows.length) {
+    const top = window.scrollY - grid.offsetTop;
+    const spare = window.innerHeight * 0.75;
+    const first = rows[rowAt(rows, top - spare - rows[0].height)];
+    const last = rows[rowAt(rows, top + window.innerHeight + spare)];
+    inSight = rows[rowAt(rows, top + rows[0].height)].from;
+    for (let at = first.from; at < last.to; at += 1) wanted.push(at);
+    // The photo with the focus stays, so that the keyboard goes on from it.
+    const focused = list.indexOf(current);
+    if (grid.contains(document.activeElement) && focused >= 0) {
+      if (focused < first.from) wanted.unshift(focused);
+      if (focused >= last.to) wanted.push(focused);
+    }
+  }
+  const keep = new Set(wanted.map((at) => list[at]));
+  for (const [photo, card] of cards) {
+    if (keep.has(photo)) continue;
+    card.remove();
+    cards.delete(photo);
+  }
+  let place = grid.firstChild;
+  for (const at of wanted) {
+    const card = cardOf(list[at]);
+    if ("stale" in card.dataset) fill(card, at);
+    if (card === place) place = place.nextSibling;
+    else grid.insertBefore(card, place);
+  }
+  // Tab leads to the photo that was left, or, where that is out of sight, to the first one on the screen.
+  const stop = keep.has(current) ? current : list[inSight];
+  for (const [photo, card] of cards) card.firstChild.tabIndex = photo === stop ? 0 : -1;
+}
+
+function cardOf(photo) {
+  let card = cards.get(photo);
+  if (!card) {
+    card = make("li", { class: "card", "data-stale": "" }, make("a", {}, make("span", { class: "frame" }), make("span", { class: "caption" })));
+    card.photo = photo;
+    cards.set(photo, card);
+  }
+  return card;
+}
+
+/** Write a photo's place, pictures and texts on its card. */
+function fill(card, at) {
+  const photo = list[at];
+  const row = rowOf(photo, state.method);
+  const { top, height } = layout.rows[rowOfPhoto(layout.rows, at)];
+  delete card.dataset.stale;
+  card.setAttribute("aria-setsize", list.length);
+  card.setAttribute("aria-posinset", at + 1);
+  Object.assign(card.style, { left: `${layout.left[at]}px`, top: `${top}px`, width: `${layout.wide[at]}px` });
+  const [frame, caption] = card.firstChild.children;
+  frame.style.height = `${height}px`;
+  card.firstChild.href = addressOf({ photo: photo.index });
+  card.firstChild.title = photo.source ?? "";
+  card.classList.toggle("failed", row?.error != null);
+  picture(frame, photo, row, "lazy");
+  const others = photo.failed && row?.error == null;
+  caption.replaceChildren(
+    make("span", { class: "class", dir: "auto" }, headline(row)),
+    make("span", { class: "probability" }, probabilityText(row?.probability)),
+    make("span", { class: "name", dir: "auto" }, photo.file),
+    make("span", { class: "badge", title: others ? "Another method failed on this photo" : null }, others ? "partly failed" : ""),
+  );
+}
+
+/** What stands first under a photo: its class, or why there is none. */
+function headline(row) {
+  if (!row) return "Not explained yet";
+  return row.error == null ? (className(row) ?? "") : (row.kind ?? "Failed");
+}
+
+/** Show a photo with its heat map in a frame, its overlay where these are missing, or why there is neither. */
+function picture(frame, photo, row, loading) {
+  const base = photo.photo ?? row?.overlay ?? null;
+  const heat = photo.photo ? (row?.heat ?? null) : null;
+  const message = row?.error ?? (base ? null : "There is no picture of this photo.");
+  const seen = `${base}\n${heat}\n${message}`;
+  if (frame.seen === seen) return;
+  const old = frame.querySelector(".photo");
+  // The photo stays where only its heat map changes: it would flicker otherwise.
+  const kept = old && old.getAttribute("src") === base ? old : null;
+  if (old && !kept) old.remove();
+  frame.classList.remove("lost-heat", ...(kept ? [] : ["lost-photo"]));
+  while (frame.lastChild && frame.lastChild !== kept) frame.lastChild.remove();
+  if (base && !kept) frame.append(image(base, "photo", loading));
+  if (base) frame.firstChild.alt = describe(photo, row);
+  if (heat) frame.append(image(heat, "heat", loading));
+  if (message !== null) frame.append(make("span", { class: "why", dir: "auto" }, message));
+  frame.seen = seen;
+}
+
+function image(address, kind, loading, alt = "") {
+  const element = make("img", { class: kind, loading, decoding: "async", draggable: "false", alt });
+  element.addEventListener("error", () => element.parentElement?.classList.add(`lost-${kind}`), { once: true });
+  element.src = address;
+  return element;
+}
+
+function describe(photo, row) {
+  const name = className(row);
+  return [photo.file, name, probabilityText(row?.probability)].filter(Boolean).join(", ");
+}
+
+/** Make a photo the one that Tab leads to; also go there. */
+function select(photo, { focus = true } = {}) {
+  const at = list.indexOf(photo);
+  if (at < 0) return;
+  current = photo;
+  reveal(at);
+  draw();
+  if (focus) cards.get(photo)?.firstChild.focus({ preventScroll: true });
+}
+
+/** Scroll as little as shows a photo whole, below the header and above the dock. */
+function reveal(at) {
+  const { top, height } = layout.rows[rowOfPhoto(layout.rows, at)];
+  const header = document.querySelector("header").getBoundingClientRect().bottom + 12;
+  const dock = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--dock")) || 0;
+  const above = grid.offsetTop + top - header;
+  const below = grid.offsetTop + top + height + CAPTION + 16 - window.innerHeight + dock;
+  if (window.scrollY > above) window.scrollTo({ top: above, behavior: "instant" });
+  else if (window.scrollY < below) window.scrollTo({ top: Math.min(below, above), behavior: "instant" });
+}
+
+grid.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || !list.length) return;
+  const at = list.indexOf(current);
+  const page = Math.max(1, Math.floor(window.innerHeight / (layout.rows[0].height + CAPTION)) - 1);
+  const jump = (step) => {
+    let to = at;
+    for (let left = page; left; left -= 1) to = beside(layout, to, step);
+    return to;
+  };
+  const to = {
+    ArrowLeft: () => at - 1,
+    ArrowRight: () => at + 1,
+    ArrowUp: () => beside(layout, at, -1),
+    ArrowDown: () => beside(layout, at, 1),
+    PageUp: () => jump(-1),
+    PageDown: () => jump(1),
+    Home: () => 0,
+    End: () => list.length - 1,
+  }[event.key]?.();
+  if (to === undefined) return;
+  event.preventDefault();
+  select(list[Math.min(list.length - 1, Math.max(0, to))]);
+});
+
+grid.addEventListener("focusin", (event) => {
+  const photo = event.target.closest(".card")?.photo;
+  if (photo && photo !== current) select(photo, { focus: false });
+});
+
+grid.addEventListener("click", (event) => {
+  const card = event.target.closest(".card");
+  if (!card || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+  event.preventDefault();
+  open(card.photo, true);
+});

@@ -1,0 +1,86 @@
+// Where each photo lies: rows that fill the width, every photo uncropped, as on a table of prints.
+
+const CAPTION = 46; // pixels under each photo
+const GAP = { wide: 18, narrow: 10 };
+
+const ratioOf = (photo) =>
+  photo.width > 0 && photo.height > 0 ? Math.min(2.4, Math.max(0.6, photo.width / photo.height)) : 4 / 3;
+
+/**
+ * Rows of photos and the place of each one.
+ *
+ * A row takes as many photos as bring it, stretched to the full width, nearest to the height that is aimed at; the last
+ * row is not stretched. All in pixels.
+ */
+function laidOut(list, width) {
+  const gap = width < 640 ? GAP.narrow : GAP.wide;
+  const aim = Math.min(230, Math.max(136, width / 5.2));
+  const left = new Float64Array(list.length);
+  const wide = new Float64Array(list.length);
+  const rows = [];
+  let top = 0;
+  for (let from = 0; from < list.length; ) {
+    let to = from;
+    let ratios = 0;
+    while (to < list.length && ratios * aim + (to - from - 1) * gap < width) {
+      ratios += ratioOf(list[to]);
+      to += 1;
+    }
+    const heightOf = (sum, count) => (width - (count - 1) * gap) / sum;
+    let height = Math.min(aim, heightOf(ratios, to - from));
+    // Without the photo that went over the edge the row may come nearer to what is aimed at.
+    const fewer = ratios - ratioOf(list[to - 1]);
+    const higher = to - from > 1 && height < aim ? heightOf(fewer, to - from - 1) : Infinity;
+    if (higher / aim < aim / height) {
+      height = higher;
+      to -= 1;
+    }
+    let x = 0;
+    for (let at = from; at < to; at += 1) {
+      left[at] = x;
+      wide[at] = ratioOf(list[at]) * height;
+      x += wide[at] + gap;
+    }
+    rows.push({ top, height, from, to });
+    top += height + CAPTION + gap;
+    from = to;
+  }
+  return { rows, left, wide, height: Math.max(0, top - gap) };
+}
+
+/** The number of the row that lies at a height, or the nearest one. */
+function rowAt(rows, y) {
+  let low = 0;
+  let high = rows.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (rows[middle].top <= y) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+/** The number of the row that holds a photo. */
+function rowOfPhoto(rows, at) {
+  let low = 0;
+  let high = rows.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (rows[middle].from <= at) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+/** The photo one row further up (-1) or down (1) that lies nearest to the middle of another. */
+function beside({ rows, left, wide }, at, step) {
+  const row = rows[rowOfPhoto(rows, at) + step];
+  if (!row) return at;
+  const middle = left[at] + wide[at] / 2;
+  let best = row.from;
+  for (let other = row.from; other < row.to; other += 1) {
+    const distance = (each) => Math.abs(left[each] + wide[each] / 2 - middle);
+    if (distance(other) < distance(best)) best = other;
+  }
+  return best;
+}

@@ -1,0 +1,247 @@
+// The header, the keys, and what happens when the page is opened.
+
+const controls = { method: byId("method"), class: byId("class"), show: byId("show"), sort: byId("sort") };
+const query = byId("query");
+const sliders = [...document.querySelectorAll(".opacity")];
+let heat = 50; // percent
+let heatBefore = 50;
+let typing = 0; // the timer of a search
+
+const option = (value, label) => make("option", { value }, label);
+
+function fillControls() {
+  controls.method.replaceChildren(...head.methods.map((name, at) => option(at, name)));
+  const failed = photos.filter((photo) => photo.failed).length;
+  controls.show.replaceChildren(
+    ...Object.entries(SHOWS).map(([key, label]) => option(key, key === "failed" ? `${label} (${whole.format(failed)})` : label)),
+  );
+  controls.sort.replaceChildren(...Object.entries(SORTS).map(([key, label]) => option(key, label)));
+  fillClasses();
+}
+
+function fillClasses() {
+  const found = classes();
+  controls.class.replaceChildren(
+    option("", `All classes (${whole.format(found.length)})`),
+    ...found.map(({ key, name, count }) => option(key, `${name} (${whole.format(count)})`)),
+  );
+  if (photos.length === head.photos && !found.some(({ key }) => key === state.class)) state.class = "";
+}
+
+/** Bring everything in line with the state. */
+function refresh() {
+  controls.method.value = state.method;
+  controls.show.value = state.show;
+  controls.sort.value = state.sort;
+  controls.class.value = state.class;
+  if (document.activeElement !== query) query.value = state.query;
+  for (const select of Object.values(controls)) select.classList.toggle("active", select.selectedIndex > 0 && select !== controls.method);
+  byId("more").classList.toggle("active", Boolean(state.class || state.show !== "all" || state.sort !== "order"));
+  renew();
+  tellCount();
+}
+
+function tellCount() {
+  const all = whole.format(head.photos);
+  const loaded = photos.length < head.photos ? `, ${whole.format(photos.length)} loaded` : "";
+  const filtered = list.length < photos.length;
+  const failures = head.failed ? `, ${whole.format(head.failed)} with errors` : "";
+  const noun = head.photos === 1 ? "photo" : "photos";
+  byId("count").textContent = filtered ? `${whole.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}${loaded}`;
+  byId("empty").hidden = list.length > 0;
+  byId("reset").hidden = !photos.length;
+  byId("why").textContent = photos.length ? "No photo passes these filters." : "No photo has been explained yet.";
+}
+
+/** Another state than before: shown from the top of the grid, and written into the address. */
+function change(changes) {
+  const method = state.method;
+  clearTimeout(typing); // what is typed so far counts now
+  Object.assign(state, { query: query.value.trim() }, changes);
+  if (state.method !== method) fillClasses();
+  if (!("method" in changes) && window.scrollY > 0) window.scrollTo({ top: 0, behavior: "instant" });
+  refresh();
+  writeAddress();
+}
+
+function setHeat(percentage) {
+  heat = Math.min(100, Math.max(0, percentage));
+  document.documentElement.style.setProperty("--heat", heat / 100);
+  for (const slider of sliders) {
+    slider.value = heat;
+    slider.style.setProperty("--part", `${heat}%`);
+    slider.nextElementSibling.value = `${heat}%`;
+  }
+}
+
+/** Show what the address says. */
+function arrive() {
+  readAddress();
+  fillClasses();
+  refresh();
+  const photo = state.photo === null ? null : photos.find((each) => each.index === state.photo);
+  if (photo) open(photo);
+  else {
+    state.photo = null;
+    if (view.open) view.close();
+  }
+}
+
+for (const [key, select] of Object.entries(controls)) {
+  select.addEventListener("change", () => change({ [key]: key === "method" ? Number(select.value) : select.value }));
+}
+query.addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => change({}), photos.length > 3000 ? 120 : 0);
+});
+query.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") {
+    query.value = "";
+    change({ query: "" });
+    query.blur();
+  } else if ((event.key === "ArrowDown" || event.key === "Enter") && list.length) {
+    event.preventDefault();
+    change({});
+    select(current);
+  }
+});
+for (const slider of sliders) slider.addEventListener("input", () => setHeat(Number(slider.value)));
+
+byId("reset").addEventListener("click", () => {
+  query.value = "";
+  change({ query: "", class: "", show: "all" });
+});
+byId("more").addEventListener("click", () => {
+  const shown = document.querySelector("header").toggleAttribute("data-open");
+  byId("more").setAttribute("aria-expanded", shown);
+});
+
+// Dark or light: as the system says, until the reader says otherwise.
+
+const darkSystem = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (document.documentElement.dataset.theme ?? (darkSystem.matches ? "dark" : "light")) === "dark";
+
+function tellTheme() {
+  byId("theme").setAttribute("aria-pressed", isDark());
+}
+
+function remembered(name, value) {
+  // A browser may refuse to remember anything for a file.
+  try {
+    if (value !== undefined) localStorage.setItem(name, value);
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+byId("theme").addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  remembered("saliency-theme", document.documentElement.dataset.theme);
+  tellTheme();
+});
+darkSystem.addEventListener("change", tellTheme);
+const theme = remembered("saliency-theme");
+if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
+
+// About.
+
+const KEYS = {
+  "/": "search",
+  "← → ↑ ↓": "from photo to photo",
+  Enter: "open the large view",
+  "← →": "in the large view: the photo before and after",
+  Esc: "close",
+  m: "next method (M: the one before)",
+  h: "heat map off and on",
+  "?": "this",
+};
+
+function fillFacts() {
+  const run = {
+    model: head.model, weights: head.weights, methods: head.methods.join(", "),
+    photos: `${whole.format(head.photos)}, of which ${whole.format(head.failed)} with errors`,
+    versions: Object.entries(head.versions ?? {}).map(([name, value]) => `${name} ${value}`).join(", "),
+    command: Array.isArray(head.command) ? head.command.join(" ") : head.command,
+  };
+  byId("run").replaceChildren(...facts(run).children);
+  byId("keys").replaceChildren(
+    ...Object.entries(KEYS).map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what))),
+  );
+}
+
+const about = byId("facts");
+byId("about").addEventListener("click", () => about.showModal());
+for (const dialog of [about, view]) {
+  dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=range]), select")) return;
+  if (event.key === "h") {
+    if (heat) heatBefore = heat;
+    setHeat(heat ? 0 : heatBefore);
+    return;
+  }
+  if (view.open || about.open) return;
+  if (event.key === "/") {
+    event.preventDefault();
+    query.focus();
+    query.select();
+  } else if (event.key === "?") about.showModal();
+  else if (event.key === "m" || event.key === "M") {
+    const count = head.methods.length;
+    if (count) change({ method: (state.method + (event.key === "m" ? 1 : count - 1)) % count });
+  }
+});
+
+// Scrolling and sizes.
+
+let due = 0;
+window.addEventListener("scroll", () => {
+  due ||= requestAnimationFrame(() => {
+    due = 0;
+    draw();
+  });
+}, { passive: true });
+
+let width = 0;
+new ResizeObserver(() => {
+  if (grid.clientWidth === width) return draw();
+  width = grid.clientWidth;
+  const anchor = layout.rows.length ? list[layout.rows[rowAt(layout.rows, window.scrollY - grid.offsetTop + 1)].from] : null;
+  const moved = window.scrollY > grid.offsetTop;
+  relayout();
+  if (anchor && moved) reveal(list.indexOf(anchor));
+}).observe(document.documentElement);
+
+window.addEventListener("popstate", arrive);
+
+// Chunks of data beside the page, which come as scripts: a page that is a file may not fetch.
+
+globalThis.saliencyChunk = (chunk) => {
+  for (const photo of unpacked(chunk)) photos.push(photo);
+  if (photos.length < head.photos) tellCount();
+  else complete();
+};
+
+function complete() {
+  fillControls();
+  arrive();
+}
+
+window.addEventListener("load", () => photos.length < head.photos && complete()); // as far as there are chunks
+window.addEventListener("error", (event) => {
+  if (!(event.target instanceof HTMLScriptElement)) return;
+  byId("notice").hidden = false;
+  byId("notice").textContent = `Some photos are missing here: ${event.target.getAttribute("src")} cannot be read. Run saliency report on the folder again.`;
+}, true);
+
+byId("model").textContent = head.model ?? "";
+fillControls();
+fillFacts();
+tellTheme();
+setHeat(heat);
+width = grid.clientWidth;
+arrive();
+document.documentElement.dataset.ready = "";

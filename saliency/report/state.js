@@ -1,0 +1,94 @@
+// What is shown: method, filters, order and the open photo, kept in the address so that a link leads to the same.
+
+const SHOWS = { all: "All photos", fine: "Explained", failed: "With errors" };
+const SORTS = {
+  order: "Order of the run",
+  name: "Name",
+  likely: "Probability, high first",
+  unlikely: "Probability, low first",
+  class: "Class",
+};
+const FRESH = { method: 0, query: "", class: "", show: "all", sort: "order", photo: null };
+const state = { ...FRESH };
+const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
+
+/** The photos that pass the filters, in the order chosen. */
+function chosenPhotos() {
+  const words = folded(state.query).split(/\s+/).filter(Boolean);
+  const passing = photos.filter((photo) => {
+    const row = rowOf(photo, state.method);
+    if (state.show === "failed" && !photo.failed) return false;
+    if (state.show === "fine" && (!row || row.error != null)) return false;
+    if (state.class !== "" && classKey(row) !== state.class) return false;
+    return words.every((word) => wordsOf(photo).includes(word));
+  });
+  return sorted(passing);
+}
+
+/** What tells classes apart: their numbers, since two may have one name. */
+const classKey = (row) => (row?.target ?? row?.name ?? null) === null ? null : String(row.target ?? row.name);
+
+function sorted(list) {
+  const probability = (photo) => rowOf(photo, state.method)?.probability;
+  const known = (photo) => typeof probability(photo) === "number";
+  if (state.sort === "likely" || state.sort === "unlikely") {
+    const sign = state.sort === "likely" ? -1 : 1;
+    return list.sort((a, b) => known(b) - known(a) || sign * (probability(a) - probability(b)) || 0);
+  }
+  if (state.sort === "name") return list.sort((a, b) => collator.compare(a.file, b.file));
+  if (state.sort === "class") {
+    const name = (photo) => className(rowOf(photo, state.method));
+    // A photo without a class comes last.
+    return list.sort((a, b) => (name(a) === null) - (name(b) === null) || collator.compare(name(a) ?? "", name(b) ?? ""));
+  }
+  return list;
+}
+
+/** The classes that the method in view explains: key, name and number of photos, by name. */
+function classes() {
+  const found = new Map();
+  for (const photo of photos) {
+    const row = rowOf(photo, state.method);
+    const key = classKey(row);
+    if (key === null) continue;
+    const entry = found.get(key) ?? { key, name: className(row), count: 0 };
+    entry.count += 1;
+    found.set(key, entry);
+  }
+  const names = new Map();
+  for (const { name } of found.values()) names.set(name, (names.get(name) ?? 0) + 1);
+  return [...found.values()]
+    .map((each) => (names.get(each.name) > 1 ? { ...each, name: `${each.name} ${each.key}` } : each))
+    .sort((a, b) => collator.compare(a.name, b.name));
+}
+
+/** The address of a state, only with what differs from a fresh page. */
+function addressOf(other = {}) {
+  const wanted = { ...state, ...other };
+  const words = new URLSearchParams();
+  for (const key of Object.keys(FRESH)) {
+    if (wanted[key] === FRESH[key]) continue;
+    words.set(key, key === "method" ? head.methods[wanted.method] : wanted[key]);
+  }
+  return `#${words}`;
+}
+
+/** Take the state from the address; what it does not say, or says wrongly, is as on a fresh page. */
+function readAddress() {
+  const words = new URLSearchParams(location.hash.slice(1));
+  const method = head.methods.indexOf(words.get("method"));
+  Object.assign(state, FRESH, {
+    method: Math.max(0, method),
+    query: words.get("query") ?? "",
+    class: words.get("class") ?? "",
+    show: Object.hasOwn(SHOWS, words.get("show") ?? "") ? words.get("show") : FRESH.show,
+    sort: Object.hasOwn(SORTS, words.get("sort") ?? "") ? words.get("sort") : FRESH.sort,
+    photo: /^\d+$/.test(words.get("photo") ?? "") ? Number(words.get("photo")) : null,
+  });
+}
+
+/** Write the state into the address: as a new step of the history, or in place of the present one. */
+function writeAddress(step = false) {
+  if (step) history.pushState({ opened: true }, "", addressOf());
+  else history.replaceState(history.state, "", addressOf());
+}

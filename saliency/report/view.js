@@ -1,0 +1,149 @@
+// The large view: one photo, all methods side by side.
+
+const view = byId("view");
+const panels = byId("panels");
+
+/** Open the view on a photo, or move it there; as a step of the history where the reader asked for it. */
+function open(photo, step = false) {
+  state.photo = photo.index;
+  compose(photo);
+  if (!view.open) view.showModal();
+  panels.scrollTop = 0;
+  writeAddress(step);
+}
+
+/** The photo beside the open one in the list, `step` further; beyond both ends there is none. */
+function walk(step) {
+  const at = place();
+  const photo = list[Math.min(list.length - 1, Math.max(0, at + step))];
+  if (photo && photo.index !== state.photo) open(photo);
+}
+
+const place = () => list.findIndex((photo) => photo.index === state.photo);
+
+function compose(photo) {
+  const at = list.indexOf(photo);
+  byId("view-name").textContent = photo.file;
+  byId("view-place").textContent = at < 0 ? "outside the filters" : `${whole.format(at + 1)} of ${whole.format(list.length)}`;
+  byId("previous").disabled = at <= 0;
+  byId("next").disabled = at < 0 || at === list.length - 1;
+  view.style.setProperty("--ratio", photo.width > 0 && photo.height > 0 ? photo.width / photo.height : 4 / 3);
+  const rows = photo.whole ? [photo.whole] : photo.rows.filter(Boolean);
+  const shown = rows.map((row) => panel(photo, row));
+  panels.replaceChildren(...(photo.photo ? [plain(photo, rows[0])] : []), ...shown);
+  for (const near of [list[at + 1], at > 0 ? list[at - 1] : null]) if (near) preload(near);
+}
+
+/** The photo as it is, with what is the same for all methods. */
+function plain(photo, row) {
+  const frame = make("div", { class: "frame" }, image(photo.photo, "photo", "eager", photo.file));
+  const crop = cropOf(photo);
+  if (crop) frame.append(crop);
+  const size = (width, height) => (width && height ? `${width} × ${height}` : null);
+  const input = size(photo.inputWidth, photo.inputHeight);
+  return make(
+    "figure", { class: "panel" },
+    frame,
+    make("figcaption", {}, make("h3", {}, "Photo"), facts({
+      file: photo.source,
+      size: size(photo.width, photo.height),
+      "network input": input && crop ? `${input}, of what the frame encloses` : input,
+      class: row && row.error == null ? classText(row) : null,
+    })),
+  );
+}
+
+/** A frame around what the network saw; null where that is the whole photo. */
+function cropOf(photo) {
+  if (!Array.isArray(photo.box) || !photo.box.every(Number.isFinite) || !(photo.width > 0) || !(photo.height > 0)) return null;
+  const [left, top, right, bottom] = photo.box.map((edge, at) => edge / (at % 2 ? photo.height : photo.width));
+  if (left <= 0.002 && top <= 0.002 && right >= 0.998 && bottom >= 0.998) return null;
+  const crop = make("span", { class: "crop", title: "What the network saw" });
+  const share = (part) => `${100 * Math.min(1, Math.max(0, part))}%`;
+  Object.assign(crop.style, { left: share(left), top: share(top), right: share(1 - right), bottom: share(1 - bottom) });
+  return crop;
+}
+
+/** One method: the heat map over the photo, its colour bar, and what it was made of. */
+function panel(photo, row) {
+  const frame = make("div", { class: "frame" });
+  picture(frame, photo, row, "eager");
+  const failed = row.error != null;
+  return make(
+    "figure", { class: failed ? "panel failed" : "panel" },
+    frame,
+    make(
+      "figcaption", {},
+      make("h3", {}, row.method < 0 ? "All methods" : head.methods[row.method]),
+      failed ? null : colourBar(row),
+      facts({
+        class: failed ? null : classText(row),
+        probability: failed ? null : probabilityText(row.probability),
+        score: failed ? null : short(row.score),
+        error: row.kind,
+        layer: row.layer,
+        ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, text(value)])),
+      }),
+      row.overlay ? make("a", { href: row.overlay, target: "_blank", rel: "noopener" }, "Overlay in full size") : null,
+    ),
+  );
+}
+
+const classText = (row) => (row.name != null && row.target != null ? `${row.name} (${row.target})` : className(row));
+
+/** The colours from the lowest value of the map to its limit, with both in its units. */
+function colourBar(row) {
+  if (typeof row.limit !== "number") return null;
+  const signed = row.sign === "signed";
+  const bar = make("div", { class: "bar-colours", role: "img" });
+  const low = signed ? short(-row.limit) : "0";
+  bar.setAttribute("aria-label", `Colours from ${low} to ${short(row.limit)} ${row.units ?? ""}, ${row.colormap ?? ""}`);
+  if (row.bar) bar.style.backgroundImage = `linear-gradient(to right, ${row.bar.join(", ")})`;
+  const ticks = make("div", { class: "ticks", "aria-hidden": "true" }, make("span", {}, low), signed ? make("span", {}, "0") : null, make("span", {}, short(row.limit)));
+  const unit = [row.sign === "absolute" ? "size, whatever the sign" : null, row.units].filter(Boolean).join(" · ");
+  return make("div", { class: "scale" }, row.bar ? bar : null, ticks, unit ? make("div", { class: "unit" }, unit) : null);
+}
+
+/** A list of names and values, without those that are empty. */
+function facts(entries) {
+  const filled = Object.entries(entries).filter(([, value]) => value != null && value !== "");
+  return make("dl", {}, filled.map(([name, value]) => make("div", {}, make("dt", {}, name.trim()), make("dd", { dir: "auto" }, String(value)))));
+}
+
+function preload(photo) {
+  const addresses = [photo.photo, ...photo.rows.filter(Boolean).map((row) => row.heat)];
+  for (const address of addresses.filter(Boolean)) new Image().src = address;
+}
+
+view.addEventListener("close", () => {
+  if (state.photo === null) return; // the history has closed it
+  const photo = photos.find((each) => each.index === state.photo);
+  state.photo = null;
+  if (history.state?.opened) history.back();
+  else writeAddress();
+  select(photo);
+});
+
+view.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+  const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+  if (!(event.key in steps)) return;
+  event.preventDefault();
+  walk(steps[event.key]);
+});
+
+byId("previous").addEventListener("click", () => walk(-1));
+byId("next").addEventListener("click", () => walk(1));
+byId("close").addEventListener("click", () => view.close());
+
+let touched = null;
+panels.addEventListener("touchstart", (event) => {
+  touched = event.touches.length === 1 ? { x: event.touches[0].clientX, y: event.touches[0].clientY } : null;
+}, { passive: true });
+panels.addEventListener("touchend", (event) => {
+  if (!touched) return;
+  const { clientX, clientY } = event.changedTouches[0];
+  const [across, along] = [clientX - touched.x, Math.abs(clientY - touched.y)];
+  if (Math.abs(across) > 60 && along < 40) walk(across < 0 ? 1 : -1);
+  touched = null;
+}, { passive: true });

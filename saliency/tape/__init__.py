@@ -1,0 +1,1 @@
+"""The operations of one forward on a tape, played again behind a layer, or only where a change of the picture reaches."""

@@ -1,0 +1,233 @@
+"""The operations of one forward that depend on one tensor in it, written down as they come.
+
+The dispatcher of PyTorch shows them to the thread that asks; nothing is attached to the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..nests import mapped, tensors_in
+from .operations import Op, is_plain, is_random, keeps_statistics, reads_values, tensors_among, written_by
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a tensor that depends on the source; the source's own is 0."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The place of a tensor that does not depend on the source: a weight, or what was computed of other things."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation, with places and constants as its arguments.
+
+    Attributes:
+        op: The operation.
+        args: Its arguments, lists where there are tuples.
+        kwargs: Its arguments by name.
+        results: The slot of each result, None where it is no tensor.
+        single: The operation returns a tensor, not a tuple or list of them.
+        shapes: The shape of each result.
+        overwritten: The places of the tensors that the operation writes to.
+    """
+
+    op: Op
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+    single: bool
+    shapes: tuple[tuple[int, ...], ...]
+    overwritten: tuple[Slot | Given, ...]
+
+
+@dataclass
+class _Memory:
+    """What is known of a block of memory. The weak reference keeps its address from being given out again."""
+
+    ref: StorageWeakRef
+    born: bool = False
+    depends: bool = False
+    writes: int = 0
+    given: list[int] = field(default_factory=list)
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What one forward does with one tensor, the source, and what it makes of it.
+
+    Attributes:
+        steps: The operations that depend on the source, in order.
+        given: The tensors that these use beside it, as they were when they were used.
+        slots: How many tensors depend on the source, itself included.
+        refusal: Why this forward cannot be done again from the tape; empty where it can.
+        aliased: A tensor was read under another name than the one it was written to under, so that the steps are right
+            only where they share memory as they did here.
+        source_overwritten: An operation writes to the source.
+        output: The forward's output, with an empty tensor for each of its tensors.
+        outputs: The places of these, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self.given: list[Tensor] = []
+        self.slots = 0
+        self.refusal = ""
+        self.aliased = False
+        self.source_overwritten = False
+        self.output: Any = None
+        self.outputs: list[Slot | Given] = []
+        self._source: _Memory | None = None
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._held: dict[int, int] = {}
+        self._memories: dict[int, _Memory] = {}
+
+    def begin(self, source: Tensor) -> None:
+        """Follow this tensor from here on."""
+        self._source = self._memory(source)
+        self._source.born = True
+        self._keep(source)
+
+    def end(self, output: Any) -> None:
+        """Write down what the forward returned, and let go of what is known of its memory."""
+        tensors = list(tensors_in(output))
+        if not self._source:
+            self.refusal = self.refusal or "the forward came to its end before the tensor that is followed"
+        self.refusal = self.refusal or self._objection_to_reading(tensors)
+        if not self.refusal:
+            self.outputs = [self._place(each) for each in tensors]
+            self.output = mapped(output, lambda each: torch.empty(0))
+        self._known.clear()
+        self._held.clear()
+        self._memories.clear()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do an operation, and write it down where it depends on the source."""
+        kwargs = kwargs or {}
+        tensors = list(tensors_among((args, kwargs)))
+        self.refusal = self.refusal or self._objection(op, args, kwargs, tensors)
+        if self.refusal:
+            return op(*args, **kwargs)
+        depends = any(self._slot(each) is not None for each in tensors)
+        places = (self._places(args), self._places(kwargs)) if depends else None
+        written = written_by(op, args, kwargs)
+        overwritten = tuple(self._place(each) for each in written) if depends else ()
+        for each in written:
+            self._before_write(each)
+        result = op(*args, **kwargs)
+        if places is not None:
+            self._write_down(op, *places, overwritten, result)
+        else:
+            self._note_new_memory(result, tensors)
+        return result
+
+    def _objection(self, op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
+        """Why an operation cannot be done again from the tape; empty where it can."""
+        if not isinstance(op, OpOverload):
+            return f"{op} is no plain operation"
+        if is_random(op, args):
+            return f"{op} draws random numbers"
+        if keeps_statistics(op, args):
+            return f"{op} updates running statistics"
+        objection = self._objection_to_reading(tensors)
+        if objection:
+            return objection
+        if any(self._slot(each) is None and not self._memory(each).born for each in written_by(op, args, kwargs)):
+            return f"{op} writes to what the model keeps"
+        if reads_values(op, [each for each in tensors if self._slot(each) is not None]):
+            return f"{op} makes numbers or shapes of values"
+        return ""
+
+    def _objection_to_reading(self, tensors: list[Tensor]) -> str:
+        if not all(map(is_plain, tensors)):
+            return "the model uses sparse, quantised or otherwise special tensors"
+        for each in tensors:
+            known = self._slot(each)
+            memory = self._memory(each)
+            if known is None and memory.depends:
+                return "a tensor is read under a name that it had before it was written to"
+            self.aliased = self.aliased or (known is not None and self._known[id(each)][2] != memory.writes)
+        return ""
+
+    def _write_down(self, op: Op, args: Any, kwargs: Any, overwritten: Any, result: Any) -> None:
+        single = not isinstance(result, tuple | list)
+        results = [result] if single else list(result)
+        if not all(each is None or (isinstance(each, Tensor) and is_plain(each)) for each in results):
+            self.refusal = f"{op} gives something else than plain tensors"
+            return
+        slots = tuple(None if each is None else self._keep(each) for each in results)
+        shapes = tuple(() if each is None else tuple(each.shape) for each in results)
+        self.steps.append(Step(op, args, kwargs, slots, single, shapes, overwritten))
+
+    def _keep(self, tensor: Tensor) -> int:
+        """A new slot for a tensor. What an in-place operation has written to gets one more."""
+        memory = self._memory(tensor)
+        memory.depends = True
+        self._known[id(tensor)] = (weakref.ref(tensor), self.slots, memory.writes)
+        self.slots += 1
+        return self.slots - 1
+
+    def _slot(self, tensor: Tensor) -> int | None:
+        known = self._known.get(id(tensor))
+        return None if known is None or known[0]() is not tensor else known[1]
+
+    def _places(self, part: Any) -> Any:
+        """Arguments with places for their tensors; tuples become lists."""
+        if isinstance(part, Tensor):
+            return self._place(part)
+        if isinstance(part, tuple | list):
+            return [self._places(each) for each in part]
+        if isinstance(part, dict):
+            return {name: self._places(each) for name, each in part.items()}
+        return part
+
+    def _place(self, tensor: Tensor) -> Slot | Given:
+        slot = self._slot(tensor)
+        if slot is not None:
+            return Slot(slot)
+        at = self._held.get(id(tensor))
+        if at is None:
+            at = self._held[id(tensor)] = len(self.given)
+            self.given.append(tensor)
+            self._memory(tensor).given.append(at)
+        return Given(at)
+
+    def _before_write(self, tensor: Tensor) -> None:
+        """Copy what the tape holds of the memory that is about to be written to."""
+        memory = self._memory(tensor)
+        memory.writes += 1
+        self.source_overwritten = self.source_overwritten or memory is self._source
+        for at in memory.given:
+            self._held.pop(id(self.given[at]), None)
+            self.given[at] = self.given[at].clone()
+        memory.given.clear()
+
+    def _note_new_memory(self, result: Any, tensors: list[Tensor]) -> None:
+        """What an operation has made is the forward's own, unless it is another name for what went in."""
+        found = [each for each in tensors_among(result) if is_plain(each)]
+        before = {each.untyped_storage()._cdata for each in tensors} if found else set()
+        for each in found:
+            if each.untyped_storage()._cdata not in before:
+                self._memory(each).born = True
+
+    def _memory(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return memory

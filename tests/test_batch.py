@@ -1,0 +1,461 @@
+"""A folder of photos becomes a folder of overlays: what is made, and that nothing is made twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import saliency
+from saliency import GradCAM, TargetError, overlay
+from saliency.batch import BatchError, Look, Progress, StoppedError, batch, pipeline, running, unit
+from saliency.batch.drawing import Made, Task
+from saliency.batch.job import Job
+from saliency.batch.keeping import Kept
+from saliency.batch.manifest import KEYS
+from saliency.batch.manifest import row as a_row
+from saliency.batch.photos import Photo
+from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
+
+BOTH = ("grad_cam", "vanilla_gradient")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    photos(tmp_path / "in", 10)
+    return tmp_path / "in"
+
+
+def pixels(path: Path) -> Any:
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGBA" if path.suffix == ".webp" else "RGB"))
+
+
+# What is made ------------------------------------------------------------------------------------------------------
+
+
+def test_every_photo_gets_what_the_library_draws_for_it_alone(source: Path, tmp_path: Path) -> None:
+    summary = quick(source, tmp_path / "out", methods=BOTH, batch_size=1)
+    assert (summary.photos, summary.done, summary.fresh, summary.failed) == (10, 10, 10, 0)
+    for name in ("00", "07"):
+        for method in BOTH:
+            alone = saliency.METHODS[method](Tiny()).attribute(source / f"{name}.png")
+            drawn = pixels(tmp_path / "out" / "overlays" / f"{name}.{method}.png")
+            assert np.array_equal(drawn, np.asarray(overlay(alone)))
+
+
+def test_a_row_says_what_the_explanation_says(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out", batch_size=1)
+    alone = GradCAM(Tiny()).attribute(source / "03.png")
+    row = rows(tmp_path / "out")[3]
+    assert tuple(row) == KEYS
+    assert (row["index"], row["id"], row["method"], row["error"]) == (3, "03", "grad_cam", None)
+    assert row["source"] == str(source / "03.png")
+    assert (row["target"], row["name"], row["layer"]) == (alone.target[0], alone.target_names[0], alone.layer)
+    assert alone.probabilities is not None
+    assert row["probability"] == float(alone.probabilities[0])
+    assert row["score"] == float(alone.scores[0])
+    assert (row["width"], row["height"], row["input_width"], row["input_height"]) == (40, 30, 16, 16)
+    assert row["box"] == pytest.approx(list(alone.frames[0].box) if alone.frames[0] else [])
+    assert row["limit"] == pytest.approx(saliency.shared_limit(alone))
+    assert (row["sign"], row["units"], row["colormap"]) == ("positive", "score", "inferno")
+
+
+def test_the_folder_is_the_one_that_the_page_expects(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    summary = quick(source, out, methods=BOTH, look=Look(format="jpg"))
+    assert summary.page == out / "index.html"
+    assert (out / "index.html").is_file()
+    for row in rows(out):
+        assert row["overlay"] == f"overlays/{row['id']}.{row['method']}.jpg"
+        assert row["photo"] == f"photos/{row['id']}.jpg"
+        assert row["heat"] == f"heat/{row['id']}.{row['method']}.webp"
+        assert pixels(out / row["overlay"]).shape == (30, 40, 3)
+        assert pixels(out / row["photo"]).shape == (30, 40, 3)
+    about = json.loads((out / "manifest.json").read_text())
+    assert about["format"] == "saliency batch 1"
+    assert about["counts"] == {"photos": 10, "rows": 20, "failed": 0}
+    assert [each["name"] for each in about["methods"]] == list(BOTH)
+    assert (about["categories"], about["batch_size"], about["finished"]) == (5, 4, True)
+
+
+def test_the_heat_lies_where_the_network_looked_and_nowhere_else(tmp_path: Path) -> None:
+    noise(tmp_path / "wide.png", 1, (1200, 300))
+    quick(tmp_path / "wide.png", tmp_path / "out")
+    with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as preview:
+        assert preview.size == (640, 160)
+    heat = pixels(tmp_path / "out" / "heat" / "wide.grad_cam.webp")
+    height, width = heat.shape[:2]
+    assert abs(width / height - 4) < 0.1
+    opaque = np.flatnonzero((heat[..., 3] == 255).all(0))
+    assert (heat[..., 3] == 0).any(0).sum() + len(opaque) == width
+    assert opaque[0] == pytest.approx(width * 3 / 8, abs=1)
+    assert opaque[-1] == pytest.approx(width * 5 / 8, abs=1)
+
+
+def test_the_heat_fades_with_the_map_where_the_overlay_does(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out", look=Look(opacity="map"), methods=("vanilla_gradient",))
+    heat = pixels(tmp_path / "out" / "heat" / "00.vanilla_gradient.webp")
+    assert len(np.unique(heat[..., 3])) > 4
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_each_format_is_written_as_what_it_says(source: Path, tmp_path: Path, suffix: Any) -> None:
+    quick(source, tmp_path / "out", look=Look(format=suffix), limit=1)
+    with Image.open(tmp_path / "out" / "overlays" / f"00.grad_cam.{suffix}") as picture:
+        assert picture.format == {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}[suffix]
+
+
+def test_photos_of_all_sizes_run_together_also_where_the_input_keeps_its_size(tmp_path: Path) -> None:
+    model = Tiny()
+    model.preprocess = saliency.Preprocess(size=None, resize=None)
+    for number, size in enumerate([(40, 30), (20, 20), (40, 30), (31, 17), (20, 20)]):
+        noise(tmp_path / "in" / f"{number}.png", number, size)
+    quick(tmp_path / "in", tmp_path / "out", model=model, batch_size=5)
+    alone = [GradCAM(model).attribute(tmp_path / "in" / f"{number}.png") for number in range(5)]
+    assert [row["score"] for row in rows(tmp_path / "out")] == pytest.approx([float(each.scores[0]) for each in alone])
+    assert [(row["input_width"], row["input_height"]) for row in rows(tmp_path / "out")] == [
+        (40, 30),
+        (20, 20),
+        (40, 30),
+        (31, 17),
+        (20, 20),
+    ]
+
+
+# Targets -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_for_all_is_explained_in_all(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out", target="bee")
+    assert {(row["target"], row["name"]) for row in rows(tmp_path / "out")} == {(1, "bee")}
+
+
+def test_each_photo_has_the_target_of_its_row_and_the_others_their_top_class(source: Path, tmp_path: Path) -> None:
+    table = tmp_path / "targets.csv"
+    table.write_text(f"path,target\n{source / '02.png'},emu\n05.png,0\n")
+    quick(source, tmp_path / "top")
+    top = [row["name"] for row in rows(tmp_path / "top")]
+    quick(source, tmp_path / "out", targets=table)
+    expected = [*top[:2], "emu", *top[3:5], "ant", *top[6:]]
+    assert [row["name"] for row in rows(tmp_path / "out")] == expected
+
+
+def test_a_target_that_is_none_costs_its_photo_only(source: Path, tmp_path: Path) -> None:
+    table = tmp_path / "list.csv"
+    names = ["in/00.png,ant", "in/01.png,bea", "in/02.png,7", "in/03.png,"]
+    table.write_text("\n".join(names))
+    summary = quick(table, tmp_path / "out")
+    assert kinds(tmp_path / "out") == [None, "TargetError", "TargetError", None]
+    assert 'did you mean "bee"' in rows(tmp_path / "out")[1]["error"]
+    assert summary.failed == 2
+
+
+@pytest.mark.parametrize("target", ["bea", 7])
+def test_a_target_of_all_that_is_none_stops_before_anything_is_made(source: Path, tmp_path: Path, target: Any) -> None:
+    with pytest.raises((TargetError, BatchError), match=r"bea|outside"):
+        quick(source, tmp_path / "out", target=target)
+    assert not (tmp_path / "out" / "overlays").exists() or not rows(tmp_path / "out")
+    assert quick(source, tmp_path / "out", target="bee").failed == 0
+
+
+# Again ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_found_finished_without_a_model(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("nothing is missing")
+
+    monkeypatch.setattr(unit, "loaded", refuse)
+    monkeypatch.setattr(running.Run, "work", refuse)
+    again = quick(source, tmp_path / "out")
+    assert (again.done, again.fresh, again.page) == (10, 0, tmp_path / "out" / "index.html")
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_what_is_lost_is_made_again_and_nothing_else(source: Path, tmp_path: Path, maps: bool) -> None:
+    for out in (tmp_path / "whole", tmp_path / "out"):
+        quick(source, out, methods=BOTH, maps=maps)
+    out = tmp_path / "out"
+    (out / "overlays" / "04.grad_cam.png").unlink()
+    (out / "photos" / "09.jpg").write_bytes(b"")
+    untouched = out / "overlays" / "00.grad_cam.png"
+    stamp = untouched.stat().st_mtime_ns
+    summary = quick(source, out, methods=BOTH, maps=maps)
+    assert summary.fresh == 2
+    assert untouched.stat().st_mtime_ns == stamp
+    assert_same(out, tmp_path / "whole")
+
+
+def test_a_limit_is_gone_on_from(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "whole")
+    assert quick(source, tmp_path / "out", limit=3).photos == 3
+    assert len(rows(tmp_path / "out")) == 3
+    assert quick(source, tmp_path / "out", limit=3).fresh == 0
+    assert quick(source, tmp_path / "out").fresh == 7
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_photos_that_are_new_come_behind_and_the_others_keep_numbers_and_names(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out")
+    old = rows(tmp_path / "out")
+    noise(source / "00.bmp", 50)
+    noise(source / "000.png", 51)
+    (source / "05.png").unlink()
+    summary = quick(source, tmp_path / "out")
+    assert (summary.photos, summary.fresh) == (12, 2)
+    new = rows(tmp_path / "out")
+    assert new[:10] == old
+    assert [row["id"] for row in new[10:]] == ["00.bmp", "000"]
+
+
+def test_the_rows_of_a_batch_do_not_depend_on_what_is_missing(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "whole", maps=True, batch_size=8)
+    quick(source, tmp_path / "out", maps=True, batch_size=8, limit=3)
+    quick(source, tmp_path / "out", maps=True, batch_size=8)
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_run_of_another_kind_is_refused_and_says_what_differs(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(BatchError, match=r"methods was \['grad_cam'\] and is \['layer_cam'\].*--restart"):
+        quick(source, tmp_path / "out", methods=("layer_cam",))
+    other = Tiny()
+    with torch.no_grad():
+        other.head.bias.add_(1)
+    with pytest.raises(BatchError, match="weights was 'sha256:"):
+        quick(source, tmp_path / "out", model=other)
+    noise(tmp_path / "elsewhere" / "x.png", 1)
+    with pytest.raises(BatchError, match="over other photos, beginning with"):
+        quick(tmp_path / "elsewhere", tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def test_restart_removes_what_the_run_made_and_no_file_of_others(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quick(source, out, methods=BOTH, maps=True)
+    mine = [out / "notes.txt", out / "overlays" / "mine.png", out / "photos" / "mine" / "a.jpg"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    quick(source, out, look=Look(format="jpg"), restart=True)
+    assert all(path.read_text() == "mine" for path in mine)
+    quick(source, tmp_path / "fresh", look=Look(format="jpg"))
+    for path in mine:
+        path.unlink()
+    mine[2].parent.rmdir()
+    assert_same(out, tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("name", ["index.html", "photos/03.jpg", "overlays/03.grad_cam.png"])
+def test_a_file_of_others_is_never_replaced(source: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    for restart in (False, True):
+        with pytest.raises(BatchError, match=f"{name} would be replaced"):
+            quick(source, tmp_path / "out", restart=restart)
+    assert path.read_text() == "mine"
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_what_failed_stays_so_until_it_is_tried_again(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "whole")
+    good = (source / "04.png").read_bytes()
+    (source / "04.png").write_bytes(good[:60])
+    out = tmp_path / "out"
+    assert quick(source, out).failed == 1
+    (source / "04.png").write_bytes(good)
+    again = quick(source, out)
+    assert (again.fresh, again.failed) == (0, 1)
+    mended = quick(source, out, retry=True)
+    assert (mended.fresh, mended.failed) == (1, 0)
+    assert_same(out, tmp_path / "whole")
+
+
+def test_strict_stops_at_the_first_failure_and_goes_on_when_it_is_mended(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "whole")
+    good = (source / "05.png").read_bytes()
+    (source / "05.png").write_bytes(b"")
+    with pytest.raises(StoppedError, match=r"05\.png: is empty"):
+        quick(source, tmp_path / "out", strict=True)
+    assert [row["index"] for row in rows(tmp_path / "out")] == list(range(5))
+    (source / "05.png").write_bytes(good)
+    quick(source, tmp_path / "out", strict=True)
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+# How it is run -----------------------------------------------------------------------------------------------------
+
+
+def test_several_devices_one_and_one_thread_make_the_same_files(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "one", device="cpu", workers=1, methods=BOTH, maps=True)
+    quick(source, tmp_path / "two", device="cpu,cpu", workers=3, methods=BOTH, maps=True)
+    quick(source, tmp_path / "own", workers=4, methods=BOTH, maps=True)
+    assert_same(tmp_path / "two", tmp_path / "one")
+    assert_same(tmp_path / "own", tmp_path / "one")
+
+
+def test_an_engine_that_does_each_group_in_one_go_makes_the_same_files(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "06.png").write_bytes(b"")
+    quick(source, tmp_path / "threads", methods=BOTH, maps=True)
+
+    def in_one_go(local: pipeline.Local, work: unit.Work) -> Iterator[Sequence[Made]]:
+        networks = unit.replicas(work.job, work.model, local.devices)
+        for group in list(work.groups)[::-1]:  # in any order
+            yield unit.whole(networks[0], work.job, work.out, group, work.plan.halve)
+
+    monkeypatch.setattr(pipeline.Local, "__call__", in_one_go)
+    quick(source, tmp_path / "one go", methods=BOTH, maps=True)
+    assert_same(tmp_path / "one go", tmp_path / "threads")
+
+
+def test_what_an_engine_needs_can_be_sent_to_another_process() -> None:
+    job = Job(model="tiny", look=Look(format="jpg"))
+    photo = Photo("/a.png", "a.png", name="a", folder=("x",), target="cat")
+    task = Task(3, photo, ("grad_cam",))
+    made = Made(3, [a_row(index=3, score=0.5)], {"3.grad_cam": Kept(np.ones((1, 2, 2), np.float16), {"scale": 1.0})})
+    again = pickle.loads(pickle.dumps((job, task, made)))
+    assert again[:2] == (job, task)
+    assert again[2].rows == made.rows
+    assert np.array_equal(again[2].maps["3.grad_cam"].values, made.maps["3.grad_cam"].values)
+
+
+def test_all_methods_of_a_group_share_one_pass(source: Path, tmp_path: Path) -> None:
+    model = Tiny()
+    cams = ("grad_cam", "layer_cam", "hires_cam", "xgrad_cam", "grad_cam_plus_plus")
+    quick(source, tmp_path / "one", model=model, methods=cams[:1], workers=1)
+    one = list(model.sizes)
+    model.sizes.clear()
+    quick(source, tmp_path / "five", model=model, methods=cams, workers=1)
+    assert model.sizes.count(4) == one.count(4) == 2
+    assert model.sizes.count(2) == one.count(2) == 1
+
+
+def test_the_best_batch_is_found_by_real_work_and_written_down(source: Path, tmp_path: Path) -> None:
+    photos(source, 70)
+    model = Tiny()
+    quick(source, tmp_path / "out", model=model, batch_size=None)
+    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    sizes = [size for _, size in about["batches"]]
+    assert sizes[:5] == [1, 2, 4, 8, 16]
+    assert len(rows(tmp_path / "out")) == 70
+    assert sum(size for size in model.sizes if size > 1) <= 70
+
+
+def test_the_model_and_pytorchs_threads_are_left_as_they_were(source: Path, tmp_path: Path) -> None:
+    model = Tiny().train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    threads = torch.get_num_threads()
+    quick(source, tmp_path / "out", model=model)
+    assert model.training
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_progress_is_told_as_it_is(source: Path, tmp_path: Path) -> None:
+    (source / "03.png").write_bytes(b"nothing")
+    told: list[Progress] = []
+    quick(source, tmp_path / "out", on_progress=told.append)
+    assert [each.done for each in told] == sorted(each.done for each in told)
+    assert told[-1] == Progress(10, 10, 10, 1)
+
+
+def test_ctrl_c_finishes_what_is_under_way_and_the_same_call_goes_on(source: Path, tmp_path: Path) -> None:
+    photos(source, 40)
+    quick(source, tmp_path / "whole", maps=True)
+
+    def press(progress: Progress) -> None:
+        if progress.fresh <= 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match=r"\d+ of 40 photos are done; the same command goes on"):
+        quick(source, tmp_path / "out", maps=True, on_progress=press)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert 4 <= len(rows(tmp_path / "out")) < 40
+    quick(source, tmp_path / "out", maps=True)
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_does_not_wait_and_loses_nothing_that_was_told(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "whole")
+
+    told = []
+
+    def press(progress: Progress) -> None:
+        if progress.fresh:
+            told.append(progress.fresh)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(source, tmp_path / "out", on_progress=press)
+    assert len(rows(tmp_path / "out")) == told[0]
+    quick(source, tmp_path / "out")
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"methods": ()}, "expected a list of names"),
+        ({"methods": ("grad_cam", "grad_cam")}, "named twice"),
+        ({"methods": ("grad_cm",)}, 'did you mean "grad_cam"'),
+        ({"layer": "nothing"}, 'no layer "nothing"'),
+        ({"options": {"smoth": 1}}, 'no option "smoth"'),
+        ({"batch_size": 0}, "batch_size=0 is not a whole number"),
+        ({"device": "cuda:9"}, "torch finds 0 CUDA devices|cuda:9"),
+        ({"device": "gpu"}, 'no device "gpu"'),
+        ({"model": torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3))}, "carries no preprocessing"),
+        ({"look": {"colormap": "infern"}}, "infern"),
+        ({"look": {"opacity": 2}}, "opacity 2"),
+        ({"look": {"format": "gif"}}, 'format "gif"'),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_made(
+    source: Path, tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(saliency.SaliencyError, match=reason):
+        quick(source, tmp_path / "out", **options | ({"look": Look(**options["look"])} if "look" in options else {}))
+    assert not (tmp_path / "out").exists() or {each.name for each in (tmp_path / "out").iterdir()} <= {".lock"}
+
+
+def test_no_photo_at_all_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with pytest.raises(BatchError, match="no pictures in it"):
+        quick(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(BatchError, match="no such file"):
+        batch("nowhere.jpg", tmp_path / "out", Tiny())
+
+
+def test_photos_that_are_too_large_to_wait_are_decoded_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(source, tmp_path / "whole")
+    monkeypatch.setattr("saliency.batch.reading.Budget.keep", lambda self, picture: False)
+    quick(source, tmp_path / "out")
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_white_photo_is_a_photo(tmp_path: Path) -> None:
+    plain(tmp_path / "white.png", WHITE)
+    assert quick(tmp_path / "white.png", tmp_path / "out", methods=("vanilla_gradient",)).failed == 0

@@ -1,0 +1,316 @@
+"""The commands `saliency batch` and `saliency render`: they wrap the library, and tell what became of it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import saliency
+from saliency.batch import Look, Progress, StoppedError, unit
+from saliency.batch.again import draw_again
+from saliency.batch.keeping import read_shard
+from saliency.batch.table import write_parquet
+from saliency.cli import batching, rendering
+from saliency.cli.arguments import Parser
+from saliency.cli.console import Screen, UsageError
+from tests.batchwork import Tiny, noise, photos, quick, rows
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    photos(tmp_path / "in", 5)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(unit, "load", lambda name, weights: Tiny())
+
+    def go(*words: object) -> tuple[int, str, str]:
+        parser = Parser(prog="saliency batch")
+        batching.options(parser, "tiny", "grad_cam")
+        code = batching.run(parser.parsed([str(word) for word in words]), Screen())
+        return code, *capsys.readouterr()
+
+    return go
+
+
+@pytest.fixture
+def render(capsys: pytest.CaptureFixture[str]) -> Run:
+    def go(*words: object) -> tuple[int, str, str]:
+        parser = Parser(prog="saliency render")
+        rendering.options(parser)
+        code = rendering.run(parser.parsed([str(word) for word in words]), Screen())
+        return code, *capsys.readouterr()
+
+    return go
+
+
+# saliency batch ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path: Path) -> None:
+    code, out, err = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--batch-size", "2")
+    assert (code, err) == (0, "")
+    assert "5 of 5 photos; 5 of them now" in out
+    assert f"the page: {tmp_path}/out/index.html" in out
+    assert len(rows(tmp_path / "out")) == 10
+    code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--resume")
+    assert code == 0
+    assert "5 of 5 photos were done already" in out
+
+
+def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp_path: Path) -> None:
+    (source / "02.png").write_bytes(b"")
+    code, out, err = run(source, "--out", tmp_path / "out")
+    assert code == 1
+    assert "is empty" in out
+    assert err == f"saliency: {source}/02.png: is empty\n"
+    assert "1 photos with failures: 1 ImageError; --retry" in out
+    assert run(source, "--out", tmp_path / "out")[0] == 1
+    code, _, err = run(source, "--out", tmp_path / "strict", "--strict")
+    assert code == 1
+    assert "--strict" in err
+
+
+def test_options_reach_the_library(run: Run, source: Path, tmp_path: Path) -> None:
+    words = ["--target", "bee", "--format", "jpg", "--opacity", "map", "--colormap", "viridis", "--sign", "signed"]
+    more = ["--percentile", "90", "--limit", "2", "--maps", "--layer", "features.0", "--set", "smooth=positive"]
+    code, _, err = run(source, "--out", tmp_path / "out", *words, *more, "-m", "grad_cam", "guided_grad_cam")
+    assert (code, err) == (0, "")
+    made = rows(tmp_path / "out")
+    assert len(made) == 4
+    assert {(each["name"], each["layer"], each["colormap"]) for each in made if each["method"] == "grad_cam"} == {
+        ("bee", "features.0", "viridis")
+    }
+    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert about["fingerprint"]["percentile"] == 90
+    assert about["command"][0] == "saliency"
+
+
+def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {name: saliency.METHODS[name] for name in ("grad_cam", "cam", "guided_backprop")}
+    monkeypatch.setattr("saliency.methods.METHODS", chosen)
+    model = Tiny()
+    model.features[1] = torch.nn.SiLU()
+    monkeypatch.setattr(unit, "load", lambda name, weights: model)
+    code, _, err = run(source, "--out", tmp_path / "out", "-m", "all", "--limit", "2")
+    assert {each["error_kind"] for each in rows(tmp_path / "out")} == {None, "NotApplicableError"}
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--restart", "--resume"], "choose one"),
+        (["--set", "smooth"], "expected NAME=VALUE"),
+        (["-m", "grad_cm"], 'did you mean "grad_cam"'),
+        (["--device", "gpu"], 'no device "gpu"'),
+        (["--targets", "nowhere.csv"], "is not there"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path, words: list[str], reason: str) -> None:
+    with pytest.raises(saliency.SaliencyError, match=reason):
+        run(source, "--out", tmp_path / "out", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--batch-size", "0"], "0 is not a whole number"),
+        (["--workers", "x"], "x is not a whole number"),
+        (["--format", "gif"], "invalid choice"),
+        (["--target", "a", "--targets", "b"], "not allowed with"),
+        (["--limt", "3"], 'did you mean "--limit"'),
+    ],
+)
+def test_slips_of_the_keyboard_are_one_line(
+    run: Run, source: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(source, *words)
+    assert stop.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("saliency.batch.drawing.write_overlay", full)
+    code, _, err = run(source, "--out", tmp_path / "out")
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "No space left on device; what is done is kept: make room" in err
+
+
+def test_the_bar_tells_speed_and_failures_on_a_terminal_and_is_quiet_elsewhere(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "00.png").write_bytes(b"")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with batching._bar(Screen()) as told:
+        assert told is not None
+        for done in range(1, 6):
+            told(Progress(done, 5, done, 1))
+    assert "5/5" in screen.getvalue()
+    assert "1 failed" in screen.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with batching._bar(Screen()) as told:
+        assert told is None
+
+
+def test_help_needs_neither_torch_nor_numpy() -> None:
+    code = (
+        "import argparse, sys\nfrom saliency.cli import batching, rendering\n"
+        "for each in (lambda p: batching.options(p, 'm', 'g'), rendering.options):\n"
+        "    each(argparse.ArgumentParser())\n"
+        "print([name for name in ('torch', 'numpy', 'cv2', 'PIL') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout == "[]\n"
+
+
+def test_a_finished_run_is_found_finished_without_torch(source: Path, tmp_path: Path, run: Run) -> None:
+    words = [str(source), "--out", str(tmp_path / "out")]
+    run(*words)
+    code = (
+        "import argparse, sys\nfrom saliency.cli import batching\nfrom saliency.cli.console import Screen\n"
+        "p = argparse.ArgumentParser(); batching.options(p, 'tiny', 'grad_cam')\n"
+        f"code = batching.run(p.parse_args({words!r}), Screen())\n"
+        "print(code, [name for name in ('torch', 'numpy', 'cv2', 'PIL') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+# saliency render -----------------------------------------------------------------------------------------------------
+
+
+def test_maps_drawn_again_are_the_overlays_of_the_run(render: Run, source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "run", methods=("grad_cam", "vanilla_gradient"), maps=True)
+    code, out, err = render(tmp_path / "run", "--out", tmp_path / "again")
+    assert (code, err) == (0, "")
+    assert "10 overlays in" in out
+    for row in rows(tmp_path / "run"):
+        name = row["overlay"].removeprefix("overlays/")
+        with Image.open(tmp_path / "run" / row["overlay"]) as first, Image.open(tmp_path / "again" / name) as second:
+            difference = np.asarray(first).astype(int) - np.asarray(second).astype(int)
+            assert np.abs(difference).max() <= 3  # half precision is a table entry at most
+
+
+def test_maps_are_drawn_as_the_library_draws_in_other_colours(render: Run, source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "run", maps=True, batch_size=1)
+    words = ("--colormap", "viridis", "--opacity", "map", "--sign", "signed", "--format", "png", "-m", "grad_cam")
+    assert render(tmp_path / "run" / "maps" / "00000.safetensors", "--out", tmp_path / "again", *words)[0] == 0
+    alone = saliency.GradCAM(Tiny()).attribute(source / "01.png")
+    drawn = saliency.overlay(alone, colormap="viridis", opacity="map", sign="signed")
+    with Image.open(tmp_path / "again" / "01.grad_cam.png") as picture:
+        assert np.abs(np.asarray(picture).astype(int) - np.asarray(drawn).astype(int)).max() <= 3
+
+
+def test_kept_values_are_the_values_to_half_precision_however_small(source: Path, tmp_path: Path) -> None:
+    model = Tiny()
+    with torch.no_grad():
+        model.head.weight *= 1e-9
+    quick(source, tmp_path / "run", model=model, methods=("vanilla_gradient",), maps=True, batch_size=1, target=1)
+    kept = dict(read_shard(tmp_path / "run" / "maps" / "00000.safetensors"))
+    assert list(kept) == [f"{index}.vanilla_gradient" for index in range(5)]
+    for index in range(5):
+        alone = saliency.VanillaGradient(model).attribute(source / f"0{index}.png", 1)
+        again = kept[f"{index}.vanilla_gradient"].explanation()
+        assert float(alone.values.abs().max()) < 1e-8
+        assert torch.allclose(again.values, alone.values, rtol=1e-3, atol=float(alone.values.abs().max()) * 1e-6)
+        assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
+
+
+def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
+    noise(source / "00.png", 1, (1300, 700))
+    quick(source, tmp_path / "run", maps=True)
+    shutil.rmtree(source)
+    code, out, _ = render(tmp_path / "run", "--out", tmp_path / "again")
+    assert code == 0
+    assert "5 of them on the small preview" in out
+    with Image.open(tmp_path / "again" / "00.grad_cam.png") as picture:
+        assert picture.size == (640, 345)
+    shutil.rmtree(tmp_path / "run" / "photos")
+    code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
+    assert code == 1
+    assert "00.png by grad_cam: cannot be read: No such file" in err
+
+
+def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "run")
+    with pytest.raises(saliency.SaliencyError, match="holds no maps; saliency batch --maps"):
+        render(tmp_path / "run")
+    (tmp_path / "x.safetensors").write_bytes(b"nothing")
+    with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors cannot be read as maps"):
+        render(tmp_path / "x.safetensors", "--out", tmp_path / "again")
+    saliency.GradCAM(Tiny()).attribute(source / "00.png").save(tmp_path / "e.safetensors")
+    with pytest.raises(saliency.ExplanationError, match="holds no maps of saliency batch"):
+        render(tmp_path / "e.safetensors", "--out", tmp_path / "again")
+
+
+def test_drawing_again_stops_where_nothing_can_be_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(source, tmp_path / "run", maps=True)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("saliency.batch.again.write_overlay", full)
+    with pytest.raises(StoppedError, match="make room"):
+        list(draw_again(tmp_path / "run", tmp_path / "again", look=Look()))
+
+
+# manifest.parquet ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_rows_of_the_manifest(source: Path, tmp_path: Path) -> None:
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    (source / "03.png").write_bytes(b"")
+    quick(source, tmp_path / "out")
+    table = parquet.read_table(tmp_path / "out" / "manifest.parquet").to_pylist()
+    for found, row in zip(table, rows(tmp_path / "out"), strict=True):
+        settings = row.pop("settings")
+        assert json.loads(found.pop("settings") or "null") == settings
+        assert found == row
+
+
+def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.batch.table.find_spec", lambda name: None)
+    assert not write_parquet([], tmp_path / "x.parquet")
+    assert not (tmp_path / "x.parquet").exists()
+
+
+def test_usage_errors_are_usage_errors() -> None:
+    with pytest.raises(UsageError):
+        batching.run(Namespace(restart=True, resume=True), Screen())

@@ -1,0 +1,499 @@
+"""Nothing lost: processes killed, disks full, folders closed, photos bad, maps NaN, memory short; all for real."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import unicodedata
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saliency.batch import BatchError, StoppedError
+from saliency.batch.committing import Committer
+from saliency.batch.drawing import Made
+from saliency.batch.job import Job
+from saliency.batch.keeping import read_shard
+from saliency.batch.manifest import Manifest, row
+from saliency.batch.photos import Photo
+from tests.batchwork import (
+    BLACK,
+    WHITE,
+    Tiny,
+    assert_same,
+    contents,
+    forked,
+    kinds,
+    noise,
+    photos,
+    plain,
+    quick,
+    rows,
+    work,
+)
+
+METHODS = ("grad_cam", "layer_cam")
+
+
+def need(condition: bool, what: str) -> None:
+    """Skip where the machine has no means, which counts as a failure where everything has to be checked."""
+    if not condition:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(what)
+
+
+# Killed ------------------------------------------------------------------------------------------------------------
+
+
+def assert_nothing_is_cut_off(out: Path) -> None:
+    """No file under a final name is partial, and no whole row names a file that is not there."""
+    for path in drawn(out):
+        if not path.name.endswith(".part"):
+            with Image.open(path) as picture:
+                picture.load()
+    for path in (out / "maps").glob("*.safetensors"):
+        assert list(read_shard(path))
+    for name in ("manifest.json",):
+        if (out / name).exists():
+            json.loads((out / name).read_text())
+    text = (out / "manifest.jsonl").read_bytes() if (out / "manifest.jsonl").exists() else b""
+    last = (-1, "")
+    for line in text.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            row = json.loads(line)
+            assert (row["index"], row["method"] or "") > last
+            last = row["index"], row["method"] or ""
+            assert all((out / row[key]).stat().st_size for key in ("overlay", "photo", "heat", "map") if row[key])
+
+
+def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_same_folder(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    photos(source, 34)
+    (source / "07.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    plain(source / "12.png", WHITE)
+    (source / "31.png").unlink()
+    (source / "31.png").mkdir()
+    wholes = {}
+    for maps in (False, True):
+        wholes[maps] = tmp_path / f"whole-{maps}"
+        quick(source, wholes[maps], methods=METHODS, maps=maps)
+    child, out = forked(work, source, tmp_path / "slow", {"methods": METHODS}, True), tmp_path / "slow"
+    start = locked_by(child, out)
+    child.join()
+    longest = time.monotonic() - start
+    draw = random.Random(5)  # noqa: S311
+    killed = at_work = finished = folder = 0
+    while at_work < 20 or finished < 2:
+        assert killed < 100
+        maps = bool(folder % 2)
+        out = tmp_path / f"out-{folder}"
+        begun = time.time_ns()
+        child = forked(work, source, out, {"methods": METHODS, "maps": maps}, at_work < 20)
+        if at_work < 20:
+            locked_by(child, out)
+            child.join(draw.uniform(0, longest))
+        else:
+            child.join()
+        alive = child.is_alive()
+        child.kill()
+        child.join()
+        killed += alive
+        at_work += alive and any(path.stat().st_mtime_ns > begun for path in drawn(out))
+        assert_nothing_is_cut_off(out)
+        if not alive:
+            assert child.exitcode == 0
+            assert_same(out, wholes[maps])
+            finished += 1
+            folder += 1
+
+
+def locked_by(child: Any, out: Path) -> float:
+    """When a process had its folder."""
+    while child.is_alive() and not (out / ".lock").exists():
+        time.sleep(0.001)
+    return time.monotonic()
+
+
+def drawn(out: Path) -> list[Path]:
+    """What was made of photos, under a final name or a temporary one."""
+    return [path for name in ("overlays", "photos", "heat") for path in (out / name).rglob("*") if path.is_file()]
+
+
+def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 6)
+    quick(tmp_path / "in", tmp_path / "whole")
+    for at in (-1, -30, -700):
+        out = tmp_path / f"out{at}"
+        shutil.copytree(tmp_path / "whole", out)
+        data = (out / "manifest.jsonl").read_bytes()
+        (out / "manifest.jsonl").write_bytes(data[:at])
+        (out / "overlays" / f".{'0' * 32}.part").write_bytes(b"half of a")
+        quick(tmp_path / "in", out)
+        assert_same(out, tmp_path / "whole")
+
+
+# Disks and permissions -----------------------------------------------------------------------------------------------
+
+
+def mount(*words: str) -> bool:
+    """Whether a file system could be mounted."""
+    return subprocess.run(["mount", *words], capture_output=True, check=False).returncode == 0  # noqa: S603, S607
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp())
+    done = os.geteuid() == 0 and mount("-t", "tmpfs", "-o", "size=96k", "saliency-test", str(folder))
+    try:
+        need(done, "a small tmpfs cannot be mounted here, so no disk can be full")
+        yield folder
+    finally:
+        if done:
+            subprocess.run(["umount", str(folder)], check=True)  # noqa: S603, S607
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(
+    tmp_path: Path, small_disk: Path, maps: bool
+) -> None:
+    photos(tmp_path / "in", 20)
+    quick(tmp_path / "in", tmp_path / "whole", methods=METHODS, maps=maps)
+    out = small_disk / "out"
+    stops = []
+    for size in ("96k", "160k", "240k", "64m"):
+        assert mount("-o", f"remount,size={size}", str(small_disk))
+        try:
+            quick(tmp_path / "in", out, methods=METHODS, maps=maps)
+        except StoppedError as error:
+            stops.append(str(error))
+        assert_nothing_is_cut_off(out)
+    assert len(stops) >= 2
+    assert all("No space left on device" in each for each in stops)
+    assert all("make room, and the same command goes on" in each for each in stops)
+    assert_same(out, tmp_path / "whole")
+
+
+def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    photos(tmp_path / "in", 4)
+    monkeypatch.setattr("saliency.batch.committing.write_shard", full)
+    with pytest.raises(StoppedError, match="make room"):
+        quick(tmp_path / "in", tmp_path / "out", maps=True)
+    assert rows(tmp_path / "out") == []
+
+
+def test_rows_wait_for_those_of_earlier_photos(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, METHODS)
+    manifest.open()
+    listed = [Photo(f"/{number}.png", f"{number}.png") for number in range(4)]
+    committer = Committer(tmp_path, manifest, listed, Job(model="x", methods=METHODS), strict=False)
+    committer.expect(range(4), [METHODS, METHODS, (), METHODS])
+    for number, written in ((3, []), (1, []), (0, [0, 1, 3])):
+        committer.add(Made(number, [row(index=number, method=None)]))
+        assert [each["index"] for each in rows(tmp_path)] == written
+    manifest.close()
+
+
+def as_nobody(source: Path, folder: Path, answer: Connection) -> None:
+    """What a process without rights says of a folder that it may not write to, and of a photo that it may not read."""
+    warm = Path(tempfile.mkdtemp())
+    quick(source, warm, limit=1)  # imports what it can import no more as nobody
+    shutil.rmtree(warm)
+    os.setgid(65534)
+    os.setuid(65534)
+    said = []
+    for name in ("closed", "half", "open"):
+        try:
+            summary = quick(source, folder / name / "out")
+            said.append(str([row["error"] for row in rows(summary.folder)]))
+        except StoppedError as error:
+            said.append(str(error))
+    answer.send(said)
+
+
+def test_a_folder_that_cannot_be_written_to_and_a_photo_that_cannot_be_read() -> None:
+    need(os.geteuid() == 0, "only root can become a user without rights")
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)
+        photos(folder / "in", 3)
+        (folder / "in" / "01.png").chmod(0)
+        for name in ("closed", "half", "open"):
+            (folder / name / "out").mkdir(parents=True)
+        (folder / "half" / "out").chmod(0o777)
+        (folder / "half" / "out" / "overlays").mkdir()  # which nobody may write into
+        (folder / "open" / "out").chmod(0o777)
+        here, there = Pipe()
+        child = forked(as_nobody, folder / "in", folder, there)
+        closed, half, allowed = here.recv() if here.poll(60) else ("", "", "")
+        child.join()
+        assert closed == (
+            f"{folder}/closed/out cannot be written to: Permission denied; what is done is kept: give yourself "
+            "permission to write there, and the same command goes on"
+        )
+        assert "Permission denied" in half
+        assert "make room" not in half
+        assert allowed == "[None, 'cannot be read: Permission denied', None]"
+        # What the closed folder stopped goes on where it is opened.
+        (folder / "half" / "out" / "overlays").chmod(0o777)
+        (folder / "in" / "01.png").chmod(0o644)
+        quick(folder / "in", folder / "half" / "out")
+        quick(folder / "in", folder / "whole")
+        assert_same(folder / "half" / "out", folder / "whole")
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_the_second_run_in_a_folder_is_refused_and_a_crash_leaves_no_lock(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 8)
+    refusals: list[str] = []
+
+    def second(progress: object) -> None:
+        with suppress(StoppedError):
+            try:
+                quick(tmp_path / "in", tmp_path / "out")
+            except BatchError as error:
+                refusals.append(str(error))
+
+    quick(tmp_path / "in", tmp_path / "out", on_progress=second)
+    assert len(refusals) == 2
+    assert f"is being written to by another run (process {os.getpid()})" in refusals[0]
+    child = forked(work, tmp_path / "in", tmp_path / "killed", {"methods": METHODS})
+    while child.is_alive() and not (tmp_path / "killed" / ".lock").exists():
+        time.sleep(0.001)
+    child.kill()
+    child.join()
+    assert quick(tmp_path / "in", tmp_path / "killed", methods=METHODS).done == 8
+
+
+# Bad photos ----------------------------------------------------------------------------------------------------------
+
+
+def bomb(path: Path) -> None:
+    """A PNG whose header promises more pixels than anybody has memory for."""
+    Image.new("1", (1, 1)).save(path, format="PNG")
+    data = bytearray(path.read_bytes())
+    data[16:24] = (60000).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    path.write_bytes(data)
+
+
+def test_every_kind_of_bad_photo_is_a_row_with_the_reason_and_costs_no_other_photo(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    photos(source, 4)
+    good = (source / "00.png").read_bytes()
+    (source / "a truncated.png").write_bytes(good[: len(good) // 2])
+    (source / "b empty.jpg").touch()
+    (source / "c text.png").write_text("no picture")
+    bomb(source / "d bomb.png")
+    (source / "e folder.png").mkdir()
+    (source / "f dangling.png").symlink_to("nowhere")
+    (source / "g loop.png").symlink_to("g loop.png")
+    os.mkfifo(source / "h fifo.png")
+    Image.fromarray(np.zeros((4, 4), np.float32)).save(source / "i float.tif")
+    summary = quick(source, tmp_path / "out", methods=METHODS)
+    made = rows(tmp_path / "out")
+    assert summary.failed == 9
+    assert [row["method"] for row in made if row["error"] is None] == list(METHODS) * 4
+    reasons = {row["id"][0]: row["error"] for row in made if row["error"] is not None}
+    expected = {
+        "a": "damaged",
+        "b": "is empty",
+        "c": "is no AVIF, BMP",
+        "d": "60000 x 60000 pixels, more than the limit",
+        "e": "is a folder",
+        "f": "No such file",
+        "g": "symbolic links",
+        "h": "not a regular file",
+        "i": "floating point",
+    }
+    assert reasons.keys() == expected.keys()
+    assert [kind for kind, reason in reasons.items() if expected[kind] not in reason] == []
+    assert all(str(source) not in reason for reason in reasons.values())
+    assert {row["error_kind"] for row in made} == {None, "ImageError"}
+    assert all(row["method"] is None and row["overlay"] is None for row in made if row["error"])
+
+
+def test_a_photo_that_vanishes_after_it_was_listed_is_a_row(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 30)
+
+    def vanish(progress: object) -> None:
+        (tmp_path / "in" / "29.png").unlink(missing_ok=True)
+
+    quick(tmp_path / "in", tmp_path / "out", batch_size=1, workers=1, on_progress=vanish)
+    assert kinds(tmp_path / "out") == [None] * 29 + ["ImageError"]
+    assert "No such file" in rows(tmp_path / "out")[-1]["error"]
+
+
+def test_a_hole_in_a_batch_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 8)
+    shutil.copytree(tmp_path / "in", tmp_path / "bad")
+    (tmp_path / "bad" / "02.png").write_bytes(b"")
+    model = Tiny()
+    for name in ("in", "bad"):
+        model.sizes.clear()
+        quick(tmp_path / name, tmp_path / f"out-{name}", model=model, maps=True, batch_size=8)
+        assert 8 in model.sizes
+        assert 7 not in model.sizes
+    one, two = contents(tmp_path / "out-in"), contents(tmp_path / "out-bad")
+    drawn = {name for name in one if name.startswith(("overlays/", "heat/", "photos/")) and "/02." not in name}
+    assert drawn == {name for name in two if name.startswith(("overlays/", "heat/", "photos/"))}
+    assert all(one[name] == two[name] for name in drawn)
+
+
+def test_a_nan_map_costs_only_its_photo(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 8)
+    plain(tmp_path / "in" / "05.png", WHITE)
+    quick(tmp_path / "in", tmp_path / "out", model=Tiny(nan_on_white=True), methods=METHODS)
+    assert kinds(tmp_path / "out") == [None] * 10 + ["NonFiniteError"] * 2 + [None] * 4
+    assert "not finite" in rows(tmp_path / "out")[10]["error"]
+    quick(tmp_path / "in", tmp_path / "sound", methods=METHODS)
+    ours, theirs = rows(tmp_path / "out"), rows(tmp_path / "sound")
+    assert [each["score"] for each in ours[:10]] == pytest.approx([each["score"] for each in theirs[:10]], rel=1e-5)
+
+
+def test_an_error_in_one_batch_costs_only_the_photo_that_caused_it(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 8)
+    plain(tmp_path / "in" / "06.png", BLACK)
+    model = Tiny(error_on_black=True)
+    quick(tmp_path / "in", tmp_path / "out", model=model, workers=1)
+    assert kinds(tmp_path / "out") == [None] * 6 + ["RuntimeError", None]
+    assert rows(tmp_path / "out")[6]["error"] == "RuntimeError: a black photo is more than this model can bear"
+    # The batch with the photo was run again one by one, the other one was not.
+    assert [size for size in model.sizes if size > 1] == [4, 4]
+
+
+def test_where_memory_has_no_room_the_batch_is_halved_and_that_is_written_down(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 20)
+    model = Tiny(most=3)
+    summary = quick(tmp_path / "in", tmp_path / "out", model=model, batch_size=8, workers=1, maps=True)
+    assert summary.failed == 0
+    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert about["batch_size"] == 2
+    assert about["batches"][0] == [0, 2]
+    quick(tmp_path / "in", tmp_path / "again", model=Tiny(), batch_size=2, maps=True)
+    assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "again")]
+
+
+def test_groups_that_were_halved_are_written_down_before_their_rows(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 6)
+    about: list[list[int]] = []
+
+    def look(progress: object) -> None:
+        about.extend(json.loads((tmp_path / "out" / "manifest.json").read_text())["batches"])
+
+    quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=3), batch_size=6, on_progress=look)
+    assert about == [[0, 3]]
+
+
+def test_a_photo_that_memory_has_no_room_for_costs_only_itself(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 3)
+    quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=0), layer="features")
+    assert kinds(tmp_path / "out") == ["OutOfMemoryError"] * 3
+
+
+def test_a_method_that_says_nothing_about_the_model_costs_the_others_nothing(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 12)
+    model = Tiny()
+    model.features[1] = __import__("torch").nn.SiLU()
+    quick(tmp_path / "in", tmp_path / "out", model=model, methods=("guided_backprop", "grad_cam"), workers=1)
+    made = rows(tmp_path / "out")
+    assert kinds(tmp_path / "out") == ["NotApplicableError", None] * 12
+    assert all(row["photo"] for row in made)
+    # Both share the first pass, and are asked for by themselves from then on.
+    assert [size for size in model.sizes if size == 4] == [4] * (3 + 2 * 2)
+
+
+# Names and sources ---------------------------------------------------------------------------------------------------
+
+
+def test_hostile_names_stay_in_the_folder_and_apart(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    names: list[str | bytes] = [
+        "a.jpg",
+        "a.png",
+        "A.png",
+        "..png",
+        "...png",
+        "caf\u00e9.png",
+        "cafe\u0301.png",
+        "<img src=x onerror=alert(1)>.png",
+        "line\nbreak.png",
+        "quote\"'`.png",
+        "tab\t.png",
+        f"{'x' * 251}.png",
+        f"{'é' * 125}.png",
+        "con.png",
+        " .png",
+        b"\xff\xfe.png",
+        "\u202egnp.png",
+        "a.grad_cam.png",
+    ]
+    for number, name in enumerate(names):
+        shutil.copyfile(noise(tmp_path / "one.png", number), source / os.fsdecode(name))
+    for folder in ("sub", "sub.grad_cam.png", "deep/x", "deep/X"):
+        noise(source / folder / "a.png", 90)
+    summary = quick(source, tmp_path / "out", recursive=True)
+    made = rows(tmp_path / "out")
+    assert summary.failed == 1  # the folder called sub.grad_cam.png is no photo, but its photo is one
+    hidden = {"..png", "...png"}
+    assert len(made) == len(names) - len(hidden) + 4 + 1
+    good = [row for row in made if row["error"] is None]
+    for key in ("overlay", "heat", "photo"):
+        paths = [row[key] for row in good]
+        assert len({unicodedata.normalize("NFC", path.casefold()) for path in paths}) == len(good)
+        assert all(".." not in Path(path).parts and path.isprintable() for path in paths)
+        assert not any(set('<>:"\\|?*\n\t') & set(path) for path in paths)
+    outside = {path.name for path in tmp_path.iterdir()} - {"in", "out", "one.png"}
+    assert outside == set()
+    assert any(row["source"].endswith("\\xff\\xfe.png") for row in made)
+    quick(source, tmp_path / "again", recursive=True)
+    assert_same(tmp_path / "again", tmp_path / "out")
+
+
+def test_shards_are_read_in_place(tmp_path: Path) -> None:
+    shard = tmp_path / "data-0.tar"
+    with tarfile.open(shard, "w") as tar:
+        for number in range(5):
+            tar.add(noise(tmp_path / "one.png", number), f"train/{number:04d}.png")
+            (tmp_path / "note").write_text(str(number))
+            tar.add(tmp_path / "note", f"train/{number:04d}.cls")
+    (tmp_path / "one.png").unlink()
+    quick(shard, tmp_path / "out")
+    assert [row["target"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3, 4]
+    assert rows(tmp_path / "out")[2]["overlay"] == "overlays/data-0/train/0002.grad_cam.png"
+    assert rows(tmp_path / "out")[2]["source"] == f"{shard}/train/0002.png"
+
+
+def test_the_folder_of_the_run_is_not_taken_for_photos(tmp_path: Path) -> None:
+    photos(tmp_path, 3)
+    for _ in range(2):
+        assert quick(tmp_path, tmp_path / "out", recursive=True).photos == 3
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 3)
+    (tmp_path / "in" / "01.png").write_bytes(b"")
+    before = threading.active_count()
+    with pytest.raises(StoppedError):
+        quick(tmp_path / "in", tmp_path / "out", strict=True)
+    assert threading.active_count() == before

@@ -1,0 +1,236 @@
+"""Optimised masks find what a model reads, keep to the area that is asked for, and stop when they are told to."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import MethodError, TargetError
+from saliency.methods.extremal import ExtremalPerturbation, blurred_where, pyramid, smooth_mask
+from saliency.methods.masks import Descent, MeaningfulPerturbation, OptimisedMask, blurring, enlarging, shifted
+from saliency.testing import tiny_model
+from saliency.variants.fills import BLUR
+
+BOTH: list[type[OptimisedMask]] = [MeaningfulPerturbation, ExtremalPerturbation]
+ROWS, COLUMNS = slice(16, 32), slice(36, 52)
+
+
+class OnePatch(nn.Module):
+    """The score is how well one patch of a picture of 64 x 64 fits a pattern; all else is not looked at."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor, dtype=torch.float64))
+        self.pattern = picture()[:, :, ROWS, COLUMNS]
+
+    def forward(self, x: Tensor) -> Tensor:
+        fit = (x[:, :, ROWS, COLUMNS] * self.pattern).mean((1, 2, 3))
+        return self.factor * torch.stack([fit, -fit], 1)
+
+
+def picture() -> Tensor:
+    """Blocks of 4 x 4 pixels in random colours, (1, 3, 64, 64)."""
+    blocks = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    return blocks.repeat_interleave(4, 2).repeat_interleave(4, 3)
+
+
+def inside(values: Tensor) -> float:
+    """The share of a map that lies in the patch."""
+    return float(values[0, 0, ROWS, COLUMNS].sum() / values.sum())
+
+
+def test_the_least_that_has_to_go_is_the_patch() -> None:
+    sharp = MeaningfulPerturbation(OnePatch(), steps=60, smoothness=0.0).attribute(picture(), 0)
+    assert inside(sharp.values) > 0.55  # the mask is interpolated and blurred, so it reaches beyond its edge
+    found = MeaningfulPerturbation(OnePatch(), steps=60).attribute(picture(), 0)
+    assert float(found.values[0, 0, ROWS, COLUMNS].mean()) > 0.7
+    assert float(found.values[0, 0, :, :20].max()) < 1e-3
+    assert float(found.values.min()) >= 0
+    assert float(found.values.max()) <= 1
+
+
+@pytest.mark.parametrize("keep", ["best", "worst"])
+def test_the_part_that_suffices_holds_the_patch(keep: Any) -> None:
+    found = ExtremalPerturbation(OnePatch(), areas=[0.1], steps=120, keep=keep).attribute(picture(), 0)
+    assert float(found.values[0, 0, ROWS, COLUMNS].mean()) > 0.75
+    assert inside(found.values) > 0.4  # the patch is 1/16 of the picture
+
+
+def test_the_area_is_what_was_asked_for() -> None:
+    model, x = tiny_model().double(), picture()
+    for area in (0.1, 0.5):
+        found = ExtremalPerturbation(model, areas=[area], steps=100).attribute(x, 1)
+        assert float(found.values.mean()) == pytest.approx(area, abs=0.03)
+        # As good as no pixel is undecided.
+        assert float(((found.values > 0.2) & (found.values < 0.8)).double().mean()) < 0.35
+
+
+def test_several_areas_are_the_mean_of_their_masks() -> None:
+    model, x = tiny_model().double(), picture()
+    both = ExtremalPerturbation(model, areas=(0.1, 0.4), steps=20).attribute(x, 1)
+    each = [ExtremalPerturbation(model, areas=[area], steps=20).attribute(x, 1).values for area in (0.1, 0.4)]
+    assert torch.allclose(both.values, (each[0] + each[1]) / 2)
+    assert both.effort[0].passes == 41  # one that tells what is at stake, and 20 for each area
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_the_unit_of_the_score_does_not_matter(cls: type[OptimisedMask]) -> None:
+    found = [cls(OnePatch(factor), steps=20).attribute(picture(), 0).values for factor in (1.0, 1e-6, 1e6)]
+    assert torch.allclose(found[0], found[1], atol=1e-6)
+    assert torch.allclose(found[0], found[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_the_same_seed_gives_the_same_mask_and_another_another(cls: type[OptimisedMask]) -> None:
+    model, x = tiny_model(), torch.randn(1, 3, 120, 120, generator=torch.Generator().manual_seed(8))
+
+    def mask(seed: int) -> Tensor:
+        return cls(model, steps=3, seed=seed).attribute(x, 1).values
+
+    assert torch.equal(mask(0), mask(0))
+    assert not torch.equal(mask(0), mask(1))
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_an_interrupt_gives_the_mask_so_far(cls: type[OptimisedMask]) -> None:
+    class Interrupting(OnePatch):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Interrupting.calls += 1
+            if Interrupting.calls == 12:
+                signal.raise_signal(signal.SIGINT)
+            return super().forward(x)
+
+    found = cls(Interrupting(), steps=500, on_interrupt="return").attribute(picture(), 0)
+    assert found.effort[0].stopped == "interrupt"
+    assert found.effort[0].passes == 11
+    Interrupting.calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        cls(Interrupting(), steps=500).attribute(picture(), 0)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_score_that_nothing_changes_has_an_empty_map(cls: type[OptimisedMask]) -> None:
+    found = cls(OnePatch(0.0), steps=3).attribute(picture(), 0)
+    assert not found.values.any()
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_half_precision_is_optimised_in_single(cls: type[OptimisedMask]) -> None:
+    found = cls(tiny_model().bfloat16(), steps=3).attribute(picture().bfloat16(), 1)
+    assert found.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_score_without_a_gradient_is_a_target_error(cls: type[OptimisedMask]) -> None:
+    with pytest.raises(TargetError):
+        cls(tiny_model(), steps=3).attribute(torch.randn(1, 3, 16, 16), lambda output: output[:, 0].detach())
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_the_fast_precision_serves_each_step(cls: type[OptimisedMask]) -> None:
+    x = torch.randn(1, 3, 32, 32)
+    exact, fast = (cls(tiny_model(), steps=5, precision=how).attribute(x, 1) for how in ("exact", "fast"))
+    assert float((exact.values - fast.values).abs().mean()) < 0.02
+    assert fast.effort[0].passes == 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MeaningfulPerturbation(tiny_model(), steps=0),
+        lambda: MeaningfulPerturbation(tiny_model(), sparsity=-1.0),
+        lambda: MeaningfulPerturbation(tiny_model(), smoothness=float("inf")),
+        lambda: MeaningfulPerturbation(tiny_model(), fill="inpaint"),
+        lambda: ExtremalPerturbation(tiny_model(), areas=()),
+        lambda: ExtremalPerturbation(tiny_model(), areas=[0.1, 1.0]),
+        lambda: ExtremalPerturbation(tiny_model(), weight=0.0),
+        lambda: ExtremalPerturbation(tiny_model(), keep="most"),  # type: ignore[arg-type]
+        lambda: ExtremalPerturbation(tiny_model(), steps=2.5),  # type: ignore[arg-type]
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any) -> None:
+    with pytest.raises(MethodError):
+        make()
+
+
+# The parts.
+
+
+def test_a_blur_keeps_constants_and_is_a_gaussian_inside() -> None:
+    x = torch.zeros(41, dtype=torch.float64)
+    x[20] = 1
+    spread = blurring(41, 2.5, x) @ x
+    at = torch.arange(41, dtype=torch.float64) - 20
+    assert float(spread.sum()) == pytest.approx(1, abs=1e-6)
+    assert float((spread * at.square()).sum()) == pytest.approx(2.5**2, rel=1e-2)
+    assert torch.allclose(blurring(7, 3.0, x) @ torch.ones_like(x[:7]), torch.ones_like(x[:7]))
+    assert torch.equal(blurring(3, 0.0, x), torch.eye(3, dtype=torch.float64))
+
+
+def test_a_mask_of_ones_stays_one_when_it_is_enlarged() -> None:
+    like = torch.zeros(1, dtype=torch.float64)
+    for cells, pixels in ((28, 224), (1, 1), (5, 9)):
+        assert torch.allclose(enlarging(cells, pixels, like).sum(1), torch.ones(pixels, dtype=torch.float64))
+
+
+def test_a_shift_moves_down_and_to_the_right() -> None:
+    image = torch.arange(12.0).reshape(1, 1, 3, 4)
+    moved = shifted(image, (1, -1))
+    assert torch.equal(moved[0, 0, 1:, :3], image[0, 0, :2, 1:])
+    assert torch.equal(moved[0, 0, 0, :3], image[0, 0, 0, 1:])
+    assert torch.equal(shifted(image, (0, 0)), image)
+
+
+def test_the_smooth_mask_is_a_disc_around_a_single_number() -> None:
+    numbers = torch.zeros(21, 21, dtype=torch.float64)
+    assert float(smooth_mask(numbers).abs().max()) == 0
+    numbers[10, 10] = 1
+    mask = smooth_mask(numbers)
+    assert float(mask[10, 10]) > 0.999
+    assert float(mask[10, 11]) > 0.999  # a third of the radius away
+    assert float(mask[10, 13]) > 0.3  # at the radius
+    assert float(mask[10, 16:].max()) == 0
+    assert torch.allclose(mask, mask.T)
+    assert torch.allclose(mask, mask.flip(0))
+    # The mean under weights exp(20 f), written out: one value f among 121, the others 0.
+    f = torch.exp(torch.tensor(-0.5, dtype=torch.float64))
+    assert float(mask[10, 13]) == pytest.approx(float(f * (20 * f).exp() / ((20 * f).exp() + 120)))
+    whole = smooth_mask(torch.ones(21, 21, dtype=torch.float64))
+    assert float(whole[5:-5, 5:-5].min()) > 0.85
+
+
+def test_the_pyramid_goes_from_the_image_to_its_strongest_blur() -> None:
+    x = picture()
+    levels = pyramid(x)
+    none, all_of_it = torch.zeros(64, 64, dtype=torch.float64), torch.ones(64, 64, dtype=torch.float64)
+    assert torch.allclose(blurred_where(levels, none), x)
+    assert torch.allclose(blurred_where(levels, all_of_it)[0], levels[-1])
+    assert torch.allclose(blurred_where(levels, all_of_it / 14)[0], (levels[0] + levels[1]) / 2)
+    roughness = [float(level.diff(dim=1).square().mean()) for level in levels]
+    assert roughness == sorted(roughness, reverse=True)
+
+
+def test_the_descent_is_adams() -> None:
+    start = torch.rand(3, 4, dtype=torch.float64) * 0.4 + 0.3
+    aim = torch.rand(3, 4, dtype=torch.float64)
+    reference = start.clone().requires_grad_()
+    optimiser = torch.optim.Adam([reference], lr=0.02, eps=0)
+    state = Descent.begin(start)
+    for _ in range(10):
+        (gradient,) = torch.autograd.grad((reference - aim).square().sum(), reference)
+        reference.grad = gradient
+        optimiser.step()
+        state = state.step(2 * (state.at - aim), 0.02)
+    assert torch.allclose(state.at, reference.detach())
+    still = Descent.begin(start).step(torch.zeros_like(start), 0.1)
+    assert torch.equal(still.at, start)
+
+
+def test_the_blur_of_the_fill_is_about_the_papers() -> None:
+    assert abs(224 * BLUR - 10) < 2

@@ -1,0 +1,98 @@
+"""Names of files: safe, never the same, always the same again."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saliency.batch.naming import LONGEST, names
+from saliency.batch.photos import Photo
+
+
+def photo(name: str, *folder: str) -> Photo:
+    return Photo(f"/in/{name}", name, folder=folder, label=name)
+
+
+def named(*labels: str) -> list[str]:
+    return names([photo(label) for label in labels])
+
+
+def folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def test_a_name_is_the_photos_without_its_suffix() -> None:
+    assert named("cat.jpg", "tiger.cat.png") == ["cat", "tiger.cat"]
+
+
+def test_photos_that_differ_in_their_suffix_keep_it() -> None:
+    assert named("a.jpg", "a.png", "b.png") == ["a.jpg", "a.png", "b"]
+
+
+def test_photos_of_one_name_are_numbered_and_a_name_like_that_is_no_harm() -> None:
+    assert named("a.jpg", "a.jpg", "a.jpg", "a-2.jpg") == ["a", "a-2", "a-3", "a-2.jpg"]
+    assert named("a-2.jpg", "a.jpg", "a.jpg") == ["a-2", "a", "a-3"]
+
+
+def test_capitals_and_ways_to_write_an_accent_are_the_same() -> None:
+    assert (
+        len({folded(name) for name in named("A.png", "a.png", "É.png", "é.png", "E\u0301.png", "ﬁ.png", "fi.png")}) == 7
+    )
+
+
+def test_folders_keep_equal_names_apart() -> None:
+    found = names([photo("a.jpg", "x"), photo("a.jpg", "y"), photo("a.jpg"), photo("a.jpg", "X")])
+    assert found == ["x/a", "y/a", "a", "X/a-2"]
+
+
+def test_a_folder_is_never_called_like_a_file() -> None:
+    assert names([photo("a.jpg", "cat.grad_cam.png"), photo("cat.jpg")]) == ["cat_grad_cam_png/a", "cat"]
+
+
+def test_what_is_taken_stays_so() -> None:
+    assert names([photo("a.png"), photo("b.png")], taken=["a"]) == ["a.png", "b"]
+
+
+@pytest.mark.parametrize(
+    "label", ["..", "...", "a/../../b", "/etc/passwd", "\\", "C:x", "a\nb", "<b>.png", "nul", " ", ""]
+)
+def test_no_name_leads_out_or_breaks_a_line(label: str) -> None:
+    (name,) = named(label)
+    assert name.isprintable()
+    assert not set(name) & set('/\\:*?"<>|')
+    assert name not in ("", ".", "..", "nul")
+    assert not name.startswith(".")
+
+
+def test_a_long_name_leaves_room_for_what_follows_it() -> None:
+    found = named(f"{'x' * 250}.png", f"{'x' * 251}.png", f"{'é' * 125}.png", 60 * "\U0001f408" + ".png")
+    assert len(set(found)) == 4
+    assert all(len(f"{name}.a_method_with_a_long_name.webp".encode()) <= 255 for name in found)
+    assert all(len(name.encode()) <= LONGEST + 4 for name in found)
+
+
+def test_ten_thousand_photos_of_one_name_are_numbered_at_once() -> None:
+    assert len(set(named(*["a.jpg"] * 10_000))) == 10_000
+
+
+_TEXTS = st.text(st.characters(), max_size=12) | st.sampled_from(
+    ["a.png", "A.png", "a.jpg", "a", "a-2.png", "..", "a.b"]
+)
+
+
+@given(st.lists(st.tuples(st.lists(_TEXTS, max_size=2), _TEXTS), max_size=12))
+def test_whatever_photos_are_called_their_names_are_apart_and_inside(found: list[tuple[list[str], str]]) -> None:
+    photos = [photo(label, *folder) for folder, label in found]
+    given_names = names(photos)
+    assert names(photos) == given_names
+    assert len({folded(name) for name in given_names}) == len(photos)
+    for name in given_names:
+        parts = Path(name).parts
+        assert not Path(name).is_absolute()
+        assert ".." not in parts
+        assert all(part.encode("utf-8") and part.isprintable() for part in parts)
+        assert all("." not in part for part in parts[:-1])

@@ -1,0 +1,494 @@
+"""The promises of the gallery page, kept in a real browser that opens it as a file."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from saliency.report import packing, report
+from tests.browser import Visit, chromium, until, visit
+from tests.test_report import HOSTILE, NOTHING, Row, failed, folder, row
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+METHODS = ("grad_cam", "layer_cam", "guided_backprop")
+CLASSES = {0: "tiger cat", 1: "espresso", 2: "tripod"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Visit]:
+    """A window; nothing may have gone wrong in it, and nothing but files may have been asked for."""
+    with visit(browser) as window:
+        yield window
+        assert window.complaints == []
+        assert all(each.startswith(("file:", "data:", "about:")) for each in window.requests)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 photos by three methods: one that cannot be read, one with an error in one method."""
+    rows: list[Row] = []
+    for at in range(24):
+        source = f"photos/Zoës {at}.jpg" if at == 7 else f"photos/photo-{at}.jpg"
+        said = {"source": source, "target": at % 3, "name": CLASSES[at % 3], "probability": (at * 7 % 24) / 24 + 0.01}
+        for method in METHODS:
+            rows.append(row(at, method, **said, settings={"smooth": "positive"}))  # noqa: PERF401
+    rows[3 * 5 + 1] |= {**NOTHING, "error": "12 values are NaN or infinite", "error_kind": "NonFiniteError"}
+    rows[2] |= {"sign": "signed", "colormap": "RdBu_r", "limit": 0.25, "units": "score per unit"}
+    rows.append(failed(24))
+    return report(folder(tmp_path_factory.mktemp("run") / "out", rows, pictures=True))
+
+
+def names(page: Page) -> list[str]:
+    """The files in the grid, in the order in which they stand."""
+    return page.locator(".card .name").all_inner_texts()
+
+
+def style(page: Page, element: str, name: str) -> str:
+    """What a style of the first such element has come to."""
+    value = page.locator(element).first.evaluate("(element, name) => getComputedStyle(element)[name]", name)
+    return str(value)
+
+
+def focused(page: Page) -> str:
+    """The file whose card has the focus."""
+    return str(page.evaluate("document.activeElement.closest('.card')?.querySelector('.name').textContent"))
+
+
+def shares(page: Page) -> list[float]:
+    """The probabilities in the grid, in percent."""
+    return [float(each.rstrip("%")) for each in page.locator(".card .probability").all_inner_texts() if each]
+
+
+def leave(page: Page) -> None:
+    """Close the large view by the keyboard; the browser tells the page of it a moment later."""
+    page.keyboard.press("Escape")
+    until(page, "!document.getElementById('view').open && !location.hash.includes('photo=')")
+
+
+def count(page: Page) -> str:
+    return page.locator("#count").inner_text()
+
+
+def test_the_page_opens_as_a_file_with_its_pictures(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    assert page.title() == "efficientnet_lite0: 25 photos"
+    assert count(page) == "25 photos, 2 with errors"
+    until(page, "document.querySelectorAll('.card img').length > 8")
+    until(page, "[...document.querySelectorAll('.card img')].slice(0, 8).every(each => each.naturalWidth === 40)")
+    asked = {each.rpartition("/out/")[2] for each in opened.requests}
+    assert {"photos/photo-0.jpg", "heat/photo-0.grad_cam.webp"} <= asked
+    assert not [each for each in asked if each.startswith("overlays/")]
+
+
+def test_the_slider_fades_the_heat_map_over_the_photo(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    assert style(page, ".card .heat", "opacity") == "0.5"
+    page.locator("#opacity").fill("20")
+    assert style(page, ".card .heat", "opacity") == "0.2"
+    assert style(page, ".card .photo", "opacity") == "1"
+    page.locator("#opacity").press("ArrowRight")
+    assert style(page, ".card .heat", "opacity") == "0.21"
+    assert page.locator("#opacity + output").inner_text() == "21%"
+    page.locator("#opacity").press("h")
+    assert style(page, ".card .heat", "opacity") == "0"
+    page.keyboard.press("h")
+    assert style(page, ".card .heat", "opacity") == "0.21"
+
+
+def test_another_method_changes_the_heat_maps_and_leaves_the_photos(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    page.evaluate("document.querySelector('.card .photo').kept = true")
+    page.select_option("#method", label="layer_cam")
+    assert page.locator(".card .heat").first.get_attribute("src") == "./heat/photo-0.layer_cam.webp"
+    assert page.evaluate("document.querySelector('.card .photo').kept") is True
+    assert page.url.endswith("#method=layer_cam")
+    assert page.locator(".card.failed .class").first.inner_text() == "NonFiniteError"
+    page.locator("#grid a").first.focus()
+    page.keyboard.press("m")
+    assert page.locator("#method").evaluate("each => each.selectedOptions[0].text") == "guided_backprop"
+    page.keyboard.press("Shift+M")
+    assert page.locator("#method").evaluate("each => each.selectedOptions[0].text") == "layer_cam"
+
+
+def test_photos_are_filtered_by_class(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    options = page.locator("#class option").all_inner_texts()
+    assert options == ["All classes (3)", "espresso (8)", "tiger cat (8)", "tripod (8)"]
+    page.select_option("#class", label="espresso (8)")
+    assert names(page) == [f"Zoës {at}.jpg" if at == 7 else f"photo-{at}.jpg" for at in range(1, 24, 3)]
+    assert set(page.locator(".card .class").all_inner_texts()) == {"espresso"}
+    assert count(page) == "8 of 25 photos"
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("photo-13", ["photo-13.jpg"]),
+        ("ZOES", ["Zoës 7.jpg"]),
+        ("ESPRESSO  photo-1", ["photo-1.jpg", "photo-10.jpg", "photo-13.jpg", "photo-16.jpg", "photo-19.jpg"]),
+        ("file is empty", ["bad-24.jpg"]),
+        ("nan or infinite", ["photo-5.jpg"]),
+        ("nothing of the kind", []),
+    ],
+)
+def test_photos_are_filtered_by_text(typed: str, found: list[str], opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    page.locator("#query").fill(typed)
+    until(page, "document.getElementById('count').textContent.includes(' of ')")
+    assert names(page) == found
+    assert page.locator("#empty").is_visible() is (not found)
+
+
+def test_photos_are_filtered_by_failure_and_the_filters_cleared(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    page.select_option("#show", label="With errors (2)")
+    assert names(page) == ["photo-5.jpg", "bad-24.jpg"]
+    assert page.locator(".badge").first.inner_text() == "partly failed"
+    assert page.locator(".card.failed .why").inner_text() == "the file is empty"
+    page.select_option("#show", "fine")
+    assert count(page) == "24 of 25 photos"
+    page.select_option("#method", label="layer_cam")
+    assert count(page) == "23 of 25 photos"
+    page.locator("#query").fill("bad")
+    page.locator("#reset").click()
+    assert count(page) == "25 photos, 2 with errors"
+    assert page.locator("#query").input_value() == ""
+
+
+def test_photos_are_sorted(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    page.select_option("#sort", "likely")
+    likely = shares(page)
+    assert likely == sorted(likely, reverse=True)
+    assert names(page)[0] == "photo-17.jpg"  # 17 * 7 % 24 is 23
+    page.select_option("#sort", "unlikely")
+    unlikely = shares(page)
+    assert unlikely == sorted(unlikely)
+    assert names(page)[0] == "photo-0.jpg"
+    page.select_option("#sort", "name")
+    assert names(page)[:4] == ["bad-24.jpg", "photo-0.jpg", "photo-1.jpg", "photo-2.jpg"]
+    page.select_option("#sort", "class")
+    assert page.locator(".card .class").all_inner_texts()[:9] == ["espresso"] * 8 + ["tiger cat"]
+    for order in ("likely", "unlikely", "class"):
+        page.select_option("#sort", order)
+        page.locator("#query").fill("bad-24")
+        page.locator("#query").fill("")
+        page.keyboard.press("Escape")
+        page.locator("#grid a[tabindex='0']").press("End")
+        assert focused(page) == "bad-24.jpg"
+
+
+def test_the_keyboard_leads_through_everything(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "query"
+    page.keyboard.press("Escape")
+    page.locator("#sort").focus()
+    page.keyboard.press("Tab")
+    assert focused(page) == "photo-0.jpg"
+    page.keyboard.press("ArrowRight")
+    assert focused(page) == "photo-1.jpg"
+    page.keyboard.press("ArrowDown")
+    below = focused(page)
+    assert below not in ("photo-0.jpg", "photo-1.jpg", "photo-2.jpg")
+    page.keyboard.press("ArrowUp")
+    assert focused(page) == "photo-1.jpg"
+    page.keyboard.press("Enter")
+    view = page.locator("#view")
+    assert view.is_visible()
+    assert (page.locator("#view-name").inner_text(), page.locator("#view-place").inner_text()) == (
+        "photo-1.jpg",
+        "2 of 25",
+    )
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#view-name").inner_text() == "photo-3.jpg"
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#view-name").inner_text() == "photo-2.jpg"
+    page.keyboard.press("End")
+    assert page.locator("#view-name").inner_text() == "bad-24.jpg"
+    assert page.locator("#next").is_disabled()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowRight")
+    leave(page)
+    assert not view.is_visible()
+    assert focused(page) == "photo-1.jpg"
+    page.keyboard.press("?")
+    assert page.locator("#facts").is_visible()
+    assert "saliency batch photos --out out" in page.locator("#run").inner_text()
+    page.keyboard.press("Escape")
+    assert not page.locator("#facts").is_visible()
+
+
+def test_the_large_view_shows_all_methods_side_by_side(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    page.locator(".card a").first.click()
+    panels = page.locator(".panel")
+    assert panels.locator("h3").all_inner_texts() == ["Photo", *METHODS]
+    tops = {round(each["y"]) for at in range(4) if (each := panels.nth(at).bounding_box())}
+    assert len(tops) == 1
+    for at in range(1, 4):
+        said = " ".join(panels.nth(at).locator("dl").inner_text().split())
+        assert said == "class tiger cat (0) probability 1.0% score 7.1 layer conv_head smooth positive"
+        assert panels.nth(at).locator(".heat").get_attribute("src") == f"./heat/photo-0.{METHODS[at - 1]}.webp"
+        assert panels.nth(at).locator("a").get_attribute("href") == f"./overlays/photo-0.{METHODS[at - 1]}.png"
+    assert panels.nth(1).locator(".ticks span").all_inner_texts() == ["0", "3.2"]
+    assert panels.nth(3).locator(".ticks span").all_inner_texts() == ["−0.25", "0", "0.25"]
+    assert panels.nth(3).locator(".unit").inner_text() == "score per unit"
+    assert "linear-gradient(to right, rgb(0, 0, 3)" in style(page, ".bar-colours", "backgroundImage")
+    photo = " ".join(panels.first.locator("dl").inner_text().split())
+    assert "1000 × 750" in photo
+    crop = panels.first.locator(".crop").evaluate("each => [each.style.left, each.style.top, each.style.right]")
+    assert crop == ["12.5%", "0%", "12.5%"]
+
+
+def test_arrows_on_the_slider_of_the_large_view_move_the_slider(opened: Visit, run: Path) -> None:
+    page = opened.go(run, "#photo=2")
+    page.locator("#view-opacity").press("ArrowRight")
+    assert page.locator("#view-name").inner_text() == "photo-2.jpg"
+    assert style(page, ".panel .heat", "opacity") == "0.51"
+    assert page.locator("#opacity").input_value() == "51"
+
+
+def test_a_method_that_failed_says_so_in_the_large_view(opened: Visit, run: Path) -> None:
+    page = opened.go(run, "#photo=5")
+    assert page.locator(".panel.failed h3").inner_text() == "layer_cam"
+    assert page.locator(".panel.failed .why").inner_text() == "12 values are NaN or infinite"
+    page.keyboard.press("End")
+    assert page.locator(".panel h3").all_inner_texts() == ["All methods"]
+    assert page.locator(".panel .why").inner_text() == "the file is empty"
+
+
+def test_a_link_leads_to_a_photo_and_back_to_the_grid(opened: Visit, run: Path) -> None:
+    page = opened.go(run, "#method=guided_backprop&class=1&sort=unlikely&photo=4")
+    assert page.locator("#view-name").inner_text() == "photo-4.jpg"
+    leave(page)
+    assert page.url.endswith("#method=guided_backprop&class=1&sort=unlikely")
+    assert count(page) == "8 of 25 photos"
+    page.locator(".card a").nth(2).click()
+    chosen = page.locator("#view-name").inner_text()
+    assert "photo=" in page.url
+    page.keyboard.press("ArrowRight")
+    page.go_back()
+    until(page, "!document.getElementById('view').open")
+    assert page.url.endswith("#method=guided_backprop&class=1&sort=unlikely")
+    page.go_forward()
+    until(page, "document.getElementById('view').open")
+    assert page.locator("#view-name").inner_text() != chosen
+
+
+@pytest.mark.parametrize("address", ["#photo=99999", "#photo=x&sort=__proto__&method=constructor", "#%E0%A4%A&show=1"])
+def test_an_address_that_leads_nowhere_opens_the_grid(address: str, opened: Visit, run: Path) -> None:
+    page = opened.go(run, address)
+    assert count(page) == "25 photos, 2 with errors"
+    assert not page.locator("#view").is_visible()
+    assert page.locator("#sort").input_value() == "order"
+
+
+def test_no_text_of_a_file_runs_or_becomes_an_element(opened: Visit, tmp_path: Path) -> None:
+    texts = dict.fromkeys(("source", "id", "name", "layer", "units", "sign"), HOSTILE)
+    method = f"m{HOSTILE}"
+    rows = [
+        row(0, method, **texts, settings={HOSTILE: HOSTILE}, photo=None, heat=None, overlay="overlays/a#b?c% d'.png"),
+        failed(1, method, source=HOSTILE, error=HOSTILE, error_kind=HOSTILE),
+        failed(2, source="javascript:alert(1)", error=HOSTILE),
+    ]
+    out = folder(tmp_path / "out", rows, pictures=True, model={"name": HOSTILE}, command=[HOSTILE])
+    page = opened.go(report(out))
+    assert page.locator("#model").text_content() == HOSTILE
+    for key in ("/", "a", "Enter", "Enter", "ArrowRight", "ArrowRight", "Escape", "?"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(50)
+        assert page.locator("img:not(.photo, .heat)").count() == 0
+        assert page.locator("script").count() == 2
+        assert page.locator("[onerror], [onload], iframe, object, embed").count() == 0
+    page.keyboard.press("Escape")
+    page.locator(".card a").first.click()
+    panel = page.locator(".panel").first
+    assert "onerror=alert(2)" in panel.locator("dl").inner_text()
+    # The picture behind an awkward name is found.
+    assert panel.locator("img").evaluate("each => each.decode().then(() => each.naturalWidth)") == 40
+
+
+def test_a_script_that_is_not_of_the_page_is_refused(browser: Browser, run: Path, tmp_path: Path) -> None:
+    text = run.read_text("utf-8").replace("<body>", "<body><img src=x onerror='alert(1)'><script>alert(2)</script>")
+    (tmp_path / "index.html").write_text(text, "utf-8")
+    with visit(browser) as window:
+        window.go(tmp_path / "index.html")
+        window.page.wait_for_timeout(100)
+        assert not [each for each in window.complaints if "a script spoke" in each]
+        assert any("Content Security Policy" in each for each in window.complaints)
+
+
+def test_ten_thousand_photos_open_at_once_and_only_those_in_sight_are_elements(opened: Visit, tmp_path: Path) -> None:
+    same = {"photo": "photos/same.jpg", "heat": "heat/same.webp", "overlay": None}
+    rows = (
+        row(at, probability=at / 10_000, target=at % 1000, name=f"class {at % 1000}", **same) for at in range(10_000)
+    )
+    file = report(folder(tmp_path / "out", rows, pictures=True))
+    began = time.perf_counter()
+    page = opened.go(file)
+    until(page, "document.querySelector('.card .heat').naturalWidth === 40")
+    took = time.perf_counter() - began
+    assert took < 10, f"{took:.1f} s"  # under one on an idle machine
+    elements = "document.querySelectorAll('*').length - document.querySelectorAll('option').length"
+    assert count(page) == "10,000 photos"
+    assert page.evaluate(elements) < 1500
+    page.select_option("#sort", "likely")
+    assert names(page)[0] == "photo-9999.jpg"
+    page.locator(".card a").first.focus()
+    for _ in range(3):
+        page.mouse.wheel(0, 30_000)
+        page.wait_for_timeout(60)
+    assert page.evaluate(elements) < 1500
+    # The keyboard goes on from the photo that was left, not from the top of the page.
+    page.keyboard.press("ArrowRight")
+    assert focused(page) == "photo-9998.jpg"
+    page.keyboard.press("End")
+    assert focused(page) == "photo-0.jpg"
+    assert page.evaluate(elements) < 1500
+    box = page.locator(".card a:focus").bounding_box()
+    assert box is not None
+    assert 0 < box["y"] < 800
+    page.keyboard.press("Enter")
+    assert page.locator("#view-place").inner_text() == "10,000 of 10,000"
+
+
+def test_chunks_beside_the_page_are_read_from_a_file(
+    browser: Browser, opened: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK", 3000)
+    rows = [row(at, photo="photos/same.jpg", heat="heat/same.webp", overlay=None) for at in range(120)]
+    file = report(folder(tmp_path / "out", [*rows, failed(120)], pictures=True))
+    page = opened.go(file, "#photo=119")
+    until(page, "document.getElementById('count').textContent === '121 photos, 1 with errors'")
+    assert page.locator("#view-name").inner_text() == "photo-119.jpg"
+    next((file.parent / "page").iterdir()).unlink()
+    with visit(browser) as window:
+        page = window.go(file)
+        page.wait_for_selector("#notice:not([hidden])")
+        assert re.search(r"page/\w+\.js cannot be read\. Run saliency report", page.locator("#notice").inner_text())
+        assert "loaded" in count(page)
+
+
+def test_dark_and_light_follow_the_system_and_then_the_reader(browser: Browser, run: Path) -> None:
+    for scheme in ("dark", "light"):
+        with visit(browser, color_scheme=scheme) as window:
+            page = window.go(run)
+
+            def is_dark(page: Page = page) -> bool:
+                return style(page, "body", "backgroundColor") == "rgb(18, 19, 21)"
+
+            assert is_dark() is (scheme == "dark")
+            page.locator("#theme").click()
+            assert is_dark() is (scheme == "light")
+            assert page.locator("#theme").get_attribute("aria-pressed") == str(scheme == "light").lower()
+            page.reload()
+            assert is_dark() is (scheme == "light")
+            assert window.complaints == []
+
+
+def test_on_a_phone_everything_is_in_reach_and_nothing_is_wider(browser: Browser, run: Path) -> None:
+    with visit(browser, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True) as window:
+        page = window.go(run)
+        width = "document.documentElement.scrollWidth"
+        assert page.evaluate(width) == 360
+        assert not page.locator("#sort").is_visible()
+        page.locator("#more").tap()
+        page.select_option("#sort", "likely")
+        assert page.locator("#more").get_attribute("aria-expanded") == "true"
+        dock = page.locator(".dock").bounding_box()
+        assert dock is not None
+        assert dock["y"] + dock["height"] == pytest.approx(740, abs=1)
+        page.locator(".card a").first.tap()
+        assert page.evaluate(width) == 360
+        for button in ("#previous", "#next", "#close"):
+            box = page.locator(button).bounding_box()
+            assert box is not None
+            assert min(box["width"], box["height"]) >= 36
+        first = page.locator("#view-name").inner_text()
+        swipe(page, -150)
+        assert page.locator("#view-name").inner_text() != first
+        swipe(page, 150)
+        assert page.locator("#view-name").inner_text() == first
+        page.locator("#close").tap()
+        assert not page.locator("#view").is_visible()
+        assert window.complaints == []
+
+
+def swipe(page: Page, across: int) -> None:
+    """A finger that moves over the panels."""
+    page.evaluate(
+        """across => {
+            const target = document.getElementById("panels");
+            const touch = (x) => [new Touch({ identifier: 1, target, clientX: x, clientY: 300 })];
+            target.dispatchEvent(new TouchEvent("touchstart", { touches: touch(180), changedTouches: touch(180) }));
+            target.dispatchEvent(new TouchEvent("touchend", { touches: [], changedTouches: touch(180 + across) }));
+        }""",
+        across,
+    )
+
+
+def test_what_is_missing_is_said_in_its_place(browser: Browser, tmp_path: Path) -> None:
+    rows = [
+        row(0, heat=None, photo=None),
+        row(1, heat=None, photo=None, overlay=None),
+        row(2, photo="photos/gone.jpg"),
+        row(3, target=None, name=None, probability=None, width=None, height=None, limit=None, box=None),
+        row(4),
+        row(4, "layer_cam"),
+    ]
+    out = folder(tmp_path / "out", rows, pictures=True)
+    (out / "photos" / "gone.jpg").unlink()
+    (out / "heat" / "photo-3.grad_cam.webp").unlink()
+    with visit(browser) as window:
+        page = window.go(report(out))
+        cards = page.locator(".card")
+        assert cards.nth(0).locator("img").get_attribute("src") == "./overlays/photo-0.grad_cam.png"
+        assert cards.nth(1).locator(".why").inner_text() == "There is no picture of this photo."
+        page.wait_for_selector(".frame.lost-photo")
+        page.wait_for_selector(".frame.lost-heat")
+        assert page.locator(".lost-photo .photo").get_attribute("src") == "./photos/gone.jpg"
+        assert page.locator(".lost-heat .heat").get_attribute("src") == "./heat/photo-3.grad_cam.webp"
+        assert cards.nth(3).locator(".class").inner_text() == ""
+        page.select_option("#method", label="layer_cam")
+        assert cards.nth(0).locator(".class").inner_text() == "Not explained yet"
+        assert all("ERR_FILE_NOT_FOUND" in each for each in window.complaints)
+
+
+def test_a_run_without_photos_says_so(opened: Visit, tmp_path: Path) -> None:
+    page = opened.go(report(folder(tmp_path / "out", [])))
+    assert page.locator("#why").inner_text() == "No photo has been explained yet."
+    assert count(page) == "0 photos"
+    page.keyboard.press("m")
+    page.keyboard.press("/")
+
+
+def test_cards_and_controls_have_names_for_those_who_listen(opened: Visit, run: Path) -> None:
+    page = opened.go(run)
+    for role, name in (("combobox", "Method"), ("combobox", "Class"), ("slider", "Heat map"), ("searchbox", "Search")):
+        assert page.get_by_role(role, name=re.compile(name)).count() == 1  # type: ignore[arg-type]
+    for name in ("Dark colours", "About this run, and keys"):
+        assert page.get_by_role("button", name=name).count() == 1
+    card = page.get_by_role("listitem").nth(1)
+    assert (card.get_attribute("aria-setsize"), card.get_attribute("aria-posinset")) == ("25", "2")
+    assert page.locator(".card img.photo").nth(1).get_attribute("alt") == "photo-1.jpg, espresso, 30.2%"
+    assert page.locator(".card a[tabindex='0']").count() == 1
+    page.locator(".card a").first.click()
+    assert page.get_by_role("dialog", name="photo-0.jpg").count() == 1
+    bar = page.get_by_role("img", name=re.compile("Colours from 0 to 3.2 score"))
+    assert bar.count() == 2

@@ -1,0 +1,480 @@
+"""The engine for many passes: chunks, limits, memory, interrupts, targets and random draws."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
+from saliency.effort import Effort, Limits, Sampling
+from saliency.engine.estimates import Estimate
+from saliency.engine.pace import MOST_ON_A_PROCESSOR, Pace, is_out_of_memory, pace_of
+from saliency.engine.passes import Make, Passes
+from saliency.engine.progress import Bar
+from saliency.errors import SaliencyWarning
+from saliency.model import borrowed
+from saliency.multipass import Found, SampledAttribution, estimated, generator
+from saliency.selection import Selection
+from saliency.testing import tiny_model
+from saliency.testing.subject import images
+
+
+class Noisy(SampledAttribution):
+    """The mean gradient over noisy copies."""
+
+    samples = 24
+
+    def __init__(self, model: nn.Module, *, level: float = 0.3, **sampling: Unpack[Sampling]) -> None:
+        super().__init__(model, **sampling)
+        self.level = level
+
+    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+        estimate, x = Estimate(), passes.x
+
+        def make(start: int, stop: int) -> Tensor:
+            noise = [
+                torch.randn(x.shape[1:], generator=generator(self.seed, i), dtype=x.dtype) for i in range(start, stop)
+            ]
+            return x + self.level * torch.stack(noise)
+
+        for done in passes.gradients(make, self.most_passes):
+            estimate.add(done.gradients)
+            if passes.enough(estimate):
+                break
+        return estimated(estimate, x)
+
+
+def passes_on(model: nn.Module, limits: Limits | None = None, **options: Any) -> Passes:
+    """Passes of one image on a borrowed model, whose target has seen the clean image."""
+    x = images(1, dtype=next(model.parameters()).dtype)
+    selection = Selection(0, 1)
+    with torch.no_grad():
+        selection(model(x))
+    return Passes(model, x, selection, 0, limits or Limits(), **options)
+
+
+def brighter(x: Tensor) -> Make:
+    return lambda start, stop: x + torch.arange(start, stop, dtype=x.dtype).view(-1, 1, 1, 1) / 10
+
+
+def copies(x: Tensor) -> Make:
+    return lambda start, stop: x.expand(stop - start, -1, -1, -1)
+
+
+# What comes back.
+
+
+@pytest.mark.parametrize("chunk", [1, 3, "auto"])
+def test_scores_and_gradients_are_those_of_single_calls(chunk: Any) -> None:
+    model = tiny_model().double()
+    with borrowed(model), passes_on(model, chunk=chunk) as passes:
+        make = brighter(passes.x)
+        scores = torch.cat([done.scores for done in passes.forwards(make, 20)])
+        done = list(passes.gradients(make, 20))
+    for i in range(20):
+        x = make(i, i + 1).requires_grad_()
+        expected = model(x)[0, 0]
+        torch.testing.assert_close(scores[i], expected.detach())
+        torch.testing.assert_close(
+            torch.cat([each.gradients for each in done])[i], torch.autograd.grad(expected, x)[0][0]
+        )
+    assert passes.used == 40
+    assert [each.start for each in done] == [sum(len(each.inputs) for each in done[:at]) for at in range(len(done))]
+
+
+def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
+    seen: list[tuple[bool, bool]] = []
+    model = tiny_model()
+    model.register_forward_hook(lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())))
+    with borrowed(model), passes_on(model) as passes:
+        seen.clear()
+        (done,) = passes.forwards(brighter(passes.x), 1)
+    assert seen == [(True, False)]
+    assert not done.scores.is_inference()
+    assert not done.inputs.is_inference()
+
+
+def test_inputs_are_made_chunk_by_chunk() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+    model = tiny_model()
+
+    def make(start: int, stop: int) -> Tensor:
+        nonlocal most
+        made = torch.zeros(stop - start, 3, 16, 16)
+        alive.append(weakref.ref(made))
+        most = max(most, sum(each() is not None for each in alive))
+        return made
+
+    with borrowed(model), passes_on(model, chunk=4) as passes:
+        for done in passes.forwards(make, 400):
+            assert len(done.scores) == 4
+    assert len(alive) == 100
+    assert most <= 3
+
+
+# Limits.
+
+
+def test_the_first_limit_that_is_met_ends_the_work() -> None:
+    model = tiny_model()
+    with borrowed(model), passes_on(model, Limits(passes=10), chunk=4) as passes:
+        assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 10
+    assert (passes.used, passes.stopped) == (10, "passes")
+    with borrowed(model), passes_on(model, Limits(seconds=1e-9), chunk=4) as passes:
+        assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 4
+    assert passes.stopped == "seconds"
+
+
+def test_a_tolerance_is_reached_at_the_same_pass_whatever_the_chunk_size() -> None:
+    model = tiny_model().double()
+    x = images(1, dtype=torch.float64)
+    found = [Noisy(model, tolerance=0.05, chunk=chunk).attribute(x, 0) for chunk in (1, 3, 16, "auto")]
+    spent = {each.effort[0].passes for each in found}
+    assert len(spent) == 1
+    assert all(each.effort[0].stopped == "tolerance" for each in found)
+    for each in found:
+        assert each.error is not None
+        assert float(each.error.square().mean().sqrt() / each.values.square().mean().sqrt()) <= 0.05
+    passes = spent.pop()
+    less = Noisy(model, passes=passes - 16).attribute(x, 0)
+    assert less.error is not None
+    assert float(less.error.square().mean().sqrt() / less.values.square().mean().sqrt()) > 0.05
+
+
+def test_each_image_of_a_batch_says_what_it_took() -> None:
+    found = Noisy(tiny_model(), passes=9).attribute(images(3), [0, 1, 2])
+    assert [each.passes for each in found.effort] == [9, 9, 9]
+    assert found[1].effort == found.effort[1:2]
+    assert found.agreement is not None
+    assert found.agreement.shape == (3,)
+
+
+@pytest.mark.parametrize("wrong", [{"passes": 0}, {"passes": 2.5}, {"seconds": -1}, {"tolerance": 0}, {"seconds": "9"}])
+def test_a_limit_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MethodError, match=next(iter(wrong))):
+        Noisy(tiny_model(), **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"chunk": 0}, {"chunk": "big"}, {"precision": "half"}, {"on_interrupt": "stop"}, {"seed": "x"}]
+)
+def test_an_option_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MethodError, match=next(iter(wrong))):
+        Noisy(tiny_model(), **wrong)
+
+
+def test_an_unknown_option_is_a_type_error_that_names_it() -> None:
+    with pytest.raises(TypeError, match=r"Noisy\(\) got an unexpected keyword argument 'sample'"):
+        Noisy(tiny_model(), sample=3)  # type: ignore[call-arg]
+
+
+def test_options_and_settings_list_the_shared_ones_too() -> None:
+    options = Noisy.options()
+    assert options[0] == "level"
+    assert {"passes", "seconds", "tolerance", "seed", "chunk", "precision", "progress", "on_interrupt"} <= set(options)
+    assert not {"preprocess", "categories", "sampling"} & set(options)
+    assert dict(Noisy(tiny_model(), tolerance=0.1).settings)["tolerance"] == 0.1
+
+
+# Memory.
+
+
+class Crammed(nn.Module):
+    """A model that runs out of memory above some batch size."""
+
+    def __init__(self, most: int, error: type[Exception] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self.inner, self.most, self.error = tiny_model(), most, error
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        if len(x) > self.most:
+            raise self.error("CUDA out of memory. Tried to allocate 20.00 GiB")
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
+def test_a_chunk_that_runs_out_of_memory_is_halved_and_that_is_remembered(error: type[Exception]) -> None:
+    model = Crammed(3, error)
+    found = Noisy(model, passes=60).attribute(images(1), 0)
+    assert torch.allclose(
+        found.values, Noisy(model.inner, passes=60, chunk=1).attribute(images(1), 0).values, atol=1e-6
+    )
+    assert 4 in model.sizes
+    model.sizes.clear()
+    Noisy(model, passes=60).attribute(images(1), 0)
+    assert max(model.sizes) <= 3
+
+
+def test_one_pass_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        Noisy(Crammed(0)).attribute(images(1), lambda output: output[:, 0])
+
+
+def test_what_counts_as_a_lack_of_memory() -> None:
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+    )
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+# Pace.
+
+
+def test_the_sizes_are_tried_once_and_the_fastest_is_kept() -> None:
+    pace = Pace(16)
+    seconds = {1: 1.0, 2: 1.0, 4: 1.0, 8: 3.0, 16: 20.0}  # best: 4 at once
+    asked = []
+    for _ in range(12):
+        asked.append(pace.size())
+        pace.record(asked[-1], seconds[asked[-1]])
+    assert asked[:7] == [1, 1, 2, 4, 8, 16, 4]
+    assert set(asked[6:]) == {4}
+
+
+def test_two_sizes_in_a_row_that_fall_behind_end_the_search() -> None:
+    pace = Pace(256)
+    asked = []
+    for _ in range(8):
+        asked.append(pace.size())
+        pace.record(asked[-1], float(asked[-1]) ** 1.5)
+    assert asked == [1, 1, 2, 4, 1, 1, 1, 1]
+
+
+def test_a_size_that_becomes_slow_gives_way() -> None:
+    pace = Pace(4)
+    for size, seconds in ((1, 1.0), (1, 1.0), (2, 1.6), (4, 2.0)):
+        pace.record(size, seconds)
+    assert pace.size() == 4
+    for _ in range(4):
+        pace.record(4, 40.0)
+    assert pace.size() == 2
+
+
+def test_the_pace_is_remembered_per_model_and_kind_and_lets_the_model_go() -> None:
+    model, x = tiny_model(), images(1)
+    assert pace_of(model, "forward", x) is pace_of(model, "forward", x)
+    assert pace_of(model, "forward", x) is not pace_of(model, "gradient", x)
+    assert pace_of(model, "forward", x) is not pace_of(model, "forward", images(1, (8, 8)))
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_a_processor_never_runs_more_at_once_than_it_gains_from() -> None:
+    model = Crammed(10**6)
+    Noisy(model, passes=300).attribute(images(1), 0)
+    assert max(model.sizes) <= MOST_ON_A_PROCESSOR
+
+
+# Targets.
+
+
+class Segments(nn.Module):
+    """Scores per pixel (N, 2, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        None,
+        [0, 1, 2],
+        probability([2, 1, 0]),
+        contrast([0, 1, 2], 3),
+        value(2),
+        lambda output: output[[0, 1, 2], [2, 1, 0]],
+        lambda output: output[:, :2].max(1).values,
+    ],
+)
+def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> None:
+    model, x = tiny_model().double(), images(3, dtype=torch.float64)
+    selection = Selection(target, 3)
+    with borrowed(model), torch.no_grad():
+        expected = selection(model(x))
+        for image in range(3):
+            one = x[image : image + 1]
+            (done,) = Passes(model, one, selection, image, Limits()).forwards(copies(one), 1)
+            torch.testing.assert_close(done.scores, expected[image : image + 1])
+
+
+def test_a_region_of_each_image_is_its_own_in_passes_too() -> None:
+    model, x = Segments(), images(2)
+    where = torch.zeros(2, 16, 16, dtype=torch.bool)
+    where[0, :4], where[1, 8:] = True, True
+    found = Noisy(model, passes=4, level=0.0).attribute(x, region(1, where))
+    hit = found.values.abs().sum(1) > 0
+    assert torch.equal(hit, where)
+
+
+def test_a_target_without_a_gradient_says_so() -> None:
+    with pytest.raises(TargetError, match="no gradient"):
+        Noisy(tiny_model()).attribute(images(1), lambda output: output[:, 0].detach())
+
+
+# Interrupts.
+
+
+class Interrupting(nn.Module):
+    """A model in which Ctrl-C is pressed at one of its forwards."""
+
+    def __init__(self, at: int, *, by_signal: bool) -> None:
+        super().__init__()
+        self.inner, self.left, self.by_signal = tiny_model(), at, by_signal
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            if not self.by_signal:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_an_interrupt_gives_back_what_was_computed_when_asked(by_signal: bool) -> None:
+    model = Interrupting(6, by_signal=by_signal)
+    before = signal.getsignal(signal.SIGINT)
+    found = Noisy(model, passes=24, chunk=2, on_interrupt="return").attribute(images(1), 0)
+    assert signal.getsignal(signal.SIGINT) is before
+    effort = found.effort[0]
+    assert effort.stopped == "interrupt"
+    assert 0 < effort.passes < 24
+    expected = Noisy(model.inner, passes=effort.passes, chunk=2).attribute(images(1), 0)
+    assert torch.equal(found.values, expected.values)
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_an_interrupt_is_passed_on_by_default(by_signal: bool) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Noisy(Interrupting(6, by_signal=by_signal), chunk=2).attribute(images(1), 0)
+
+
+def test_an_interrupt_before_anything_was_computed_is_passed_on() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Noisy(Interrupting(2, by_signal=False), on_interrupt="return").attribute(images(1), 0)
+
+
+def test_a_thread_that_may_not_handle_signals_computes_all_the_same() -> None:
+    found: list[Effort] = []
+
+    def work() -> None:
+        found.extend(Noisy(tiny_model(), passes=4, on_interrupt="return").attribute(images(1), 0).effort)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [each.passes for each in found] == [4]
+
+
+# Progress.
+
+
+def test_short_work_and_work_off_a_terminal_draw_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    Noisy(tiny_model(), passes=40).attribute(images(1), 0)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_is_drawn_when_asked_and_counts_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    Noisy(tiny_model(), passes=40, progress=True).attribute(images(1), 0)
+    shown = capsys.readouterr().err
+    assert "/40" in shown
+    assert "Noisy" in shown
+
+
+@pytest.mark.parametrize(("wanted", "drawn"), [(None, True), (False, False)])
+def test_long_work_on_a_terminal_draws_a_bar_by_itself(
+    wanted: bool | None, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("saliency.engine.progress.LONG", 0.05)
+    bar = Bar("work", wanted)
+    bar.extend(10)
+    for _ in range(5):
+        time.sleep(0.02)
+        bar.advance(2)
+    bar.close()
+    assert ("work" in capsys.readouterr().err) is drawn
+
+
+# Random draws.
+
+
+def test_each_sample_has_draws_of_its_own_and_every_call_the_same() -> None:
+    draws = {(seed, i): torch.randn(4, generator=generator(seed, i)) for seed in (0, 1, -1) for i in range(50)}
+    again = torch.randn(4, generator=generator(1, 7))
+    assert torch.equal(again, draws[1, 7])
+    rows = torch.stack(list(draws.values()))
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
+    many = torch.stack([torch.randn(1, generator=generator(0, i)) for i in range(4000)])
+    assert abs(float(many.mean())) < 0.06
+    assert abs(float(many.std()) - 1) < 0.05
+    lag = (many[1:] * many[:-1]).mean()
+    assert abs(float(lag)) < 0.06
+
+
+def test_several_numbers_name_one_sample() -> None:
+    first = [torch.randn(3, generator=generator(0, i, j)) for i in range(4) for j in range(4)]
+    assert len({tuple(each.tolist()) for each in first}) == 16
+
+
+# All methods of many passes.
+
+
+def many_pass_methods() -> Sequence[str]:
+    return [name for name, cls in METHODS.items() if "chunk" in cls.options()]
+
+
+@pytest.mark.parametrize("name", many_pass_methods())
+def test_what_was_spent_stands_in_the_explanation(name: str) -> None:
+    cls = METHODS[name]
+    with _quiet():
+        found = cls(tiny_model(), **cls.trial).attribute(images(2), [0, 1])
+    assert len(found.effort) == 2
+    for each in found.effort:
+        assert each.passes >= 1
+        assert each.seconds > 0
+        assert each.precision == "exact"
+
+
+@pytest.mark.parametrize("name", [name for name in many_pass_methods() if "passes" in METHODS[name].options()])
+def test_every_sampling_method_takes_the_same_three_limits(name: str) -> None:
+    cls = METHODS[name]
+    options = {key: each for key, each in cls.trial.items() if key not in ("passes", "seconds", "tolerance")}
+    assert {"passes", "seconds", "tolerance"} <= set(cls.options())
+    options["seconds"] = 0.05
+    with _quiet():
+        found = cls(tiny_model(), **options).attribute(images(1), 0)
+    assert found.effort[0].stopped in ("seconds", "complete")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A method may well warn of a tiny model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaliencyWarning)
+        yield

@@ -1,0 +1,575 @@
+"""Private copies that run faster: exact where they say so, dropped where they lose, and gone when they are done."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saliency.engine.folding import agreement, fold_exactly, foldable, private_copy
+from saliency.engine.precision import Precision, Runner, runner
+from saliency.engine.tuning import Trial
+from saliency.errors import MethodError
+from saliency.hooks import HookManager
+from saliency.model import borrowed
+
+from .threads import in_threads
+
+
+def settled(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model in evaluation mode whose batch norms have statistics that matter."""
+    for each in model.modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.running_mean is not None:
+            assert each.running_var is not None
+            each.running_mean.normal_()
+            each.running_var.uniform_(0.5, 2)
+            if each.affine:
+                nn.init.normal_(each.weight, 1, 0.3)
+                nn.init.normal_(each.bias)
+    return model.to(dtype).eval()
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return settled(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False, padding_mode="circular"),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.BatchNorm2d(8, affine=False),
+            nn.SiLU(),
+            nn.ConvTranspose2d(8, 6, 2, stride=2),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(24, 10),
+            nn.BatchNorm1d(10),
+            nn.ReLU(),
+            nn.Linear(10, 5),
+        ),
+        dtype,
+    )
+
+
+def folded(model: nn.Module, x: Tensor, keep: tuple[str, ...] = ()) -> tuple[nn.Module, list[str]]:
+    """A folded copy, and the batch norms that are folded away."""
+    made = private_copy(model)
+    pairs = fold_exactly(made, model, x, keep)
+    torch.testing.assert_close(made(x), model(x), rtol=1e-10, atol=1e-10)
+    return made, [each.norm for each in pairs]
+
+
+X = torch.randn(2, 3, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+# Folding.
+
+
+def test_every_batch_norm_behind_a_convolution_or_a_linear_layer_is_folded_to_rounding() -> None:
+    model = network()
+    made, norms = folded(model, X)
+    assert norms == ["1", "4", "7", "12"]
+    assert not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in made.modules())
+    other = torch.randn(5, 3, 9, 14, dtype=torch.float64)
+    torch.testing.assert_close(made(other), model(other), rtol=1e-10, atol=1e-10)
+
+
+def test_the_activation_inside_a_batch_norm_stays() -> None:
+    from timm.layers.norm_act import BatchNormAct2d
+
+    model = settled(nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct2d(4, act_layer=nn.SiLU)))
+    made, norms = folded(model, X)
+    assert norms == ["1"]
+    assert isinstance(made.get_submodule("1.act"), nn.SiLU)
+
+
+def test_a_subclass_that_only_pads_is_folded_and_one_that_reworks_its_weights_is_not() -> None:
+    from timm.layers.conv2d_same import Conv2dSame
+    from timm.layers.std_conv import StdConv2d
+
+    same = settled(nn.Sequential(Conv2dSame(3, 4, 3, stride=2), nn.BatchNorm2d(4)))
+    assert folded(same, X)[1] == ["1"]
+    standard = settled(nn.Sequential(StdConv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    assert foldable(private_copy(standard), X) == ()
+
+
+class Shaped(nn.Module):
+    """A convolution and a batch norm, put together as a test wants it."""
+
+    def __init__(self, way: Callable[[Shaped, Tensor], Any], **norm: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.bn = nn.BatchNorm2d(3, **norm)
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.last = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.way(self, x))
+
+
+def _residual(model: Shaped, x: Tensor) -> Tensor:
+    y = model.conv(x)
+    return model.bn(y) + model.gate * y  # type: ignore[no-any-return]
+
+
+def _not_yet(model: Shaped, x: Tensor) -> Tensor:
+    y = model.conv(x)
+    z: Tensor = model.bn(y)
+    return torch.where(z > 1e6, y, z)
+
+
+UNFOLDABLE: dict[str, Callable[[Shaped, Tensor], Any]] = {
+    "another reader, that makes no difference yet": _residual,
+    "another reader, that makes none on this input": _not_yet,
+    "convolution called twice": lambda m, x: m.bn(m.conv(m.conv(x))),
+    "batch norm called twice": lambda m, x: m.bn(m.bn(m.conv(x))),
+    "batch norm first": lambda m, x: m.conv(m.bn(x)),
+    "something in between": lambda m, x: m.bn(m.conv(x).abs()),
+    "weight read elsewhere": lambda m, x: F.conv2d(m.bn(m.conv(x)), m.conv.weight, padding=1),
+    "written over in place": lambda m, x: m.bn(m.conv(x).relu_()),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLDABLE)
+def test_what_is_not_exact_is_left_alone_and_the_rest_is_folded(name: str) -> None:
+    assert folded(settled(Shaped(UNFOLDABLE[name])), X)[1] == ["last.1"]
+
+
+def test_batch_norms_without_statistics_are_left_alone() -> None:
+    assert folded(settled(Shaped(lambda m, x: m.bn(m.conv(x)), track_running_stats=False)), X)[1] == ["last.1"]
+
+
+def test_tied_parametrised_and_weight_normed_layers_are_left_alone() -> None:
+    def twice(model: Shaped, x: Tensor) -> Any:
+        return model.get_submodule("other")(model.bn(model.conv(x)))
+
+    tied, other = Shaped(twice), nn.Conv2d(3, 3, 3, padding=1)
+    other.weight = tied.conv.weight
+    tied.add_module("other", other)
+    assert folded(settled(tied), X)[1] == ["last.1"]
+    normed = Shaped(lambda m, x: m.bn(m.conv(x)))
+    torch.nn.utils.parametrizations.weight_norm(normed.conv)
+    assert folded(settled(normed), X)[1] == ["last.1"]
+
+
+def test_a_batch_norm_that_is_also_reached_past_the_module_tree_is_found_by_halves() -> None:
+    def past(model: Shaped, x: Tensor) -> Tensor:
+        return model.hidden[0](model.conv(x))  # type: ignore[no-any-return,operator,index]
+
+    model = Shaped(past)
+    model.hidden = [model.bn]  # type: ignore[assignment]
+    assert len(foldable(private_copy(settled(model)), X)) == 2
+    assert folded(model, X)[1] == ["last.1"]
+
+
+def test_kept_layers_give_what_they_gave() -> None:
+    model = network()
+    made, norms = folded(model, X, keep=("0", "7"))
+    assert norms == ["4", "12"]
+    for name in ("0", "7"):
+        outputs = []
+        for each in (model, made):
+            with HookManager() as hooks:
+                seen = hooks.capture(each.get_submodule(name))
+                each(X)
+            outputs += seen
+        torch.testing.assert_close(*outputs)
+
+
+class Collector:
+    """A user's hook that collects in itself."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.seen.append(output.detach().clone())
+
+    def method(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self(module, inputs, output)
+
+
+@pytest.mark.parametrize("way", ["object", "method"])
+def test_the_users_hooks_on_a_copy_are_the_users_own_and_see_the_same(way: str) -> None:
+    model, collector = network(), Collector()
+    handle = model[3].register_forward_hook(collector if way == "object" else collector.method)  # type: ignore[index]
+    made, norms = folded(model, X)
+    assert norms == ["1", "7", "12"]
+    collector.seen.clear()
+    model(X)
+    made(X)
+    handle.remove()
+    assert len(collector.seen) == 2
+    torch.testing.assert_close(*collector.seen)
+
+
+def test_modules_with_hooks_of_any_kind_are_left_alone() -> None:
+    def idle(*given: Any) -> None:
+        """Reads nothing, so that only its being there can be seen."""
+
+    for at, register in (
+        ("3", nn.Module.register_forward_hook),
+        ("3", nn.Module.register_forward_pre_hook),
+        ("4", nn.Module.register_full_backward_hook),
+        ("4", nn.Module.register_full_backward_pre_hook),
+    ):
+        model = network()
+        register(model.get_submodule(at), idle)
+        assert folded(model, X)[1] == ["1", "7", "12"]
+    model = network()
+    handle = nn.modules.module.register_module_forward_hook(idle)
+    try:
+        assert foldable(private_copy(model), X) == ()
+    finally:
+        handle.remove()
+
+
+def test_agreement_is_that_of_the_worst_tensor() -> None:
+    a, b = torch.randn(3, 4), torch.randn(5)
+    assert agreement({"a": a, "n": torch.tensor(3)}, {"a": a, "n": torch.tensor(4)}) == (0, 1)
+    error, cosine = agreement((a, 2 * b), (a, b))
+    assert error == pytest.approx(1)
+    assert cosine == pytest.approx(1)
+    assert agreement(-b, b)[1] == pytest.approx(-1)
+    for other in (b[:2], b * float("nan"), b * float("inf"), (b, b), "nothing"):
+        assert agreement(other, b) == (float("inf"), -1)
+    assert agreement(torch.tensor(3), torch.tensor(3)) == (float("inf"), -1)
+
+
+# Running. Time is decided by the tests, but for one.
+
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The ratios that trials will find, the last one for ever; what is found is popped."""
+    ratios = [0.4]
+
+    def ratio(trial: Trial, ours: nn.Module, theirs: nn.Module) -> float:
+        return ratios.pop(0) if len(ratios) > 1 else ratios[0]
+
+    monkeypatch.setattr(Trial, "ratio", ratio)
+    return ratios
+
+
+def run_with(model: nn.Module, x: Tensor, precision: Precision, **options: Any) -> Runner:
+    with borrowed(model):
+        return runner(model, x, precision, **options)
+
+
+def gradient(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(model(leaf).square().sum(), leaf)[0]
+
+
+def test_exact_is_the_model_itself() -> None:
+    model = network()
+    ours = run_with(model, X, "exact")
+    assert (ours.model, ours.note, ours.precision) == (model, "exact", "exact")
+    assert torch.equal(ours(X), model(X))
+
+
+def test_another_precision_is_an_error_that_names_all() -> None:
+    with pytest.raises(MethodError, match=r"precision='fp8'; expected one of 'exact', 'fast', 'bf16'"):
+        run_with(network(), X, "fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_fast_gives_the_same_values_and_gradients(backward: bool, pace: list[float]) -> None:
+    model = network(torch.float32)
+    ours = run_with(model, X.float(), "fast", backward=backward)
+    assert ours.note == "fast: channels_last, 4 of 4 batch norms folded; 0.40 of the plain time"
+    assert ours.model is not model
+    torch.testing.assert_close(ours(X.float()), model(X.float()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradient(ours, X.float()), gradient(model, X.float()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("backward", "way"), [(False, "weights"), (True, "autocast")])
+def test_bf16_takes_and_gives_the_models_own_type(backward: bool, way: str, pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+    ours = run_with(model, x, "bf16", backward=backward)
+    assert ours.note.startswith(f"bf16: bf16 {way}, channels_last, 4 of 4 batch norms folded; 0.40 of the plain time")
+    assert re.search(r"cosine \d\.\d{4}" + (r" and \d\.\d{4} of the gradient$" if backward else "$"), ours.note)
+    output = ours(x)
+    assert output.dtype == torch.float32
+    assert not torch.equal(output, model(x))
+    assert agreement(output, model(x))[1] > 0.99
+    found = gradient(ours, x)
+    assert found.dtype == torch.float32
+    assert agreement(found, gradient(model, x))[1] > 0.9
+
+
+def test_what_loses_is_dropped_and_said_so(pace: list[float]) -> None:
+    model = network(torch.float32)
+    pace[:] = [1.04]
+    ours = run_with(model, X.float(), "fast")
+    assert ours.model is model
+    assert ours.note == "exact: fast was no faster here (1.04 of the plain time)"
+    pace[:] = [3.1, 0.8]
+    ours = run_with(model, X.float(), "bf16", backward=True)
+    assert ours.precision == "fast"
+    assert ours.note.endswith("0.80 of the plain time; bf16 was no faster here (3.10 of the plain time)")
+
+
+def test_bf16_gives_way_to_fast_where_that_is_faster(pace: list[float]) -> None:
+    pace[:] = [0.8, 0.7]
+    assert run_with(network(torch.float32), X.float(), "bf16", backward=True).precision == "fast"
+    pace[:] = [0.7, 0.8]
+    assert run_with(network(torch.float32), X.float(), "bf16", backward=True).precision == "bf16"
+
+
+def test_times_are_measured_on_the_model_itself() -> None:
+    note = run_with(network(torch.float32), X.float(), "fast", backward=True).note
+    assert re.search(r"\(?\d\.\d\d of the plain time", note)
+
+
+class Picky(nn.Module):
+    """A model whose values depend on how its input lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sign = 1 if x.is_contiguous() else -1
+        return sign * self.conv(x).mean((2, 3))  # type: ignore[no-any-return]
+
+
+class Single(nn.Module):
+    """A model that insists on its own type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nchw,chw->n", x, torch.ones_like(x[0], dtype=torch.float32))
+
+
+class Locked(nn.Sequential):
+    """A model that cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("there is one of me")
+
+
+def test_what_is_not_exact_enough_or_fails_is_dropped_and_said_so(pace: list[float]) -> None:
+    x = X.float()
+    ours = run_with(Picky(), x, "fast")
+    assert ours.note == "exact: fast was not exact enough here (cosine -1.0000)"
+    assert run_with(Single(), x, "bf16").note.endswith("bf16 failed here (RuntimeError)")
+    locked = Locked(nn.Conv2d(3, 2, 3))
+    ours = run_with(locked, x, "fast")
+    assert (ours.model, ours.note) == (locked, "exact: fast failed here (RuntimeError)")
+
+
+def test_a_gradient_that_differs_is_not_exact_enough(pace: list[float]) -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sign = 1 if x.is_contiguous() else -1
+            return x.detach().sum((1, 2, 3)) + sign * (x - x.detach()).sum((1, 2, 3))
+
+    assert "not exact enough here (cosine -1.0000)" in run_with(Turned(), X.float(), "fast", backward=True).note
+
+
+def test_the_models_own_error_is_left_to_the_pass_that_is_asked_for(pace: list[float]) -> None:
+    ours = run_with(nn.Linear(7, 2), X.float(), "fast")
+    assert ours.note == "exact: the trial of fast failed (RuntimeError)"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ours(X.float())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "note"),
+    [
+        (torch.float64, "bf16", "exact: bf16 is not for models in float64"),
+        (torch.bfloat16, "bf16", "exact: bf16 is not for models in bfloat16"),
+        (torch.bfloat16, "fast", "exact: fast is not for models in bfloat16"),
+    ],
+)
+def test_a_precision_that_makes_no_sense_is_left_out(
+    dtype: torch.dtype, precision: Precision, note: str, pace: list[float]
+) -> None:
+    assert run_with(network(dtype), X.to(dtype), precision).note == note
+
+
+def test_fast_serves_double_precision(pace: list[float]) -> None:
+    model = network()
+    ours = run_with(model, X, "fast")
+    assert ours.precision == "fast"
+    torch.testing.assert_close(ours(X), model(X), rtol=1e-10, atol=1e-10)
+
+
+# What is remembered.
+
+
+def test_what_was_found_is_remembered_for_this_model_and_kind_of_batch(pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+    pace[:] = [0.6, 0.7, 0.8, 0.9, 1.5]
+    assert "0.60" in run_with(model, x, "fast").note
+    assert "0.60" in run_with(model, x, "fast").note
+    assert "0.70" in run_with(model, x, "fast", backward=True).note
+    assert "0.80" in run_with(model, x[..., :10], "fast").note
+    assert "0.90" in run_with(network(torch.float32), x, "fast").note
+    assert "1.50" in run_with(model, x[:1], "fast").note
+    assert run_with(model, x, "fast").precision == "fast"
+
+
+def test_the_weights_are_those_of_the_moment(pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+    run_with(model, x, "fast")
+    with torch.no_grad():
+        for each in model.parameters():
+            each.data.mul_(1.2)
+    pace[:] = [float("nan")]
+    ours = run_with(model, x, "fast")
+    assert "0.40" in ours.note
+    assert not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in ours.model.modules())
+    torch.testing.assert_close(ours(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_exact_enough_is_checked_again_on_the_weights_of_the_moment(pace: list[float]) -> None:
+    class Fickle(Picky):
+        fickle = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if self.fickle else x.contiguous())
+
+    model = Fickle()
+    assert run_with(model, X.float(), "fast").precision == "fast"
+    model.fickle = True
+    ours = run_with(model, X.float(), "fast")
+    assert (ours.model, ours.note) == (model, "exact: fast was not exact enough here (cosine -1.0000)")
+
+
+def test_hooks_that_come_later_are_kept_from_folding_too(pace: list[float]) -> None:
+    model, x, collector = network(torch.float32), X.float(), Collector()
+    run_with(model, x, "fast")
+    model[0].register_forward_hook(collector)  # type: ignore[index]
+    ours = run_with(model, x, "fast")
+    assert "3 of 4" in ours.note
+    collector.seen.clear()
+    model(x)
+    ours(x)
+    torch.testing.assert_close(*collector.seen)
+
+
+def test_neither_the_model_nor_its_copy_is_kept_alive(pace: list[float]) -> None:
+    model = network(torch.float32)
+    ours = run_with(model, X.float(), "fast")
+    original, private = weakref.ref(model), weakref.ref(ours.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del ours
+        assert private() is None
+        del model
+        assert original() is None
+    finally:
+        gc.enable()
+
+
+# What is left as it was.
+
+
+def test_the_model_is_left_bit_for_bit(pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+    for each in model.parameters():
+        each.requires_grad = False
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: dict(vars(each)) for name, each in model.named_modules()}
+    both: tuple[Precision, Precision] = ("fast", "bf16")
+    for precision in both:
+        ours = run_with(model, x, precision, backward=True)
+        assert "weights unfrozen" in ours.note
+        gradient(ours, x)
+        assert all(each.requires_grad for each in ours.model.parameters())
+        assert not any(each.training for each in ours.model.modules())
+    after = model.state_dict()
+    assert all(
+        torch.equal(after[name], each) and after[name].stride() == each.stride() for name, each in before.items()
+    )
+    assert {name: vars(each) for name, each in model.named_modules()} == attributes
+    assert all(each.training and not each._forward_hooks for each in model.modules())
+    assert not any(each.requires_grad or each.grad is not None for each in model.parameters())
+
+
+def test_an_input_that_the_model_overwrites_is_left_alone(pace: list[float]) -> None:
+    model, x = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 2, 3)), X.float()
+    x = x.contiguous(memory_format=torch.channels_last)
+    before = x.clone()
+    ours = run_with(model, x, "fast")
+    ours(x)
+    assert ours.precision == "fast"
+    assert torch.equal(x, before)
+
+
+def test_trials_leave_the_random_state(pace: list[float]) -> None:
+    class Noisy(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1e-6 * torch.rand(())
+
+    model = Noisy(3, 2, 3)
+    before = torch.get_rng_state()
+    assert run_with(model, X.float(), "fast").precision == "fast"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_standing_managers_see_the_passes_and_not_the_trials(pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+    seen: list[Any] = []
+    with HookManager(standing=True) as hooks:
+        hooks.observe(model[9], lambda output: seen.append(output))  # type: ignore[index]
+        ours = run_with(model, x, "fast")
+        assert ours.precision == "fast"
+        assert not seen
+        ours(x)
+        assert len(seen) == 1
+    ours(x)
+    assert len(seen) == 1
+
+
+def test_an_interrupt_in_a_trial_goes_on_and_leaves_nothing(pace: list[float]) -> None:
+    class Interrupted(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            if type(self).calls == 3:
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        run_with(model, X.float(), "fast")
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    assert run_with(model, X.float(), "fast").precision == "fast"
+
+
+def test_a_runner_of_a_private_copy_is_a_runner(pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+    inner = run_with(model, x, "fast")
+    outer = run_with(inner.model, x, "bf16")
+    del inner
+    gc.collect()
+    assert outer.precision == "bf16"
+    assert agreement(outer(x), model(x))[1] > 0.99
+
+
+def test_threads_share_a_model(pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()
+
+    def work(number: int) -> Tensor:
+        with borrowed(model):
+            output: Tensor = runner(model, x, "fast" if number % 2 else "bf16")(x)
+            return output.detach()
+
+    expected = model(x)
+    for each in in_threads(work, range(4), times=3).values():
+        assert agreement(each, expected)[1] > 0.99

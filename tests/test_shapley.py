@@ -1,0 +1,177 @@
+"""Shapley values: against their definition, against captum, and within the errors that they claim."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from captum.attr import KernelShap, ShapleyValueSampling
+from torch import Tensor
+
+from saliency.methods.shapley import KernelSHAP, ShapleySampling
+from saliency.testing import tiny_model
+from tests.games import SIZE, Game, Linear, coverage, interplay, noise, per_cell, picture, shapley_values
+
+ONES = torch.ones(1, 3, *SIZE, dtype=torch.float64)
+METHODS = (KernelSHAP, ShapleySampling)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_an_and_of_two_each_has_half(method: Any) -> None:
+    model = Game(lambda shown: shown[:, 0] * shown[:, 1], (1, 2))
+    found = method(model, segments=(1, 2)).attribute(ONES, 0)
+    torch.testing.assert_close(per_cell(found.values, (1, 2)), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert not found.error.any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fill", [0.0, (0.4, 1.0, -1.0)])
+def test_a_linear_model_has_weight_times_input_without_error(method: Any, fill: Any) -> None:
+    model, x = Linear(), picture(2)
+    found = method(model, segments=(4, 5), fill=fill, passes=1 + 2 * 19 * 2).attribute(x, 0)
+    baseline = torch.tensor(fill, dtype=torch.float64).view(1, -1, 1, 1)
+    effect = ((x - baseline) * model.weight).sum(1, keepdim=True).detach()
+    for i in range(2):
+        torch.testing.assert_close(per_cell(found.values[i : i + 1], (4, 5)), per_cell(effect[i : i + 1], (4, 5)))
+    assert float(found.error.max()) < 1e-12
+    assert float(found.residual.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("many", [1, 2, 3, 6])
+def test_with_all_combinations_kernel_shap_is_the_definition(many: int) -> None:
+    value = interplay(many)
+    x = torch.ones(1, 3, 4, many, dtype=torch.float64)
+    found = KernelSHAP(Game(value, (1, many)), segments=(1, many)).attribute(x, 0)
+    torch.testing.assert_close(per_cell(found.values, (1, many)), shapley_values(value, many))
+    assert found.effort[0].passes == 2**many - 1
+    assert found.effort[0].stopped == "complete"
+    assert "all combinations" in found.effort[0].note
+    assert found.error is not None
+    assert not found.error.any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("passes", [1, 2, 3, 7, 12, 13, 40, 101])
+def test_however_many_passes_the_values_sum_to_what_the_picture_adds(method: Any, passes: int) -> None:
+    model, x = tiny_model().double(), noise(2, 3, 16, 16)
+    found = method(model, segments=(3, 4), passes=passes).attribute(x, [1, 2])
+    with torch.no_grad():
+        gap = (model(x) - model(torch.zeros_like(x)))[[0, 1], [1, 2]]
+    torch.testing.assert_close(found.values.sum((1, 2, 3)), gap)
+    assert float(found.residual.abs().max()) < 1e-9
+    assert all(each.passes <= passes for each in found.effort)
+
+
+def test_the_errors_shrink_with_the_root_of_the_passes() -> None:
+    model = Game(interplay(10), (2, 5))
+    for method in METHODS:
+        few, many = (method(model, segments=(2, 5), passes=passes).attribute(ONES, 0) for passes in (217, 865))
+        assert few.error is not None
+        assert many.error is not None
+        ratio = float(few.error.square().mean().sqrt() / many.error.square().mean().sqrt())
+        assert 1.6 < ratio < 2.5  # four times the pairs: 2
+
+
+@pytest.mark.parametrize(("method", "passes"), [(KernelSHAP, 221), (ShapleySampling, 1 + 40 * 14)])
+def test_the_intervals_hold_the_exact_values_as_often_as_they_claim(method: Any, passes: int) -> None:
+    value = interplay(8)
+    truth = shapley_values(value, 8)
+    model = Game(value, (2, 4))
+    options = {"segments": (2, 4), "chunk": passes, "passes": passes}
+    x = torch.ones(1, 3, 4, 8, dtype=torch.float64)
+    runs = [method(model, **options, seed=seed).attribute(x, 0) for seed in range(150)]
+    values = torch.stack([per_cell(run.values, (2, 4)) for run in runs])
+    errors = torch.stack([per_cell(run.error, (2, 4)) for run in runs])
+    assert 0.91 <= coverage(values, errors, truth) <= 0.98
+    for part in range(8):
+        assert coverage(values[:, part], errors[:, part], truth[part]) >= 0.85
+    # The mean over the seeds has no bias that shows.
+    assert float(((values.mean(0) - truth) / (values.std(0) / 150**0.5)).abs().max()) < 4
+
+
+def test_drawn_combinations_come_with_their_complements_and_in_proportion_to_the_kernel() -> None:
+    seen: list[Tensor] = []
+    model = Game(interplay(6), (1, 6))
+    model.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0][:, 0, 0] > 0.5))
+    x = torch.ones(1, 3, 2, 6, dtype=torch.float64)
+    KernelSHAP(model, segments=(1, 6), passes=60, chunk=1).attribute(x, 0)
+    shown = torch.cat(seen[2:])  # behind the picture as it is, and the pass with nothing
+    assert torch.equal(shown[0:-1:2][:29], ~shown[1::2][:29])
+    seen.clear()
+    x = torch.ones(1, 3, 2, 12, dtype=torch.float64)
+    model = Game(interplay(12), (1, 12))
+    model.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0][:, 0, 0] > 0.5))
+    KernelSHAP(model, segments=(1, 12), passes=4001, chunk=500).attribute(x, 0)
+    sizes = torch.cat(seen[1:])[1:].sum(1).bincount(minlength=13)[1:12].double()
+    wanted = torch.tensor([1 / (k * (12 - k)) for k in range(1, 12)], dtype=torch.float64)
+    torch.testing.assert_close(sizes / sizes.sum(), wanted / wanted.sum(), rtol=0, atol=0.02)
+
+
+def test_captum_finds_the_same_by_other_draws() -> None:
+    model, x = tiny_model().double(), noise(1, 3, 16, 16)
+    labels = (torch.arange(16)[:, None] // 8 * 2 + torch.arange(16) // 8).repeat(1, 3, 1, 1)
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        kernel = KernelShap(model).attribute(x, target=1, feature_mask=labels, n_samples=1000)
+        sampled = ShapleyValueSampling(model).attribute(x, target=1, feature_mask=labels, n_samples=100)
+    for method, theirs in ((KernelSHAP, kernel), (ShapleySampling, sampled)):
+        found = method(model, segments=(2, 2)).attribute(x, 1)
+        expected = theirs[0, 0, ::8, ::8].flatten().double()
+        torch.testing.assert_close(
+            per_cell(found.values, (2, 2)), expected, rtol=0, atol=0.03 * float(expected.abs().max())
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk(method: Any) -> None:
+    model = Game(interplay(12), (3, 4))
+    x = torch.ones(1, 3, 9, 8, dtype=torch.float64)
+    found = [method(model, segments=(3, 4), tolerance=0.05, chunk=chunk).attribute(x, 0) for chunk in (1, 5, 16)]
+    assert {each.effort[0].stopped for each in found} == {"tolerance"}
+    assert len({each.effort[0].passes for each in found}) == 1
+    assert found[0].effort[0].passes < 3000
+    torch.testing.assert_close(found[1].values, found[0].values)
+
+
+def test_less_than_one_order_is_said_to_be_too_little() -> None:
+    found = ShapleySampling(Linear(), segments=(4, 5), passes=6).attribute(picture(), 0)
+    assert "far too few" in found.effort[0].note
+    assert found.error is None
+    enough = ShapleySampling(Linear(), segments=(4, 5), passes=100).attribute(picture(), 0)
+    assert "far too few" not in enough.effort[0].note
+
+
+def test_an_interrupt_gives_back_what_was_found_so_far() -> None:
+    for method in METHODS:
+        model, x, runs = Game(interplay(12), (3, 4)), torch.ones(1, 3, 6, 8, dtype=torch.float64), 0
+
+        def interrupt(*_: object) -> None:
+            nonlocal runs
+            runs += 1
+            if runs == 60:
+                raise KeyboardInterrupt
+
+        model.register_forward_hook(interrupt)
+        found = method(model, segments=(3, 4), chunk=1, on_interrupt="return").attribute(x, 0)
+        assert found.effort[0].stopped == "interrupt"
+        assert found.effort[0].passes == 58
+        assert found.residual is not None
+        assert float(found.residual.abs()) < 1e-12
+        runs = 100
+        expected = method(model, segments=(3, 4), passes=58).attribute(x, 0)
+        torch.testing.assert_close(found.values, expected.values)
+
+
+def test_an_interrupted_run_over_all_combinations_is_near_and_claims_no_error() -> None:
+    value = interplay(8)
+    x = torch.ones(1, 3, 4, 8, dtype=torch.float64)
+    found = KernelSHAP(Game(value, (2, 4)), segments=(2, 4), seconds=1e-9, chunk=121).attribute(x, 0)
+    assert found.effort[0].stopped == "seconds"
+    assert found.effort[0].passes == 121
+    assert found.error is None
+    assert "all combinations" not in found.effort[0].note
+    truth = shapley_values(value, 8)
+    assert float((per_cell(found.values, (2, 4)) - truth).abs().max()) < 0.2 * float(truth.abs().max())
