@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 
 import saliency
 
-PHOTO, TARGET = Path("../assets/chelsea.jpg"), "tiger cat"
+PHOTO, TARGET = Path("../assets/coffee.jpg"), "espresso"
 model = saliency.load("efficientnet_lite0")
 
 
@@ -59,7 +59,7 @@ for axis, method, each in zip(axes, fills, found, strict=True):
     axis.axis("off")
 
 # %% [markdown]
-# Where these agree, the map is about the cat; where they part, it is about the filling.
+# Where these agree, the map is about the cup; where they part, it is about the filling.
 #
 # ## All black boxes side by side
 #
@@ -80,9 +80,9 @@ boxes = [
 draw([box.attribute(PHOTO, TARGET) for box in boxes])
 
 # %% [markdown]
-# **What to see.** All find the face. The methods on superpixels follow the edges of things, because the superpixels
-# do. LIME, Kernel SHAP and Shapley sampling ask nearly the same question of the same superpixels, and their maps look
-# it.
+# **What to see.** Most find the coffee in the cup. The methods on superpixels follow the edges of things, because the
+# superpixels do. LIME, Kernel SHAP and Shapley sampling ask nearly the same question of the same superpixels, and their
+# maps look it.
 #
 # **What to beware of.** They all show the network pictures that it has never seen the like of. And with few passes
 # the weaker superpixels are noise: the next picture lets through whatever is less than two standard errors from zero.

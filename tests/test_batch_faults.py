@@ -81,6 +81,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
             assert all((out / row[key]).stat().st_size for key in ("overlay", "photo", "heat", "map") if row[key])
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_same_folder(tmp_path: Path) -> None:
     source = tmp_path / "in"
     photos(source, 34)

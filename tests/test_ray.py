@@ -390,10 +390,13 @@ def test_what_no_photo_is_to_blame_for_is_raised_as_it_is(tmp_path: Path) -> Non
 
 def test_where_ray_fails_the_run_can_be_gone_on_with(tmp_path: Path) -> None:
     def broken() -> Iterator[dict[str, Any]]:
-        raise DeadError("the node died\nand so on")
+        raise DeadError("\x1b[36mthe node died\x1b[39m\n  so and so\nNo module named 'saliency'\n")
         yield
 
-    for results, why in ((broken(), "the node died; what is done is kept"), (iter(()), "it ended before all was done")):
+    for results, why in (
+        (broken(), "the node died: No module named 'saliency'; what is done is kept"),
+        (iter(()), "it ended before all was done"),
+    ):
         with pytest.raises(StoppedError, match=f"Ray has failed: {why}"):
             list(driver(tmp_path, tasks(3)).run(results))
 

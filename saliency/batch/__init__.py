@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .folder import FOLDERS, Folder
 from .job import FORMATS, SIGNS, Job, Look
@@ -24,6 +24,8 @@ from .sources import find
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from .unit import Engine
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "Look", "Progress", "StoppedError", "Summary", "batch"]
 
@@ -42,6 +44,7 @@ def batch(
     recursive: bool = False,
     look: Look | None = None,
     maps: bool = False,
+    engine: Literal["local", "ray"] = "local",
     device: str = "auto",
     workers: int | None = None,
     batch_size: int | None = None,
@@ -71,6 +74,8 @@ def batch(
         recursive: Whether folders inside of folders are searched too.
         look: How the overlays are drawn.
         maps: Whether the raw values are kept too.
+        engine: "local", this machine; or "ray", a cluster: the one that `RAY_ADDRESS` names or that is connected to,
+            else one of this machine's own. Both make the same files.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1": a copy of the model on each.
         workers: Threads that read and draw, and on processors networks side by side; by default one per core.
         batch_size: How many photos go through the network at once; None to find the best while running.
@@ -90,6 +95,8 @@ def batch(
     _require_whole("batch_size", batch_size)
     _require_whole("workers", workers)
     _require_whole("limit", limit)
+    if engine not in ("local", "ray"):
+        raise BatchError(f"engine={engine!r} is neither 'local' nor 'ray'")
     words = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     methods_named: object = methods
     names = (methods_named,) if isinstance(methods_named, str) else tuple(methods)
@@ -121,7 +128,7 @@ def batch(
     with locked(folder):
         run = _opened(job, found, folder, orders)
         try:
-            return _carried_out(run, device, workers)
+            return _carried_out(run, engine, device, workers)
         finally:
             run.manifest.close()
 
@@ -133,15 +140,24 @@ def _opened(job: Job, found: Sequence[Any], folder: Path, orders: Orders) -> Run
         raise unwritable(folder, error) from error
 
 
-def _carried_out(run: Run, device: str, workers: int | None) -> Summary:
+def _carried_out(run: Run, engine: str, device: str, workers: int | None) -> Summary:
     if run.is_complete() and not run.fresh:
         return run.summary(run.finish())
+    if engine == "ray":
+        from .ray_engine import on_ray
+
+        with on_ray(device, workers) as cluster:
+            return _worked(run, cluster, cluster.lanes, cluster.most)
     from .pipeline import Local, devices_of, most_at_once
 
     devices = devices_of(device) if isinstance(run.job.model, str) or device != "auto" else [""]
-    engine = Local(devices, workers)
+    local = Local(devices, workers)
     on_processor = all(each in ("", "cpu") for each in devices)
-    fresh, failures, interrupted = run.work(engine, engine.lanes(on_processor), most_at_once(devices))
+    return _worked(run, local, local.lanes(on_processor), most_at_once(devices))
+
+
+def _worked(run: Run, engine: Engine, lanes: int, most: int) -> Summary:
+    fresh, failures, interrupted = run.work(engine, lanes, most)
     if interrupted:
         done = run.summary(None)
         raise KeyboardInterrupt(f"{done.done} of {done.photos} photos are done; the same command goes on from there")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -159,3 +160,9 @@ def _termination_kept() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """An error in a line."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def both_ends(error: BaseException) -> str:
+    """An error of Ray in a line: its first one says what has ended, its last one often why."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__

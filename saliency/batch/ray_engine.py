@@ -22,7 +22,7 @@ from .job import Job
 from .locking import LOCK
 from .pipeline import MOST_AHEAD, most_at_once
 from .problems import BatchError, StoppedError
-from .ray_cluster import Share, connected, first_line, library
+from .ray_cluster import Share, both_ends, connected, library
 from .ray_feeder import Feeder, feed
 from .ray_worker import Done, Worker
 from .unit import Group, Work
@@ -197,14 +197,14 @@ class _Driver:
         try:
             self.ray.get(answer)
         except self.ray.exceptions.RayError as error:
-            raise _failed(first_line(error)) from error
+            raise _failed(both_ends(error)) from error
 
     def _come(self, results: Iterator[Any]) -> list[Done]:
         """The next results. Raises StoppedError where Ray gives none any more."""
         try:
             table = next(results)
         except Exception as error:
-            why = "it ended before all was done" if isinstance(error, StopIteration) else first_line(error)
+            why = "it ended before all was done" if isinstance(error, StopIteration) else both_ends(error)
             raise _failed(why) from error
         return [self.ray.cloudpickle.loads(each) for each in table["done"].to_pylist()]
 

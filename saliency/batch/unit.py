@@ -19,12 +19,12 @@ from torch import nn
 
 from ..errors import SaliencyError
 from ..zoo import load
-from .drawing import Made, Task, draw
+from .drawing import Made, Task
 from .job import Job
 from .network import Found, Network, TooLargeError
 from .plan import Plan
 from .problems import BatchError
-from .reading import Prepared, prepare
+from .reading import Prepared
 
 Group = Sequence[Task]
 Halving = Callable[[range], tuple[range, range]]
@@ -107,15 +107,6 @@ def explained(
         rows = prepared[half.start - group.start : half.stop - group.start]
         made += explained(network, half, rows, halve)[0]
     return made, clock() - start
-
-
-def whole(network: Network, job: Job, out: Path, group: Group, halve: Halving) -> list[Made]:
-    """All three steps of a group, one after the other in this thread."""
-    numbers = range(group[0].index, group[-1].index + 1)
-    prepared = [prepare(task.photo, network.preprocess) for task in group]
-    found, seconds = explained(network, numbers, prepared, halve)
-    share = share_of(seconds, group)
-    return [draw(out, job, *each, seconds=share) for each in zip(group, prepared, found, strict=True)]
 
 
 def share_of(seconds: float, group: Group) -> float:

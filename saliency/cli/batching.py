@@ -77,6 +77,9 @@ def options(parser: argparse.ArgumentParser, model: str, method: str) -> None:
     files.add_argument("--strict", action="store_true", help="stop at the first photo that fails")
     look_options(parser)
     speed = parser.add_argument_group("where it is done")
+    speed.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="local, or ray for a cluster (RAY_ADDRESS)"
+    )
     speed.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, or cuda:0,cuda:1 for several")
     speed.add_argument("--batch-size", metavar="N", type=size, help="photos at once (default: auto, which finds out)")
     speed.add_argument("--workers", metavar="N", type=whole, help="threads (default: one per core)")
@@ -114,12 +117,10 @@ def size(text: str) -> int | None:
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Do it, say what became of it, and return the exit code."""
     from ..batch import StoppedError, batch
-    from ..engine.allocator import keep_memory
     from .console import UsageError
 
     if arguments.restart and arguments.resume:
         raise UsageError("--restart begins anew and --resume goes on; choose one")
-    keep_memory()
     methods, everything = _methods(arguments.methods)
     with _bar(screen) as on_progress:
         try:
@@ -136,6 +137,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
                 recursive=arguments.recursive,
                 look=look_of(arguments),
                 maps=arguments.maps,
+                engine=arguments.engine,
                 device=arguments.device,
                 workers=arguments.workers,
                 batch_size=arguments.batch_size,
