@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import imports, layer_table, memory, passes, passes_memory, recording, render, speed
+from benchmarks import folder, imports, layer_table, memory, passes, passes_memory, recording, render, speed
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "torchvision", "timm", "captum", "grad-cam", "torchcam", "matplotlib", "opencv-python-headless")
@@ -62,3 +62,4 @@ if __name__ == "__main__":
     keep("layer_table", lambda: layer_table.main([]))
     keep("passes", lambda: passes.main([]))
     keep("passes_memory", lambda: passes_memory.main([]))
+    keep("folder", lambda: folder.main([]))

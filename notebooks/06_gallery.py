@@ -74,7 +74,7 @@ for axis, method in zip(axes[:, 0], methods, strict=True):
 # The same from the command line, with a file per photo and method:
 #
 # ```console
-# $ saliency explain assets --method all --set seconds=2 --sheet --out out
+# $ saliency explain assets --method all --set passes=140 --sheet --out out
 # ```
 #
 # One photo closer, by the methods that map the input:
@@ -86,12 +86,11 @@ saliency.contact_sheet([closer], thumb=150, opacity=0.8)
 # %% [markdown]
 # ## The methods of many passes
 #
-# Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that samples has two
-# seconds for one photo, and the others a few steps, which is less than their authors would allow: a look, and no more.
-# What two seconds were enough for stands in each title.
+# Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that samples has 140 for
+# one photo, and the others a few steps, which is less than their authors would allow: a look, and no more.
 
 # %%
-quick = {"seconds": 2, "steps": 10, "channels": 100, "window": 48, "stride": 24, "precision": "fast"}
+quick = {"passes": 140, "steps": 10, "channels": 100, "window": 48, "stride": 24, "precision": "fast"}
 looks = []
 for cls in (cls for cls, many in is_of_many_passes.items() if many):
     options = {name: each for name, each in quick.items() if name in cls.options()}

@@ -24,7 +24,8 @@ class Running(TypedDict, total=False):
             channels last in memory (the same to about 1 %); "bf16" that in bfloat16, which is meant for methods that
             only need forwards. Both are measured on the first passes, and dropped where they lose.
         progress: Whether a progress bar is drawn; None draws one for work of more than a second, on a terminal.
-        on_interrupt: "raise" passes Ctrl-C on; "return" gives back what was computed so far.
+        on_interrupt: "raise" passes Ctrl-C on; "return" gives back what was computed so far; of images
+            that were not begun, what the first chunk gives.
         seed: What all random draws of a call come from; every image gets the same.
         preprocess: As for every method.
         categories: As for every method.

@@ -72,10 +72,13 @@ class MultiPassAttribution(Attribution):
             scores = target(run(self.model, x))
         found: list[Found] = []
         efforts: list[Effort] = []
+        interrupted = False
         for image in range(len(x)):
             with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad():
+                passes.interrupted = passes.interrupted or interrupted  # one Ctrl-C is for all images
                 found.append(self.explain_image(passes, scores[image]))
                 efforts.append(passes.effort)
+                interrupted = passes.interrupted
         return gathered(found, scores, tuple(efforts))
 
     def passes_of(self, x: Tensor, target: Selection, image: int) -> Passes:

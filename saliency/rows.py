@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import TargetError
-from .nests import first_tensor, mapped
+from .nests import mapped
 from .targets import ClassScore, Contrast, Probability, Target
 
 
@@ -28,7 +28,7 @@ def for_rows(target: Target, images: int, image: int, count: int) -> Target:
         return Probability(_class_score(target.score, image, count))
     if isinstance(target, Contrast):
         return Contrast(_class_score(target.score, image, count), _class_score(target.against, image, count))
-    return RowByRow(target, images, image)
+    return RowByRow(target, images, image, count)
 
 
 def _class_score(score: ClassScore, image: int, count: int) -> ClassScore:
@@ -45,22 +45,21 @@ class RowByRow:
     target: Target
     images: int
     image: int
+    count: int
 
     def __call__(self, output: Any) -> Tensor:
         """The scores (k,) of an output of k passes. Raises TargetError where it gives no score per image."""
-        first = first_tensor(output)
-        rows = len(first) if first is not None and first.dim() else 1
-        scores: list[Any] = [self.target(self._batch(output, row, rows)) for row in range(rows)]
+        scores: list[Any] = [self.target(self._batch(output, row)) for row in range(self.count)]
         for each in scores:
             if not isinstance(each, Tensor) or each.shape != (self.images,):
                 raise TargetError(f"the target gives no score per image: expected a tensor ({self.images},) every time")
         return torch.stack([each[self.image] for each in scores])
 
-    def _batch(self, output: Any, row: int, rows: int) -> Any:
+    def _batch(self, output: Any, row: int) -> Any:
         """An output as that of a batch, each image of which is one pass."""
 
         def repeated(tensor: Tensor) -> Tensor:
-            if not tensor.dim() or len(tensor) != rows:
+            if not tensor.dim() or len(tensor) != self.count:
                 return tensor
             return tensor[row : row + 1].expand(self.images, *tensor.shape[1:])
 

@@ -172,6 +172,8 @@ LIGHT = {
     "cli.listing",
     "cli.explaining",
     "cli.inspecting",
+    "cli.batching",
+    "cli.rendering",
 }
 
 MOST_LINES = 320

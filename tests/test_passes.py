@@ -330,6 +330,51 @@ def test_a_region_of_each_image_is_its_own_in_passes_too() -> None:
     assert torch.equal(hit, where)
 
 
+class Remembering(nn.Module):
+    """A model that keeps a factor for the size of the batch before, or for each size."""
+
+    def __init__(self, *, most: int) -> None:
+        super().__init__()
+        self.inner, self.most = tiny_model(), most
+        self.kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.kept:
+            while len(self.kept) >= self.most:
+                self.kept.popitem()
+            self.kept[len(x)] = torch.linspace(0.5, 1, x.shape[-1]).repeat(len(x), 1, 1, 1)
+        out: Tensor = self.inner(x * self.kept[len(x)])
+        return out
+
+
+@pytest.mark.parametrize("name", ["rise", "occlusion", "feature_ablation", "ablation_cam", "recipro_cam"])
+@pytest.mark.parametrize("most", [1, 99])
+def test_what_a_model_keeps_for_a_batch_size_can_be_trained_on_afterwards(name: str, most: int) -> None:
+    model, x = Remembering(most=most), images(1)
+    options = {**METHODS[name].trial, "chunk": 3}
+    for _ in range(2):
+        METHODS[name](model, **options).attribute(x, 0)
+    assert model.kept
+    assert not any(each.is_inference() for each in model.kept.values())
+
+
+class Aside(nn.Module):
+    """A dictionary of logits, with a number of the whole batch before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": torch.zeros(()), "logits": self.inner(x)}
+
+
+def test_a_number_that_stands_before_the_scores_in_the_output_is_not_taken_for_them() -> None:
+    model, x = Aside(), images(2)
+    found = Noisy(model, passes=6, chunk=4).attribute(x, lambda output: output["logits"][:, 1])
+    assert torch.equal(found.values, Noisy(model.inner, passes=6, chunk=4).attribute(x, 1).values)
+
+
 def test_a_target_without_a_gradient_says_so() -> None:
     with pytest.raises(TargetError, match="no gradient"):
         Noisy(tiny_model()).attribute(images(1), lambda output: output[:, 0].detach())
@@ -366,6 +411,29 @@ def test_an_interrupt_gives_back_what_was_computed_when_asked(by_signal: bool) -
     assert 0 < effort.passes < 24
     expected = Noisy(model.inner, passes=effort.passes, chunk=2).attribute(images(1), 0)
     assert torch.equal(found.values, expected.values)
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_one_interrupt_ends_the_work_on_all_images(by_signal: bool) -> None:
+    model = Interrupting(6, by_signal=by_signal)
+    found = Noisy(model, passes=24, chunk=2, on_interrupt="return").attribute(images(3), 0)
+    assert [each.stopped for each in found.effort] == ["interrupt"] * 3
+    assert [each.passes for each in found.effort[1:]] == [2, 2]
+
+
+def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
+    found = Noisy(Interrupting(3, by_signal=True), passes=4, chunk=2, on_interrupt="return").attribute(images(2), 0)
+    assert [(each.stopped, each.passes) for each in found.effort] == [("complete", 4), ("interrupt", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "least"),
+    [("hsic", {"passes": 40, "grid": 2}, 4), ("sobol", {"passes": 60, "grid": 2}, 12), ("var_grad", {"passes": 9}, 2)],
+)
+def test_an_interrupt_waits_for_the_passes_that_a_map_takes(name: str, options: dict[str, Any], least: int) -> None:
+    model = Interrupting(2, by_signal=True)
+    found = METHODS[name](model, **options, chunk=1, on_interrupt="return").attribute(images(2), 0)
+    assert [(each.stopped, each.passes) for each in found.effort] == [("interrupt", least)] * 2
 
 
 @pytest.mark.parametrize("by_signal", [True, False])

@@ -11,12 +11,13 @@ import torch
 from captum.attr import GradientShap
 from captum.attr import IntegratedGradients as Captums
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from saliency import METHODS
 from saliency.engine.pullback import stem_of
 from saliency.engine.quadrature import FIRST_NODES, RULES, Adaptive, Rule
 from saliency.engine.quadrature import rule as rule_of
-from saliency.errors import MethodError
+from saliency.errors import MethodError, NotApplicableError
 from saliency.methods.path import IDGI, ExpectedGradients, IntegratedGradients
 from saliency.methods.walks import BlurIG, GuidedIG
 from saliency.testing import tiny_model
@@ -376,3 +377,19 @@ def test_the_first_convolution_is_found_where_all_goes_through_it_and_the_map_is
             (gradient,) = torch.autograd.grad(model(here.clone())[:, 1].sum(), here)
             expected += weight / 2 * gradient * (x - baseline)
     torch.testing.assert_close(found, expected)
+
+
+class Checkpointed(nn.Sequential):
+    """A convolution, and behind it a part that is computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem, rest = self
+        score: Tensor = checkpoint(rest, stem(x), use_reentrant=True)
+        return score.mean((2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_behind_the_first_convolution_is_named() -> None:
+    model = Checkpointed(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).double()
+    with pytest.raises(NotApplicableError, match="use_reentrant"):
+        IntegratedGradients(model, steps=2).attribute(image(), 0)

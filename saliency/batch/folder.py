@@ -55,6 +55,8 @@ class Folder:
             found = None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise BatchError(f"{self.path / ABOUT} is none of this version of saliency batch; choose another folder")
+        if not _is_whole(found):
+            raise BatchError(f"{self.path / ABOUT} is damaged; choose another folder, or remove this one")
         return found
 
     def write_about(self, about: dict[str, Any]) -> None:
@@ -62,16 +64,27 @@ class Folder:
         with replacing(self.path / ABOUT) as temporary:
             temporary.write_text(json.dumps(about, indent=1, ensure_ascii=True) + "\n", "utf-8", newline="\n")
 
-    def listing(self) -> list[Photo]:
-        """The photos that earlier runs have numbered. Raises BatchError where the file is damaged."""
+    def listing(self, *, damaged: bool = False) -> list[Photo]:
+        """The photos that earlier runs have numbered.
+
+        Args:
+            damaged: Whether lines that are none are passed over.
+
+        Raises:
+            BatchError: The file is damaged.
+        """
         try:
             lines = (self.path / LISTING).read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        try:
-            return [Photo.from_json(line) for line in lines]
-        except (TypeError, ValueError) as error:
-            raise BatchError(f"{self.path / LISTING} is damaged: {error}; begin anew with --restart") from error
+        found = []
+        for line in lines:
+            try:
+                found.append(Photo.from_json(line))
+            except (TypeError, ValueError) as error:
+                if not damaged:
+                    raise BatchError(f"{self.path / LISTING} is damaged: {error}; begin anew with --restart") from error
+        return found
 
     def write_listing(self, photos: Sequence[Photo]) -> None:
         """Replace the listing."""
@@ -121,6 +134,20 @@ class Folder:
         yield str(self.path), [], [each.name for each in os.scandir(self.path)]
         for name in FOLDERS:
             yield from os.walk(self.path / name)
+
+
+def _is_whole(about: dict[str, Any]) -> bool:
+    """Whether a head has all that a run reads of it."""
+    kinds = {"fingerprint": dict, "counts": dict, "batches": list, "methods": list, "finished": bool}
+    if not all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
+        return False
+    pieces = all(
+        isinstance(each, list) and len(each) == 2 and all(type(number) is int and number >= 0 for number in each)
+        for each in about["batches"]
+    )
+    size = about.get("batch_size", 0)
+    methods = all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in about["methods"])
+    return pieces and methods and (size is None or (type(size) is int and size >= 1))
 
 
 def overlay_file(photo: Photo, method: str, format: str) -> str:

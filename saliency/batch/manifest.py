@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ KEYS = (
     *("overlay", "photo", "heat", "map", "map_key", "colormap", "seconds", "error", "error_kind"),
 )
 FILES = ("overlay", "photo", "heat", "map")
+WHOLE = ("index", "target", "width", "height", "input_width", "input_height")
+NUMBERS = ("probability", "score", "limit", "seconds")
 
 
 def row(**known: Any) -> Row:
@@ -77,12 +80,14 @@ class Manifest:
     Args:
         folder: The folder of the run.
         methods: The names of the run's methods, in their order.
+        photos: How many photos the run has; None for any number.
     """
 
-    def __init__(self, folder: Path, methods: Sequence[str]) -> None:
+    def __init__(self, folder: Path, methods: Sequence[str], photos: int | None = None) -> None:
         self.path = folder / MANIFEST
         self._folder = folder
         self._places = {name: place for place, name in enumerate(methods)}
+        self._photos = photos
         self._file = -1
         self._synced = time.monotonic()
         self.standing = Standing()
@@ -92,21 +97,27 @@ class Manifest:
         return self._places.get(str(row["method"]), -1)
 
     def read(self, *, again: bool = False) -> None:
-        """Read what is there, and leave out what has to be done again.
+        """Read what is there, and leave out what has to be done again, what is none of the run's, and what is damaged.
 
         Args:
             again: Whether rows with errors are left out too.
         """
         self.standing = standing = Standing()
         seen: dict[str, bool] = {}
+        told: set[tuple[int, int]] = set()
+        kept = bytearray()
         for found, end in self._whole():
             standing.end = end
-            if (again and found["error"] is not None) or not self._has_files(found, seen):
-                standing.lost = True
-            else:
+            good = self._is_ours(found) and not (again and found["error"] is not None) and self._has_files(found, seen)
+            kept.append(good and (found["index"], self.place(found)) not in told)
+            if kept[-1]:
+                told.add((found["index"], self.place(found)))
                 standing.add(found, self.place(found))
+        standing.lost = not all(kept)
         if standing.lost:
-            self._rewrite(row for row, _ in self._whole() if standing.is_done(int(row["index"]), self.place(row) % 64))
+            self._rewrite(compress(self.rows(), kept))
+        elif self.path.is_file() and self.path.stat().st_size != standing.end:
+            os.truncate(self.path, standing.end)
 
     def open(self) -> None:
         """Open it for more rows, and cut off what a crash left of a line."""
@@ -181,6 +192,14 @@ class Manifest:
             os.fsync(file.fileno())
         self.standing.end = self.path.stat().st_size
 
+    def _is_ours(self, row: Row) -> bool:
+        """Whether a row is of this run, and such as a run writes; others were put there by hand."""
+        if any(key not in row or not _fits(key, row[key]) for key in KEYS) or row["index"] is None:
+            return False
+        # Only a photo that could not be read has a row without a method.
+        is_named = row["method"] in self._places if row["method"] is not None else row["error"] is not None
+        return is_named and 0 <= row["index"] and (self._photos is None or row["index"] < self._photos)
+
     def _has_files(self, row: Row, seen: dict[str, bool]) -> bool:
         """Whether the files that a row names are there. What several rows name is looked up once."""
         for key in FILES:
@@ -207,10 +226,27 @@ def _parsed(line: bytes) -> Row | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.keys() >= {"index", "method", "error", "error_kind"} else None
+    return found if isinstance(found, dict) else None
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _fits(key: str, value: object) -> bool:
+    """Whether a value of a row is of the kind that its key has."""
+    if value is None:
+        return True
+    if key in WHOLE:
+        return type(value) is int
+    if key in NUMBERS:
+        return type(value) in (int, float)
+    if key == "box":
+        return isinstance(value, list) and len(value) == 4 and all(type(each) in (int, float) for each in value)
+    return isinstance(value, dict if key == "settings" else str)
 
 
 def _is_filled(path: str) -> bool:

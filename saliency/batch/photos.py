@@ -51,7 +51,12 @@ class Photo:
     def from_json(cls, line: str | bytes) -> Photo:
         """What `to_json` wrote. Raises ValueError or TypeError for anything else."""
         fields = json.loads(line)
-        return cls(**fields | {"folder": tuple(fields.get("folder", ()))})
+        if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in ("path", "source")):
+            raise ValueError("an entry without a path")
+        photo = cls(**fields | {"folder": tuple(fields.get("folder", ()))})
+        if not isinstance(photo.name, str) or ".." in photo.name.split("/") or photo.name.startswith("/"):
+            raise ValueError(f"an entry that leads out of the folder: {photo.name!r}")
+        return photo
 
 
 def shown(text: str) -> str:

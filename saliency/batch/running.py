@@ -47,7 +47,7 @@ class Run:
         folder.tidy()
         about = folder.about()
         if about is not None and (orders.restart or not folder.has_rows()):
-            folder.clear(folder.listing(), [each["name"] for each in about.get("methods", [])])
+            folder.clear(folder.listing(damaged=True), [each["name"] for each in about["methods"]])
             about = None
         listed = folder.listing() if about is not None else []
         if about is not None and not listed:
@@ -57,7 +57,7 @@ class Run:
         if about is None:
             folder.require_free(self.photos, job.methods)
         self.about = self._checked(about)
-        self.manifest = Manifest(folder.path, job.methods)
+        self.manifest = Manifest(folder.path, job.methods, len(self.photos))
         self.manifest.read(again=orders.retry)
 
     def _checked(self, about: dict[str, Any] | None) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Run:
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "finished": False,
             }
-        different = differences(about.get("fingerprint", {}), fingerprint)
+        different = differences(about["fingerprint"], fingerprint)
         if different:
             raise BatchError(
                 f"{self.folder.path} holds a run of another kind: {'; '.join(different)}; choose another folder, or "
@@ -134,7 +134,7 @@ class Run:
     def _plan(self, lanes: int, most: int) -> Plan:
         """The groups: those that have rows as they were, the others as they come."""
         done = self.manifest.standing.done
-        pieces = [(int(start), int(size)) for start, size in self.about.get("batches") or []]
+        pieces = [(int(start), int(size)) for start, size in self.about["batches"]]
         return Plan(
             len(self.photos),
             self.orders.batch_size,
@@ -142,7 +142,7 @@ class Run:
             lanes=lanes,
             pieces=pieces,
             fixed=max(done, default=-1) + 1,
-            settled=self.about.get("batch_size"),
+            settled=self.about["batch_size"],
         )
 
     def _groups(self, plan: Plan, committer: Committer) -> Iterator[Group]:
@@ -208,8 +208,13 @@ class Run:
 
     def _tell(self, committer: Committer) -> None:
         if self.orders.on_progress is not None:
-            standing = self.manifest.standing
-            self.orders.on_progress(Progress(len(standing.done), self.last, committer.fresh, len(standing.failed)))
+            failed = len(self.manifest.standing.failed)
+            self.orders.on_progress(Progress(self._begun(), self.last, committer.fresh, failed))
+
+    def _begun(self) -> int:
+        """How many of the photos that are to be done have a row; an earlier run may have done others."""
+        done = self.manifest.standing.done
+        return len(done) if self.last == len(self.photos) else sum(index < self.last for index in done)
 
     def finish(self) -> Path:
         """Bring the manifests to their final form, and make the page; its path."""
@@ -239,7 +244,7 @@ class Run:
             self.folder.path,
             page,
             self.last,
-            len(standing.done),
+            self._begun(),
             fresh,
             len(standing.failed),
             Counter(standing.kinds),

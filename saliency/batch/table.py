@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..files import replacing
-from .manifest import Row
+from .manifest import NUMBERS, WHOLE, Row
 
 ROWS_AT_ONCE = 10_000
 
 _TYPES = {
-    **dict.fromkeys(("index", "target", "width", "height", "input_width", "input_height"), "int64"),
-    **dict.fromkeys(("probability", "score", "limit", "seconds"), "float64"),
+    **dict.fromkeys(WHOLE, "int64"),
+    **dict.fromkeys(NUMBERS, "float64"),
 }
 
 

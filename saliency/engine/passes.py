@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..effort import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
 from ..errors import TargetError
@@ -81,11 +82,14 @@ class Passes:
         self._selection, self._image = selection, image
         self._chunk = chunk
         self._precision: Precision = precision
-        self._precision_note = "exact"
+        self._ran: dict[str, str] = {}  # how each kind of pass was run
         self._began = time.perf_counter()
         self._bar = Bar(label, progress)
         self._on_interrupt = on_interrupt
-        self._interrupted = False
+        self.interrupted = False
+        """Whether Ctrl-C was pressed: then the work ends behind the chunk under way."""
+        self.least = 1
+        """How many passes a map takes at least: an interrupt waits for them."""
         self._undo = ExitStack()
 
     def __enter__(self) -> Passes:
@@ -103,15 +107,17 @@ class Passes:
 
     def _take_note(self, number: int, frame: object) -> None:
         """The first Ctrl-C ends the work behind the chunk that is under way; a second one does not wait for that."""
-        if self._interrupted:
+        if self.interrupted:
             raise KeyboardInterrupt
-        self._interrupted = True
+        self.interrupted = True
 
     @property
     def effort(self) -> Effort:
         """What was spent so far."""
         seconds = time.perf_counter() - self._began
-        return Effort(self.used, seconds, self.stopped, self._precision_note, "; ".join(self.notes))
+        ran = dict.fromkeys(self._ran.values())
+        said = [*ran] if len(ran) < 2 else [f"{how} ({kind})" for kind, how in self._ran.items()]
+        return Effort(self.used, seconds, self.stopped, "; ".join(said) or "exact", "; ".join(self.notes))
 
     def target(self, count: int) -> Selection:
         """The target, for an output of `count` passes of the image."""
@@ -126,11 +132,15 @@ class Passes:
             count: How many inputs there are.
         """
         runner = self._runner(backward=False)
+        before = 0
 
         def compute(start: int, stop: int) -> Done:
+            nonlocal before
             with torch.no_grad():
                 inputs = make(start, stop)
-            with torch.inference_mode():
+            # What a model keeps for a new batch size could never be trained on again, if it were made for inference.
+            with torch.inference_mode() if len(inputs) == before else torch.no_grad():
+                before = len(inputs)
                 scores = self.target(len(inputs))(runner(inputs))
             return Done(start, inputs, scores.clone(), inputs[:0])
 
@@ -174,9 +184,9 @@ class Passes:
                     made: _T | None = compute(at, at + size)
                 _finish(self.x.device)
             except KeyboardInterrupt:
-                if self._on_interrupt != "return" or not self.used:
+                if self._on_interrupt != "return" or self.used < self.least:
                     raise
-                self.stopped = "interrupt"
+                self.interrupted, self.stopped = True, "interrupt"
                 return
             except (RuntimeError, MemoryError) as error:
                 if size == 1 or not is_out_of_memory(error):
@@ -206,7 +216,7 @@ class Passes:
         return True
 
     def _is_over(self, at: int) -> bool:
-        if self._interrupted and self.used:
+        if self.interrupted and self.used >= self.least:
             self.stopped = "interrupt"
         elif self.limits.seconds is not None and at and time.perf_counter() - self._began >= self.limits.seconds:
             self.stopped = "seconds"
@@ -226,12 +236,12 @@ class Passes:
         from .precision import runner
 
         chosen = runner(self.model, self.x, self._precision, backward=backward)
-        self._precision_note = chosen.note
+        self._ran["gradients" if backward else "forwards"] = chosen.note
         return chosen
 
 
-def gradient_at(scores: Tensor, at: Tensor) -> Tensor:
-    """The gradient of the sum of some scores at an input. Raises TargetError where there is none."""
+def gradient_at(scores: Tensor, at: Tensor | GradientEdge) -> Tensor:
+    """The gradient of the sum of some scores at an input, or behind it. Raises TargetError where there is none."""
     if not scores.requires_grad:
         raise TargetError(
             "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"

@@ -134,12 +134,8 @@ def weighted_gradients(passes: Passes, make: Make, weights: Tensor, *, exact: bo
         at = leaf(inputs)
         scores = passes.target(len(inputs))(run(passes.model, at))
         found = stem_of(scores, at)
-        if found is None:
-            stem, gradients = None, gradient_at(scores, at)
-        else:
-            stem, (gradients,) = found[0], torch.autograd.grad(scores.sum(), found[1])
-        share = weights[:, start:stop]
-        return stem, _summed(share, gradients)
+        stem, edge = (None, at) if found is None else found
+        return stem, _summed(weights[:, start:stop], gradient_at(scores, edge))
 
     def plain() -> Iterator[tuple[Stem | None, Tensor]]:
         for done in passes.gradients(make, weights.shape[1]):

@@ -72,10 +72,11 @@ class Trial:
         if not self.backward:
             with torch.no_grad():
                 return run(model, self.x), None
-        x = leaf(self.x)
-        output = run(model, x)
-        score = self.score(output).sum() if self.score else _sum(output)
-        return mapped(output, Tensor.detach), torch.autograd.grad(score, x)[0]
+        with torch.enable_grad():  # the caller may have them off
+            x = leaf(self.x)
+            output = run(model, x)
+            score = self.score(output).sum() if self.score else _sum(output)
+            return mapped(output, Tensor.detach), torch.autograd.grad(score, x)[0]
 
     def seconds(self, model: nn.Module) -> float:
         """How long that takes."""

@@ -92,9 +92,9 @@ class AblationCAM(MultiPassAttribution):
         drops = score.new_zeros(len(order))
 
         def compute(start: int, stop: int) -> tuple[int, Tensor]:
-            with torch.inference_mode():
+            with torch.no_grad():
                 scores = passes.target(stop - start)(behind(reading.without(order[start:stop])))
-            return start, score - scores.clone()
+            return start, score - scores
 
         for start, lost in passes.chunks(compute, len(order), f"behind {reading.layer}"):
             drops[start : start + len(lost)] = lost
@@ -201,11 +201,11 @@ class ReciproCAM(MultiPassAttribution):
         scores = score.new_zeros(1 + count)
 
         def compute(start: int, stop: int) -> tuple[int, Tensor]:
-            with torch.inference_mode():
+            with torch.no_grad():
                 shares = torch.zeros(stop - start, 1 + count, device=scores.device, dtype=reading.maps.dtype)
                 shares[torch.arange(stop - start), torch.arange(start, stop)] = 1
                 rows = reading.at_places(self._faded(shares[:, 1:].view(-1, height, width)))
-                return start, passes.target(stop - start)(behind(rows)).clone()
+                return start, passes.target(stop - start)(behind(rows))
 
         known = 0
         for start, found in passes.chunks(compute, 1 + count, f"behind {reading.layer}"):

@@ -35,9 +35,8 @@ class ExtremalPerturbation(OptimisedMask):
     them 1 and the rest 0, is weighed against the score, with a weight that grows step by step.
 
     Where this differs from the authors' code: the score counts in units of what blurring the whole image costs, and the
-    descent is Adam's, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps, however
-    many there are. Images are shifted by up to 2 of 224 pixels at each step. It finds one of many good parts: another
-    seed may find another.
+    descent is Adam's, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps. Images
+    are shifted by up to 2 of 224 pixels at each step. It finds one of many good parts: another seed may find another.
 
     Args:
         model: As for every method.
@@ -112,6 +111,8 @@ class ExtremalPerturbation(OptimisedMask):
         values = smooth_mask(at).flatten().sort().values
         ideal = torch.zeros_like(values)
         ideal[len(values) - round(self.areas[which] * len(values)) :] = 1
+        if float((values[-1] - values[0]).detach()) < 1e-6:  # sorting equal places would choose some of them by chance
+            ideal.fill_(self.areas[which])
         weight: float = self.weight * _GROWTH ** (step / self.steps)
         return weight * (values - ideal).square().mean()
 
@@ -119,14 +120,15 @@ class ExtremalPerturbation(OptimisedMask):
 def smooth_mask(numbers: Tensor) -> Tensor:
     """(h, w) the smooth maximum, at each place of a lattice, of discs with soft edges around numbers (h, w) in 0..1.
 
-    The lattice's step is a third of the discs' radius. The smooth maximum of values f is their mean under the weights
+    The lattice's step is a third of the discs' radius. At the border the last number goes on, so that no place comes
+    before another where all numbers are the same. The smooth maximum of values f is their mean under the weights
     exp(f / temperature).
     """
     reach = 5
     at = torch.arange(-reach, reach + 1, dtype=numbers.dtype, device=numbers.device) / 3
     distance = (at[:, None].square() + at.square()).sqrt()
     disc = torch.exp(-2 * (distance - 0.5).clamp(min=0).square())  # (11, 11)
-    around = F.unfold(F.pad(numbers[None, None], (reach,) * 4), 2 * reach + 1)[0]  # (121, h * w)
+    around = F.unfold(F.pad(numbers[None, None], (reach,) * 4, mode="replicate"), 2 * reach + 1)[0]  # (121, h * w)
     values = around * disc.flatten()[:, None]
     weights = torch.softmax(values / _TEMPERATURE, 0)
     return (values * weights).sum(0).reshape(numbers.shape)

@@ -117,9 +117,8 @@ class Occlusion(MultiPassAttribution):
 
         def compute(start: int, stop: int) -> tuple[int, Tensor]:
             tops, lefts = zip(*places[start:stop], strict=True)
-            with torch.inference_mode():
-                scores = passes.target(stop - start)(local(patches(start, stop), tops, lefts))
-            return start, scores.clone()
+            with torch.no_grad():
+                return start, passes.target(stop - start)(local(patches(start, stop), tops, lefts))
 
         yield from passes.chunks(compute, len(places), f"window of {size[0]}x{size[1]}")
         share = f": {local.share:.0%} of the multiply-adds" if local.how == ONLY_WHERE_REACHED else ""

@@ -126,12 +126,13 @@ class Sobol(GridAttribution):
             masks = self.enlarged(shown.to(x.device, torch.float32), (int(x.shape[2]), int(x.shape[3])))
             return torch.lerp(hidden, x, masks.to(x.dtype))
 
+        passes.least = 2 * (count + 2)
         estimate = TotalOrder(count, _rounding(x))
         for _ in _taken(passes, make, rows * (count + 2), estimate, count + 2):
             if passes.enough(estimate):
                 break
         if estimate.count < 2:
-            _give_up(passes, f"sobol needs two rows of its design, {2 * (count + 2)} passes")
+            _give_up(passes, f"sobol needs two rows of its design, {passes.least} passes")
         return self.painted(estimate, x, cells)
 
     def enlarged(self, maps: Tensor, size: tuple[int, int]) -> Tensor:
@@ -186,6 +187,7 @@ class HSIC(GridAttribution):
             shown = design(start, stop).reshape(-1, 1, *cells).to(x.device, torch.float32)
             return filler(self.enlarged(shown, (int(x.shape[2]), int(x.shape[3]))) < 0.5)
 
+        passes.least = 4
         estimate = Dependence(design, _rounding(x))
         due = 32  # each look at the error takes time with the square of the samples, so looks become rarer
         for _ in _taken(passes, make, self.most_passes, estimate, 1):
@@ -263,8 +265,6 @@ def _taken(passes: Passes, make: Make, count: int, estimate: Estimate, together:
 
 
 def _give_up(passes: Passes, why: str) -> None:
-    if passes.stopped == "interrupt":
-        raise KeyboardInterrupt
     raise MethodError(f"{why}, and {passes.used} were made before the limit was met; allow for more")
 
 

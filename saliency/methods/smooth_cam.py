@@ -16,10 +16,11 @@ from ..engine.passes import Passes
 from ..errors import MethodError, warn
 from ..hooks import HookManager
 from ..layers import LayerLike
-from ..multipass import Found, SampledAttribution, estimated, generator
+from ..multipass import Found, SampledAttribution, estimated
 from ..selection import Selection
 from ..trace import Evidence, Trace
 from .cam import GradCAM
+from .smoothing import noisy_copies
 
 _GROUPS = 10
 
@@ -77,14 +78,10 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
         """The clean activations, weighted by what the noisy gradients make of them."""
         x = passes.x
         (layer,) = self._cam.layers(x)
-        deviation = self.noise * (x.max() - x.min())
         activation = self._evidence(passes, x, layer, "none").activation(layer)[0]  # (K, h, w)
 
         def compute(start: int, stop: int) -> Tensor:
-            noise = torch.empty(stop - start, *x.shape[1:])  # (k, C, H, W), the same for every dtype and device
-            for row, sample in enumerate(range(start, stop)):
-                noise[row].normal_(generator=generator(self.seed, sample))
-            noisy = x + deviation * noise.to(x)
+            noisy = noisy_copies(x, self.noise, self.seed, start, stop)
             return self._evidence(passes, noisy, layer, "layers").gradient(layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(activation, self.name)

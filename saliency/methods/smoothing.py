@@ -89,14 +89,9 @@ class NoisyAttribution(SampledAttribution):
 
     def noisy(self, passes: Passes) -> Iterator[tuple[Tensor, str | None]]:
         """What the wrapped method gives for noisy copies of an image: values (k, ...) and the layer, chunk by chunk."""
-        x = passes.x
-        deviation = self.noise * (x.max() - x.min())
 
         def make(start: int, stop: int) -> Tensor:
-            noise = torch.empty(stop - start, *x.shape[1:])  # (k, C, H, W), the same for every dtype and device
-            for row, sample in enumerate(range(start, stop)):
-                noise[row].normal_(generator=generator(self.seed, sample))
-            return x + deviation * noise.to(x)
+            return noisy_copies(passes.x, self.noise, self.seed, start, stop)
 
         if type(self._wrapped) is VanillaGradient:
             for done in passes.gradients(make, self.most_passes):
@@ -219,11 +214,28 @@ class VarGrad(NoisyAttribution):
         """The variance over noisy copies."""
         if self.most_passes < 2:
             raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
+        passes.least = 2
         estimate = Variance()
         found = self.averaged(passes, estimate)
         if estimate.count < 2:
             passes.notes.append("one pass only, which has no variance")
         return found
+
+
+def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> Tensor:
+    """The noisy copies (k, C, H, W) of an image (1, C, H, W) from `start` to `stop`; each has a draw of its own.
+
+    Args:
+        x: The image.
+        noise: The noise's standard deviation, as a share of the range of the image's values.
+        seed: What the draws come from. They are the same for every image, dtype and device.
+        start: The number of the first copy.
+        stop: The number behind that of the last.
+    """
+    drawn = torch.empty(stop - start, *x.shape[1:], dtype=torch.float32, device="cpu")
+    for row, copy_ in enumerate(range(start, stop)):
+        drawn[row].normal_(generator=generator(seed, copy_))
+    return x + noise * (x.max() - x.min()) * drawn.to(x)
 
 
 def _name_of(method: Attribution) -> str:
