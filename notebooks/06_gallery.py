@@ -86,8 +86,8 @@ saliency.contact_sheet([closer], thumb=150, opacity=0.8)
 # %% [markdown]
 # ## The methods of many passes
 #
-# Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that samples has 140 for
-# one photo, and the others a few steps, which is less than their authors would allow: a look, and no more.
+# Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that samples has 140
+# for one photo, and the others a few steps, which is less than their authors would allow: a look, and no more.
 
 # %%
 quick = {"passes": 140, "steps": 10, "channels": 100, "window": 48, "stride": 24, "precision": "fast"}

@@ -122,8 +122,8 @@ draw(
 )
 
 # %% [markdown]
-# **What to see.** The score does not rise evenly on its way from grey to the photo, so evenly laid steps miss a good deal
-# of it, even many of them. With a tolerance, steps are put where the score turns.
+# **What to see.** The score does not rise evenly on its way from grey to the photo, so steps laid out in advance miss
+# some of it, even many of them. With a tolerance, steps are put where the score turns.
 #
 # ## Faster, and what it costs
 #

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .attribution import Attribution, Finding, chosen
 from .effort import Effort, Limits, Running, Sampling
 from .engine.estimates import Estimate
-from .engine.passes import Passes
+from .engine.passes import Passes, plainly
 from .errors import MethodError
 from .hooks import HookManager
 from .model import run
@@ -74,7 +74,7 @@ class MultiPassAttribution(Attribution):
         efforts: list[Effort] = []
         interrupted = False
         for image in range(len(x)):
-            with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad():
+            with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad(), plainly(x):
                 passes.interrupted = passes.interrupted or interrupted  # one Ctrl-C is for all images
                 found.append(self.explain_image(passes, scores[image]))
                 efforts.append(passes.effort)

@@ -15,6 +15,7 @@ from saliency.hooks import HookManager
 from saliency.layers import layout_of
 from saliency.methods.ablation import AblationCAM, ReciproCAM
 from saliency.nests import first_tensor, mapped
+from saliency.testing import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +210,21 @@ def test_fewer_channels_leave_the_others_at_zero(x: Tensor) -> None:
     torch.testing.assert_close(found.values[0, 0], maps[best] * maps[best].mean() * model.head.weight[1, best].detach())
     with pytest.raises(MethodError, match="channels=-1"):
         AblationCAM(model, channels=-1)
+
+
+class Nested(nn.Module):
+    """A network whose scores stand where only a target finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model()
+
+    def forward(self, x: Tensor) -> dict[str, dict[str, Tensor]]:
+        return {"found": {"scores": self.inner(x)}}
+
+
+def test_scores_that_only_the_target_finds_are_ablated_all_the_same() -> None:
+    model, x = Nested(), torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+    found = AblationCAM(model).attribute(x, lambda output: output["found"]["scores"][:, 1])
+    expected = AblationCAM(model.inner).attribute(x, 1)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-3, atol=1e-5)

@@ -101,10 +101,10 @@ FLOORS: list[set[str]] = [
         "methods.occlusion",
         "methods.rise",
         "methods.sensitivity",
-        "methods.smooth_cam",
         "methods.smoothing",
         "variants.baselines",
     },
+    {"methods.smooth_cam"},
     {
         "inspection.feeding",
         "inspection.moments",

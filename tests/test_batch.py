@@ -466,3 +466,113 @@ def test_photos_that_are_too_large_to_wait_are_decoded_again(
 def test_a_white_photo_is_a_photo(tmp_path: Path) -> None:
     plain(tmp_path / "white.png", WHITE)
     assert quick(tmp_path / "white.png", tmp_path / "out", methods=("vanilla_gradient",)).failed == 0
+
+
+def test_a_limit_counts_only_the_photos_up_to_it(source: Path, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    quick(source, tmp_path / "out", limit=4)
+    assert quick(source, tmp_path / "out", limit=2).done == 2
+    summary = quick(source, tmp_path / "out", methods=["grad_cam"], limit=6, on_progress=told.append)
+    assert (summary.photos, summary.done, summary.fresh) == (6, 6, 2)
+    assert [(each.done, each.total) for each in told][-1] == (6, 6)
+    summary = quick(source, tmp_path / "out", limit=3)
+    assert (summary.photos, summary.done, summary.fresh) == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1]\n",
+        b"null\n",
+        b'{"path": 3, "source": "x"}\n',
+        b'{"path": "/x.png", "source": "x.png", "name": "../../x"}\n',
+        b'{"path": "/x.p',
+    ],
+)
+def test_a_damaged_listing_is_told_and_restart_begins_anew(source: Path, tmp_path: Path, line: bytes) -> None:
+    out = tmp_path / "out"
+    quick(source, out)
+    with (out / "listing.jsonl").open("ab") as file:
+        file.write(line)
+    with pytest.raises(BatchError, match=r"listing\.jsonl is damaged.*--restart"):
+        quick(source, out)
+    assert quick(source, out, restart=True).fresh == 10
+    quick(source, tmp_path / "other")
+    assert_same(out, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batches": "abc"},
+        {"batches": [[0, -3]]},
+        {"batch_size": "a"},
+        {"counts": None},
+        {"methods": ["grad_cam"]},
+        {"fingerprint": "abc"},
+    ],
+)
+def test_a_damaged_head_is_told(source: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    out = tmp_path / "out"
+    quick(source, out)
+    head = json.loads((out / "manifest.json").read_text("utf-8"))
+    (out / "manifest.json").write_text(json.dumps(head | change), "utf-8")
+    with pytest.raises(BatchError, match=r"manifest\.json is damaged; choose another folder"):
+        quick(source, out)
+
+
+def test_maps_of_others_are_neither_replaced_nor_added_to(source: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "out" / "maps" / "00000.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    with pytest.raises(BatchError, match=r"holds files of others: maps/00000\.safetensors"):
+        quick(source, tmp_path / "out", maps=True)
+    assert theirs.read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("pattern", ["*", "**/*.*"])
+def test_a_pattern_finds_the_same_photos_again_where_the_folder_lies_among_them(
+    source: Path, tmp_path: Path, pattern: str
+) -> None:
+    for _ in range(2):
+        assert quick(f"{source}/{pattern}", source / "out").photos == 10  # type: ignore[arg-type]
+
+
+def test_an_option_that_no_photo_can_be_explained_with_is_an_error_of_the_call(source: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(BatchError, match="passes=8 are too few"):
+            quick(source, tmp_path / "out", methods=["sobol"], options={"passes": 8})
+    assert quick(source, tmp_path / "both", methods=["sobol", "grad_cam"], options={"passes": 8}).failed == 10
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        r'{"path": "a\u0000b.png"}',
+        r'{"path": "a\ud800b.png"}',
+        r'{"path": "in/01.png", "target": "a\ud800b"}',
+        '{"path": "in/01.png", "target": true}',
+        "[" * 100_000,
+    ],
+)
+def test_a_line_of_a_list_that_names_nothing_sensible_costs_no_other_photo(
+    source: Path, tmp_path: Path, line: str
+) -> None:
+    listed = source.parent / "list.jsonl"
+    listed.write_text(f'{{"path": "in/00.png"}}\n{line}\n{{"path": "in/02.png"}}\n', "utf-8")
+    for _ in range(2):
+        summary = quick(listed, tmp_path / "out")
+        assert (summary.done, summary.failed) == (3, 1)
+    assert [row["error"] is None for row in rows(tmp_path / "out")] == [True, False, True]
+
+
+def test_a_run_by_other_values_of_a_tensor_is_of_another_kind(source: Path, tmp_path: Path) -> None:
+    def run(references: torch.Tensor) -> int:
+        options = {"references": references, "passes": 2}
+        return quick(source, tmp_path / "out", methods=["expected_gradients"], options=options, limit=2).fresh
+
+    references = torch.zeros(20, 3, 16, 16)
+    assert (run(references), run(references.clone())) == (2, 0)
+    references[9, 1, 7, 7] = 1  # which its text leaves out
+    with pytest.raises(BatchError, match="options was"):
+        run(references)

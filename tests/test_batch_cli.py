@@ -22,7 +22,7 @@ from PIL import Image
 import saliency
 from saliency.batch import Look, Progress, StoppedError, unit
 from saliency.batch.again import draw_again
-from saliency.batch.keeping import read_shard
+from saliency.batch.keeping import read_shard, write_shard
 from saliency.batch.table import write_parquet
 from saliency.cli import batching, rendering
 from saliency.cli.arguments import Parser
@@ -276,6 +276,45 @@ def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -
     saliency.GradCAM(Tiny()).attribute(source / "00.png").save(tmp_path / "e.safetensors")
     with pytest.raises(saliency.ExplanationError, match="holds no maps of saliency batch"):
         render(tmp_path / "e.safetensors", "--out", tmp_path / "again")
+
+
+def test_a_method_that_was_not_kept_is_told_with_those_that_were(render: Run, source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "run", maps=True, methods=["grad_cam", "layer_cam"])
+    with pytest.raises(saliency.SaliencyError, match=r"no maps of layercam were kept; there are grad_cam, layer_cam"):
+        render(tmp_path / "run", "-m", "layercam", "--out", tmp_path / "again")
+
+
+def test_no_overlay_is_drawn_over_one_of_another_run(render: Run, source: Path, tmp_path: Path) -> None:
+    noise(tmp_path / "other" / "00.png", 99)
+    quick(source, tmp_path / "one", maps=True)
+    quick(tmp_path / "other", tmp_path / "two", maps=True)
+    code, out, err = render(tmp_path / "one", tmp_path / "two", "--out", tmp_path / "again")
+    assert code == 1
+    assert "5 overlays" in out
+    assert "00.png by grad_cam: another of these maps has the same name" in err
+    render(tmp_path / "one", "--out", tmp_path / "alone")
+    ours = (tmp_path / "alone" / "00.grad_cam.png").read_bytes()
+    assert (tmp_path / "again" / "00.grad_cam.png").read_bytes() == ours
+
+
+@pytest.mark.parametrize(("fact", "value"), [("id", "../../escaped"), ("method", "x/../../y"), ("scale", None)])
+def test_maps_that_someone_has_changed_write_nothing_elsewhere(
+    render: Run, source: Path, tmp_path: Path, fact: str, value: str | None
+) -> None:
+    quick(source, tmp_path / "run", maps=True)
+    shard = tmp_path / "run" / "maps" / "00000.safetensors"
+    kept = dict(read_shard(shard))
+    about = kept["0.grad_cam"].about
+    if value is None:
+        del about[fact]
+    else:
+        about[fact] = value
+    shard.unlink()
+    write_shard(shard, kept)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(saliency.ExplanationError, match=r"not to be trusted|is damaged: 0\.grad_cam lacks scale"):
+        render(tmp_path / "run", "--out", tmp_path / "again")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_drawing_again_stops_where_nothing_can_be_written(

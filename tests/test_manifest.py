@@ -71,6 +71,62 @@ def test_what_follows_a_damaged_line_does_not_count(manifest: Manifest, tmp_path
         assert manifest.path.read_bytes() == encoded(of(0))
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"index": "x"},
+        {"index": None},
+        {"index": -1},
+        {"index": 3},
+        {"index": True},
+        {"method": "three"},
+        {"method": None},
+        {"probability": "high"},
+        {"settings": "none"},
+        {"box": [1, 2]},
+        {"layer": 4},
+    ],
+)
+def test_a_row_that_no_run_would_write_is_made_again(manifest: Manifest, tmp_path: Path, odd: dict[str, Any]) -> None:
+    good = [of(0), of(0, "two"), of(1), of(1, "two"), of(2, None, error="no")]
+    manifest.append(good)
+    manifest.close()
+    lines_now = [encoded({**of(1), **odd} if at == 2 else each) for at, each in enumerate(good)]
+    manifest.path.write_bytes(b"".join(lines_now))
+    again = Manifest(tmp_path, METHODS, 3)
+    again.read()
+    assert list(again.rows()) == [good[0], good[1], good[3], good[4]]
+    assert not again.standing.is_done(1, 0)
+    assert max(again.standing.done) == 2
+
+
+def test_a_row_that_lacks_a_key_or_comes_twice_is_left_out(manifest: Manifest, tmp_path: Path) -> None:
+    short = encoded({key: value for key, value in of(1).items() if key != "settings"})
+    manifest.path.write_bytes(encoded(of(0)) + short + encoded(of(0)) + encoded(of(0, None, error="gone")))
+    again = Manifest(tmp_path, METHODS)
+    again.read()
+    assert list(again.rows()) == [of(0), of(0, None, error="gone")]
+    assert 1 not in again.standing.done
+
+
+def test_nan_in_a_line_is_damage(manifest: Manifest, tmp_path: Path) -> None:
+    manifest.path.write_bytes(encoded(of(0)) + encoded(of(1, score=0.25)).replace(b"0.25", b"NaN"))
+    again = Manifest(tmp_path, METHODS)
+    again.read()
+    assert list(again.rows()) == [of(0)]
+
+
+def test_what_lies_behind_the_last_whole_line_is_cut_off_though_nothing_is_missing(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    manifest.append([of(0), of(0, "two")])
+    manifest.close()
+    with manifest.path.open("ab") as file:
+        file.write(b"\0" * 100)
+    Manifest(tmp_path, METHODS).read()
+    assert manifest.path.read_bytes() == encoded(of(0)) + encoded(of(0, "two"))
+
+
 def test_rows_whose_files_are_gone_are_left_out_and_stand_in_order_in_the_end(
     manifest: Manifest, tmp_path: Path
 ) -> None:

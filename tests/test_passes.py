@@ -30,6 +30,8 @@ from saliency.selection import Selection
 from saliency.testing import tiny_model
 from saliency.testing.subject import images
 
+named: dict[str, Any] = {**METHODS}
+
 
 class Noisy(SampledAttribution):
     """The mean gradient over noisy copies."""
@@ -98,12 +100,14 @@ def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
     seen: list[tuple[bool, bool]] = []
     model = tiny_model()
     model.register_forward_hook(lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())))
-    with borrowed(model), passes_on(model) as passes:
+    with borrowed(model), passes_on(model, chunk=2) as passes:
         seen.clear()
-        (done,) = passes.forwards(brighter(passes.x), 1)
-    assert seen == [(True, False)]
-    assert not done.scores.is_inference()
-    assert not done.inputs.is_inference()
+        made = list(passes.forwards(brighter(passes.x), 5))
+    # The first chunk of a size is not run for inference, where the model may keep something for it.
+    assert seen == [(False, False), (True, False), (False, False)]
+    for done in made:
+        assert not done.scores.is_inference()
+        assert not done.inputs.is_inference()
 
 
 def test_inputs_are_made_chunk_by_chunk() -> None:
@@ -219,6 +223,13 @@ def test_a_chunk_that_runs_out_of_memory_is_halved_and_that_is_remembered(error:
     model.sizes.clear()
     Noisy(model, passes=60).attribute(images(1), 0)
     assert max(model.sizes) <= 3
+
+
+def test_a_chunk_size_of_the_users_that_is_too_large_is_halved_too() -> None:
+    model = Crammed(3)
+    found = Noisy(model, passes=20, chunk=8).attribute(images(1), 0)
+    assert found.effort[0].passes == 20
+    assert torch.allclose(found.values, Noisy(model.inner, passes=20).attribute(images(1), 0).values, atol=1e-6)
 
 
 def test_one_pass_that_does_not_fit_is_an_error() -> None:
@@ -351,9 +362,9 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("most", [1, 99])
 def test_what_a_model_keeps_for_a_batch_size_can_be_trained_on_afterwards(name: str, most: int) -> None:
     model, x = Remembering(most=most), images(1)
-    options = {**METHODS[name].trial, "chunk": 3}
+    options = {**named[name].trial, "chunk": 3}
     for _ in range(2):
-        METHODS[name](model, **options).attribute(x, 0)
+        named[name](model, **options).attribute(x, 0)
     assert model.kept
     assert not any(each.is_inference() for each in model.kept.values())
 
@@ -378,6 +389,18 @@ def test_a_number_that_stands_before_the_scores_in_the_output_is_not_taken_for_t
 def test_a_target_without_a_gradient_says_so() -> None:
     with pytest.raises(TargetError, match="no gradient"):
         Noisy(tiny_model()).attribute(images(1), lambda output: output[:, 0].detach())
+
+
+@pytest.mark.parametrize("name", ["meaningful_perturbation", "extremal_perturbation", "integrated_gradients", "rise"])
+def test_the_callers_autocast_is_for_the_model_alone(name: str) -> None:
+    kinds: list[torch.dtype] = []
+    model = tiny_model()
+    model.get_submodule("stem").register_forward_hook(lambda module, inputs, output: kinds.append(output.dtype))
+    cls = METHODS[name]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = cls(model, **cls.trial).attribute(images(1), 0)
+    assert set(kinds[1:]) == {torch.bfloat16}
+    assert found.values.dtype is torch.float32
 
 
 # Interrupts.
@@ -432,7 +455,7 @@ def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
 )
 def test_an_interrupt_waits_for_the_passes_that_a_map_takes(name: str, options: dict[str, Any], least: int) -> None:
     model = Interrupting(2, by_signal=True)
-    found = METHODS[name](model, **options, chunk=1, on_interrupt="return").attribute(images(2), 0)
+    found = named[name](model, **options, chunk=1, on_interrupt="return").attribute(images(2), 0)
     assert [(each.stopped, each.passes) for each in found.effort] == [("interrupt", least)] * 2
 
 

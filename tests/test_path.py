@@ -393,3 +393,20 @@ def test_a_checkpoint_behind_the_first_convolution_is_named() -> None:
     model = Checkpointed(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).double()
     with pytest.raises(NotApplicableError, match="use_reentrant"):
         IntegratedGradients(model, steps=2).attribute(image(), 0)
+
+
+class Template(nn.Module):
+    """The picture is the kernel that is laid over four others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.Parameter(torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(self.others, x).square().mean((2, 3)).T
+
+
+def test_a_picture_that_is_a_kernel_is_not_taken_for_what_the_kernel_is_laid_over() -> None:
+    found = IntegratedGradients(Template(), steps=8).attribute(image(), 1)
+    assert found.residual is not None
+    assert float(found.residual.abs()) < 1e-9

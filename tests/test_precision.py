@@ -24,6 +24,8 @@ from saliency.model import borrowed
 
 from .threads import in_threads
 
+named: dict[str, Any] = {**METHODS}
+
 
 def settled(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model in evaluation mode whose batch norms have statistics that matter."""
@@ -580,17 +582,30 @@ def test_threads_share_a_model(pace: list[float]) -> None:
 def test_gradients_are_computed_faster_where_that_is_asked(name: str, pace: list[float]) -> None:
     """Methods run with gradients off, and passes turn them on: a trial has to do so too."""
     model, x = network(torch.float32), X.float()[:1]
-    asked = METHODS[name](model, **METHODS[name].trial, precision="fast").attribute(x, 1)
+    asked = named[name](model, **named[name].trial, precision="fast").attribute(x, 1)
     assert asked.effort[0].precision == "fast: channels_last, 4 of 4 batch norms folded; 0.40 of the plain time"
-    plain = METHODS[name](model, **METHODS[name].trial).attribute(x, 1)
+    plain = named[name](model, **named[name].trial).attribute(x, 1)
     torch.testing.assert_close(asked.values, plain.values, rtol=2e-2, atol=2e-2 * float(plain.values.abs().max()))
 
 
 def test_each_kind_of_pass_says_how_it_was_run(pace: list[float]) -> None:
     model, x = network(torch.float32), X.float()[:1]
     pace[:] = [0.5, 1.04]  # gradients, then the baseline's score
-    found = METHODS["integrated_gradients"](model, steps=3, precision="fast").attribute(x, 1)
+    found = named["integrated_gradients"](model, steps=3, precision="fast").attribute(x, 1)
     assert found.effort[0].precision == (
         "fast: channels_last, 4 of 4 batch norms folded; 0.50 of the plain time (gradients); "
         "exact: fast was no faster here (1.04 of the plain time) (forwards)"
     )
+
+
+@pytest.mark.parametrize("precision", ["exact", "fast"])
+def test_a_smoothed_method_says_how_the_one_within_was_run(precision: str, pace: list[float]) -> None:
+    model, x = network(torch.float32), X.float()[:1]
+    inner = named["occlusion"](model, window=6, stride=6, precision="fast")
+    (effort,) = named["smooth_grad"](inner, passes=3, precision=precision).attribute(x, 1).effort
+    assert effort.precision == "fast: channels_last, 4 of 4 batch norms folded; 0.40 of the plain time"
+    assert effort.note == ("occlusion runs the model by its own precision" if precision == "fast" else "")
+    guided = named["guided_backprop"](model)
+    (effort,) = named["smooth_grad"](guided, passes=3, precision=precision).attribute(x, 1).effort
+    assert effort.precision == "exact"
+    assert effort.note == ("guided_backprop runs the model exactly" if precision == "fast" else "")

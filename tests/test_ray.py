@@ -99,7 +99,7 @@ def cluster(ray: Any) -> Iterator[Any]:
 def opened(source: Path, out: Path, job: Job, **orders: Any) -> Iterator[Run]:
     """A run in a folder that is locked."""
     out.mkdir(exist_ok=True)
-    found = find([str(source)], recursive=False, targets=None, avoid=[])
+    found = find([str(source)], recursive=False, targets=None)
     with locked(out):
         run = Run(job, found, Folder(out), Orders(**{"batch_size": 4, **orders}))
         try:

@@ -83,9 +83,29 @@ def test_patterns_are_expanded_and_a_file_that_is_called_like_one_is_that_file(t
 
 
 def test_folders_of_the_run_are_left_out(tmp_path: Path) -> None:
-    touch(tmp_path, "a.png", "out/overlays/b.png", "out/c.png")
-    found = find([tmp_path], recursive=True, avoid=[tmp_path / "out" / "overlays", tmp_path / "nowhere"])
-    assert names(found, tmp_path) == ["a.png", "out/c.png"]
+    made = ("out/overlays/b.png", "out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
+    touch(tmp_path, "a.png", *made, "out/c.png")
+    each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, "out")]
+    for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*"], each_named):
+        found = find(words, recursive=True, out=tmp_path / "out")
+        assert names(found, tmp_path) == ["a.png", "out/c.png"]
+
+
+@pytest.mark.parametrize("recursive_or_pattern", [True, False])
+def test_what_another_run_has_made_is_no_photo_unless_it_is_named(tmp_path: Path, recursive_or_pattern: bool) -> None:
+    touch(tmp_path, "a.png", "one/manifest.json", "one/listing.jsonl", "one/photos/a.jpg", "one/b.png", "photos/c.png")
+    word = tmp_path if recursive_or_pattern else f"{tmp_path}/**/*.*"
+    found = find([word], recursive=recursive_or_pattern, out=tmp_path / "two")
+    assert sorted(names(found, tmp_path)) == ["a.png", "one/b.png", "photos/c.png"]
+    for named in (tmp_path / "one" / "photos", f"{tmp_path}/one/photos/*"):
+        assert names(find([named], out=tmp_path / "two"), tmp_path) == ["one/photos/a.jpg"]
+
+
+@pytest.mark.parametrize("word", ["photos", "photos/a.jpg", "photos/*", "."])
+def test_photos_where_the_run_would_write_are_refused_rather_than_passed_over(tmp_path: Path, word: str) -> None:
+    touch(tmp_path, "photos/a.jpg")
+    with pytest.raises(BatchError, match=r"photos is there already.*choose another folder"):
+        find([f"{tmp_path}/{word}"], recursive=True, out=tmp_path)
 
 
 def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:

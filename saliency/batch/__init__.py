@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .folder import FOLDERS, Folder
+from .folder import Folder
 from .job import FORMATS, SIGNS, Job, Look
 from .locking import locked
 from .orders import Orders, Progress, Summary
@@ -120,7 +120,7 @@ def batch(
         on_progress=on_progress,
     )
     folder = Path(out)
-    found = find(words, recursive=recursive, targets=targets, avoid=[folder / name for name in FOLDERS])
+    found = find(words, recursive=recursive, targets=targets, out=folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

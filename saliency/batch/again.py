@@ -62,18 +62,28 @@ def draw_again(
         workers: Threads that draw; by default one per core.
 
     Raises:
-        BatchError: There are no maps, or the folder cannot be written to.
+        BatchError: There are no maps, or none of these methods, or the folder cannot be written to.
         ExplanationError: A file is no shard of ours, or is damaged.
     """
     chosen, folder = look or Look(), Path(out)
     shards = list(_shards([maps] if isinstance(maps, str | os.PathLike) else maps))
+    there: set[str] = set()
+    drawn: set[str] = set()
     with ThreadPoolExecutor(workers or cores(), "saliency-draw") as pool:
         for shard in shards:
             for _, group in groupby(read_shard(shard), key=lambda item: item[1].about["index"]):
-                kept = [each for _, each in group if not methods or each.about["method"] in methods]
+                every = [each for _, each in group]
+                there.update(each.about["method"] for each in every)
+                kept = [each for each in every if not methods or each.about["method"] in methods]
+                twice = [each for each in kept if _name(each) in drawn]
+                yield from map(_twice, twice)
+                kept = [each for each in kept if _name(each) not in drawn]
+                drawn.update(map(_name, kept))
                 picture = _picture(shard, kept[0]) if kept else None
                 if picture is not None:
                     yield from pool.map(lambda each, on=picture: _drawn(each, on, folder, chosen), kept)
+    if not there & set(methods or there):
+        raise BatchError(f"no maps of {', '.join(methods)} were kept; there are {', '.join(sorted(there))}")
 
 
 def _shards(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
@@ -101,6 +111,15 @@ def _picture(shard: Path, kept: Kept) -> tuple[Image.Image, bool] | Failure:
             return Failure.of(error, photo)
 
 
+def _name(kept: Kept) -> str:
+    return f"{kept.about['id']}.{kept.about['method']}"
+
+
+def _twice(kept: Kept) -> Redrawn:
+    why = "another of these maps has the same name; draw each folder into one of its own"
+    return Redrawn(kept.about["source"], kept.about["method"], failure=Failure("BatchError", why))
+
+
 def _drawn(kept: Kept, on: tuple[Image.Image, bool] | Failure, out: Path, look: Look) -> Redrawn:
     about = kept.about
     told = Redrawn(about["source"], about["method"])
@@ -110,7 +129,7 @@ def _drawn(kept: Kept, on: tuple[Image.Image, bool] | Failure, out: Path, look: 
     across, down = picture.width / about["width"], picture.height / about["height"]
     left, top, right, bottom = about["box"]
     frame = Frame(picture, (left * across, top * down, right * across, bottom * down))
-    file = out / f"{about['id']}.{about['method']}.{look.format}"
+    file = out / f"{_name(kept)}.{look.format}"
     try:
         drawing = overlay(
             replace(kept.explanation(), frames=(frame,)),

@@ -13,7 +13,7 @@ from typing import Any
 from ..files import replacing
 from .job import FORMATS
 from .manifest import MANIFEST
-from .photos import Photo
+from .photos import Photo, absolute
 from .problems import BatchError
 
 FORMAT = "saliency batch 1"
@@ -24,6 +24,7 @@ PAGE = "index.html"
 
 OVERLAYS, PHOTOS, HEAT, MAPS = "overlays", "photos", "heat", "maps"
 FOLDERS = (OVERLAYS, PHOTOS, HEAT, MAPS)
+FILES = (PAGE, PARQUET, MANIFEST, LISTING, ABOUT)
 PREVIEW_SUFFIX, HEAT_SUFFIX = "jpg", "webp"
 SHARD = 64
 """Photos whose maps lie in one file."""
@@ -116,12 +117,12 @@ class Folder:
                 with suppress(OSError):  # what is not empty holds files of others
                     Path(folder).rmdir()
         # The head goes last: a run that is stopped before can be cleared again.
-        for name in (PAGE, PARQUET, MANIFEST, LISTING, ABOUT):
+        for name in FILES:
             (self.path / name).unlink(missing_ok=True)
 
     def require_free(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
         """Raise BatchError where a new run would replace a file that is not its own."""
-        top = [PAGE, PARQUET, LISTING, MANIFEST, ABOUT]
+        top = [*FILES, *(map_file(shard * SHARD) for shard in range(-(-len(photos) // SHARD)))]
         there = [each for each in FOLDERS if (self.path / each).is_dir()]
         names: Iterator[str] = (name for photo in photos for name in _all_names(photo, methods)) if there else iter(())
         for name in (*top, *names):
@@ -136,18 +137,48 @@ class Folder:
             yield from os.walk(self.path / name)
 
 
-def _is_whole(about: dict[str, Any]) -> bool:
-    """Whether a head has all that a run reads of it."""
-    kinds = {"fingerprint": dict, "counts": dict, "batches": list, "methods": list, "finished": bool}
-    if not all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
-        return False
-    pieces = all(
-        isinstance(each, list) and len(each) == 2 and all(type(number) is int and number >= 0 for number in each)
-        for each in about["batches"]
-    )
-    size = about.get("batch_size", 0)
-    methods = all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in about["methods"])
-    return pieces and methods and (size is None or (type(size) is int and size >= 1))
+class Own:
+    """What the run itself has made, or is to make.
+
+    Args:
+        out: The folder of the run; None for none.
+    """
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = None if out is None else os.path.realpath(out)
+        self._goes_on = self._out is not None and os.path.lexists(f"{self._out}/{ABOUT}")
+
+    def has_made(self, path: str) -> bool:
+        """Whether the run has made a file or a folder.
+
+        Raises:
+            BatchError: It has not, but would write there, so that later its files could not be told from what is there.
+        """
+        if self._out is None:
+            return False
+        inside = os.path.relpath(os.path.realpath(path), self._out)
+        first = next(iter(Path(inside).parts), "")
+        if first in FOLDERS and not self._goes_on and os.path.lexists(path):
+            raise BatchError(
+                f"{os.path.join(self._out, first)} is there already, and the run would write there; "  # noqa: PTH118
+                "choose another folder for --out"
+            )
+        return self._goes_on and (first in FOLDERS or inside in FILES)
+
+
+def is_made(path: str, named: str) -> bool:
+    """Whether some run has made a file or a folder, as far as the folders below `named` tell."""
+    top = absolute(named)
+    inside = absolute(path)
+    is_last = True
+    while inside != top:
+        folder, name = os.path.split(inside)
+        if folder == inside:
+            break
+        if (name in FOLDERS or (is_last and name in FILES)) and _holds_a_run(folder):
+            return True
+        inside, is_last = folder, False
+    return False
 
 
 def overlay_file(photo: Photo, method: str, format: str) -> str:
@@ -180,3 +211,21 @@ def _all_names(photo: Photo, methods: Sequence[str]) -> Iterator[str]:
     for method in methods:
         yield heat_file(photo, method)
         yield from (overlay_file(photo, method, each) for each in FORMATS)
+
+
+def _is_whole(about: dict[str, Any]) -> bool:
+    """Whether a head has all that a run reads of it."""
+    kinds = {"fingerprint": dict, "counts": dict, "batches": list, "methods": list, "finished": bool}
+    if not all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
+        return False
+    pieces = all(
+        isinstance(each, list) and len(each) == 2 and all(type(number) is int and number >= 0 for number in each)
+        for each in about["batches"]
+    )
+    size = about.get("batch_size", 0)
+    methods = all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in about["methods"])
+    return pieces and methods and (size is None or (type(size) is int and size >= 1))
+
+
+def _holds_a_run(folder: str) -> bool:
+    return all(os.path.isfile(f"{folder}/{name}") for name in (ABOUT, LISTING))  # noqa: PTH113

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .problems import BatchError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 Format = Literal["png", "jpg", "webp"]
 Sign = Literal["positive", "signed", "absolute"]
@@ -106,7 +106,7 @@ class Job:
             "percentile": look.percentile,
             "maps": self.maps,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(found, default=str))  # as it comes back from the file
+        plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))  # as it comes back from the file
         return plain
 
     def _weights(self) -> str | None:
@@ -135,6 +135,21 @@ def _digest(model: nn.Module) -> str:
     for name, value in model.state_dict().items():
         found.update(name.encode())
         if isinstance(value, torch.Tensor):
-            plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            found.update(plain.numpy().data)
+            found.update(_bytes(value))
     return found.hexdigest()[:16]
+
+
+def _bytes(values: Tensor) -> memoryview:
+    import torch
+
+    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _plain(value: object) -> str:
+    """An option that JSON does not take; a tensor by all its values, of which its text leaves out most."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        digest = hashlib.sha256(_bytes(value)).hexdigest()[:16]
+        return f"{value.dtype} {tuple(value.shape)} sha256:{digest}"
+    return str(value)

@@ -19,9 +19,13 @@ from ..errors import ExplanationError
 from ..explanation import Explanation
 from ..files import replacing
 from .folder import FORMAT
+from .photos import leads_out
 
 _HEADER = "saliency"
-_HALF_MAX = 65504.0
+_FACTS = (
+    *("index", "source", "id", "entry", "method", "target", "name", "probability", "score", "sign", "layer"),
+    *("settings", "scale", "width", "height", "input_width", "input_height", "box"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +97,13 @@ def read_shard(path: Path) -> Iterator[tuple[str, Kept]]:
             if not isinstance(header, dict) or header.get("format") != FORMAT:
                 raise ExplanationError(f"{path} holds no maps of saliency batch; pass DIR or DIR/maps/*.safetensors")
             for key in sorted(header["maps"], key=_order):
-                yield key, Kept(file.get_tensor(key), header["maps"][key])
+                about = header["maps"][key]
+                lacking = [name for name in _FACTS if name not in about]
+                if lacking:
+                    raise ExplanationError(f"{path} is damaged: {key} lacks {', '.join(lacking)}")
+                if leads_out(f"{about['id']}.{about['method']}"):
+                    raise ExplanationError(f"{path} is not to be trusted: {key} would be written to {about['id']!r}")
+                yield key, Kept(file.get_tensor(key), about)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ExplanationError):
             raise

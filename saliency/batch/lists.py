@@ -82,7 +82,7 @@ def _json_rows(lines: TextIO) -> Iterator[tuple[int, str, object]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         fields = {"path": row} if isinstance(row, str) else row if isinstance(row, dict) else {}
         path = next((fields[name] for name in _PATHS if name in fields), "")

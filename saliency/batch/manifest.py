@@ -198,7 +198,7 @@ class Manifest:
             return False
         # Only a photo that could not be read has a row without a method.
         is_named = row["method"] in self._places if row["method"] is not None else row["error"] is not None
-        return is_named and 0 <= row["index"] and (self._photos is None or row["index"] < self._photos)
+        return is_named and row["index"] >= 0 and (self._photos is None or row["index"] < self._photos)
 
     def _has_files(self, row: Row, seen: dict[str, bool]) -> bool:
         """Whether the files that a row names are there. What several rows name is looked up once."""
@@ -229,7 +229,7 @@ def _parsed(line: bytes) -> Row | None:
         found = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and found.keys() >= {"index", "method", "error", "error_kind"} else None
 
 
 def _refuse(name: str) -> float:

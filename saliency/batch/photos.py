@@ -53,15 +53,23 @@ class Photo:
         fields = json.loads(line)
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in ("path", "source")):
             raise ValueError("an entry without a path")
-        photo = cls(**fields | {"folder": tuple(fields.get("folder", ()))})
-        if not isinstance(photo.name, str) or ".." in photo.name.split("/") or photo.name.startswith("/"):
-            raise ValueError(f"an entry that leads out of the folder: {photo.name!r}")
-        return photo
+        name = fields.get("name", "")
+        if not isinstance(name, str) or leads_out(name):
+            raise ValueError(f"an entry that leads out of the folder: {name!r}")
+        return cls(**fields | {"folder": tuple(fields.get("folder", ()))})
+
+
+def leads_out(name: str) -> bool:
+    """Whether a name below a folder leads out of it; none that a run gives does."""
+    return os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")  # noqa: PTH117
 
 
 def shown(text: str) -> str:
     """A text that any file can hold: bytes of a file name that are no text are written out."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # halves of surrogate pairs, which JSON can name and no file can
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def open_photo(photo: Photo) -> Image.Image:

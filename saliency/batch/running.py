@@ -193,7 +193,7 @@ class Run:
     def _require_sense(self, group: Sequence[Made]) -> None:
         """Raise what is wrong with the call rather than with a photo, as long as nothing was made."""
         rows = [row for made in group for row in made.rows]
-        blamed = {"TargetError"} if self.job.target is not None else set()
+        blamed = {"MethodError"} | ({"TargetError"} if self.job.target is not None else set())
         blamed |= {"LayerError"} if self.job.layer is not None else set()
         targets = {self.photos[made.index].target for made in group}
         nothing_yet = self.manifest.standing.rows == 0 and targets == {None}

@@ -69,7 +69,7 @@ def _class(data: bytes, kind: str) -> int | str | None:
         return target_from(text)
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     found = next((fields[name] for name in _CLASSES if name in fields), None) if isinstance(fields, dict) else None
     return target_from(found) if isinstance(found, int | str) else None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from .folder import Own, is_made
 from .lists import LISTS, read_list
 from .photos import Photo, absolute, label_of
 from .problems import BatchError
@@ -29,7 +30,7 @@ def find(
     *,
     recursive: bool = False,
     targets: str | os.PathLike[str] | None = None,
-    avoid: Sequence[Path] = (),
+    out: Path | None = None,
 ) -> list[Photo]:
     """The photos of all sources: of each source in its order, in a folder by their names.
 
@@ -39,24 +40,28 @@ def find(
         words: The sources.
         recursive: Whether folders inside of folders are searched too. Links to folders are followed, each folder once.
         targets: A list of paths and targets, for photos that are found otherwise.
-        avoid: Folders that are not searched: the run's own.
+        out: The folder of the run. What it has made there is passed over, as is what patterns and recursion find of
+            other runs.
 
     Raises:
-        BatchError: A list or a shard cannot be read, or the targets fit none of the photos.
+        BatchError: A list or a shard cannot be read, the targets fit none of the photos, or photos lie where the run
+            is to write.
     """
-    forbidden = {_identity(each) for each in avoid} - {None}
+    own = Own(out)
     found: dict[tuple[object, ...], Photo] = {}
     for word in map(os.fsdecode, words):
         counts_each = Path(word).suffix.lower() in LISTS
-        for at, photo in enumerate(_of_word(word, recursive, forbidden)):
+        for at, photo in enumerate(_of_word(word, recursive, own)):
             found.setdefault((*photo.key, *((word, at) if counts_each else ())), photo)
     photos = list(found.values())
     return photos if targets is None else _with_targets(photos, os.fsdecode(targets))
 
 
-def _of_word(word: str, recursive: bool, forbidden: set[tuple[int, int] | None]) -> Iterator[Photo]:
+def _of_word(word: str, recursive: bool, own: Own) -> Iterator[Photo]:
+    if own.has_made(word):
+        return
     if os.path.isdir(word):  # noqa: PTH112 - unlike Path, never raises
-        yield from _Folder(word, recursive, forbidden).photos()
+        yield from _Folder(word, recursive, own).photos()
     elif os.path.isfile(word):  # noqa: PTH113
         suffix = Path(word).suffix.lower()
         yield from read_list(word) if suffix in LISTS else read_shard(word) if suffix == ".tar" else [_photo(word)]
@@ -64,8 +69,10 @@ def _of_word(word: str, recursive: bool, forbidden: set[tuple[int, int] | None])
         matches = sorted(glob.glob(word, recursive=True))  # noqa: PTH207 - of a path with surrogates, too
         if not matches:
             yield replace(_photo(word), problem="no file matches this pattern")
+        named = _literal(word)
         for match in matches:
-            yield from _of_word(match, recursive, forbidden)
+            if not is_made(match, named):
+                yield from _of_word(match, recursive, own)
     else:
         yield _photo(word)
 
@@ -74,12 +81,19 @@ def _photo(path: str, folder: tuple[str, ...] = (), problem: str = "") -> Photo:
     return Photo(absolute(path), path, folder=folder, label=label_of(path), problem=problem)
 
 
+def _literal(pattern: str) -> str:
+    """The folders at the beginning of a pattern in which there is nothing to expand."""
+    while glob.has_magic(pattern):
+        pattern = os.path.dirname(pattern)  # noqa: PTH120
+    return pattern
+
+
 class _Folder:
     """The pictures of one folder."""
 
-    def __init__(self, root: str, recursive: bool, forbidden: set[tuple[int, int] | None]) -> None:
-        self._root, self._recursive = root, recursive
-        self._seen = set(forbidden)
+    def __init__(self, root: str, recursive: bool, own: Own) -> None:
+        self._root, self._recursive, self._own = root, recursive, own
+        self._seen: set[tuple[int, int]] = set()
 
     def photos(self) -> Iterator[Photo]:
         any_of_them = False
@@ -99,6 +113,8 @@ class _Folder:
             if here is None or here in self._seen:
                 continue
             self._seen.add(here)
+            if folder != self._root and (is_made(folder, os.path.dirname(folder)) or self._own.has_made(folder)):  # noqa: PTH120
+                continue
             try:
                 with os.scandir(folder) as listed:
                     entries = sorted((each for each in listed if not each.name.startswith(".")), key=lambda e: e.name)

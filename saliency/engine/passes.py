@@ -88,6 +88,12 @@ class Passes:
         self._on_interrupt = on_interrupt
         self.interrupted = False
         """Whether Ctrl-C was pressed: then the work ends behind the chunk under way."""
+        kind = x.device.type
+        self._autocast: dict[str, Any] = {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
         self.least = 1
         """How many passes a map takes at least: an interrupt waits for them."""
         self._undo = ExitStack()
@@ -119,6 +125,10 @@ class Passes:
         said = [*ran] if len(ran) < 2 else [f"{how} ({kind})" for kind, how in self._ran.items()]
         return Effort(self.used, seconds, self.stopped, "; ".join(said) or "exact", "; ".join(self.notes))
 
+    def ran(self, kind: str, how: str) -> None:
+        """Take note of how a kind of pass is run: see `Effort.precision`."""
+        self._ran[kind] = how
+
     def target(self, count: int) -> Selection:
         """The target, for an output of `count` passes of the image."""
         return self._selection.rows(self._image, count)
@@ -136,7 +146,7 @@ class Passes:
 
         def compute(start: int, stop: int) -> Done:
             nonlocal before
-            with torch.no_grad():
+            with torch.no_grad(), plainly(self.x):
                 inputs = make(start, stop)
             # What a model keeps for a new batch size could never be trained on again, if it were made for inference.
             with torch.inference_mode() if len(inputs) == before else torch.no_grad():
@@ -155,7 +165,7 @@ class Passes:
         runner = self._runner(backward=True)
 
         def compute(start: int, stop: int) -> Done:
-            with torch.no_grad():
+            with torch.no_grad(), plainly(self.x):
                 inputs = make(start, stop)
             at = leaf(inputs)
             scores = self.target(len(inputs))(runner(at))
@@ -180,7 +190,7 @@ class Passes:
             size = self._size(pace.size() if self._chunk == "auto" else self._chunk, at, most, grown)
             start = time.perf_counter()
             try:
-                with torch.enable_grad():
+                with torch.enable_grad(), torch.autocast(**self._autocast):
                     made: _T | None = compute(at, at + size)
                 _finish(self.x.device)
             except KeyboardInterrupt:
@@ -194,6 +204,8 @@ class Passes:
                 made = None
             if made is None:  # behind the handler, whose traceback holds on to the memory
                 pace.too_large(size)
+                if self._chunk != "auto":
+                    self._chunk = size // 2
                 _release(self.x.device)
                 continue
             pace.record(size, time.perf_counter() - start)
@@ -216,9 +228,12 @@ class Passes:
         return True
 
     def _is_over(self, at: int) -> bool:
-        if self.interrupted and self.used >= self.least:
+        if self.used < self.least:
+            return False
+        late = self.limits.seconds is not None and time.perf_counter() - self._began >= self.limits.seconds
+        if self.interrupted:
             self.stopped = "interrupt"
-        elif self.limits.seconds is not None and at and time.perf_counter() - self._began >= self.limits.seconds:
+        elif late and at:
             self.stopped = "seconds"
         return self.stopped in ("interrupt", "seconds")
 
@@ -236,8 +251,13 @@ class Passes:
         from .precision import runner
 
         chosen = runner(self.model, self.x, self._precision, backward=backward)
-        self._ran["gradients" if backward else "forwards"] = chosen.note
+        self.ran("gradients" if backward else "forwards", chosen.note)
         return chosen
+
+
+def plainly(x: Tensor) -> torch.autocast:
+    """A context for arithmetic of our own: the caller's autocast is for the model."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def gradient_at(scores: Tensor, at: Tensor | GradientEdge) -> Tensor:

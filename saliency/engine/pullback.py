@@ -61,11 +61,14 @@ def stem_of(scores: Tensor, at: Tensor) -> tuple[Stem, GradientEdge] | None:
     """
     users, start = _users(scores, at)
     margins = [0, 0, 0, 0]
+    below = start
     above = [] if start is None else users.get(start, [])
     while len(above) == 1:
         (node,) = above
         kind = node.name()
         if kind == "ConvolutionBackward0":
+            if node.next_functions[0][0] is not below:  # the picture is its kernel
+                return None
             stem = _stem(node, margins)
             return None if stem is None else (stem, GradientEdge(node, 0))
         if kind == "ConstantPadNdBackward0":
@@ -75,7 +78,7 @@ def stem_of(scores: Tensor, at: Tensor) -> tuple[Stem, GradientEdge] | None:
             margins = pad + [0] * (4 - len(pad))
         elif kind != "CloneBackward0":
             return None
-        above = users.get(node, [])
+        below, above = node, users.get(node, [])
     return None
 
 

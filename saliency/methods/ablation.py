@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..effort import Running
 from ..engine.passes import Passes
-from ..errors import NotApplicableError
+from ..errors import NotApplicableError, TargetError
 from ..explanation import Sign
 from ..hooks import HookManager
 from ..layers import LayerLike
@@ -112,7 +112,7 @@ class AblationCAM(MultiPassAttribution):
             weight = _linear_head(
                 self.model, reading.maps[None].to(reading.raw), reading.output, reading.layer
             )  # (classes, K)
-        except NotApplicableError:
+        except (NotApplicableError, TargetError):  # the latter where only the target knows the scores in the output
             return None
         clean = tensors[0]
         losses = (weight.to(reading.maps) * reading.maps.mean((1, 2)))[:, order]  # (classes, m)

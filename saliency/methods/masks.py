@@ -69,6 +69,7 @@ class OptimisedMask(MultiPassAttribution):
         states = [Descent.begin(each) for each in at]
         reach = round(2 * min(passes.x.shape[2:]) / AUTHORS)
         alive = False
+        passes.least = passes.used + len(at)
 
         def shift(step: int) -> tuple[int, int]:
             drawn = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step)).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, NoReturn, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -264,7 +264,7 @@ def _taken(passes: Passes, make: Make, count: int, estimate: Estimate, together:
                 yield
 
 
-def _give_up(passes: Passes, why: str) -> None:
+def _give_up(passes: Passes, why: str) -> NoReturn:
     raise MethodError(f"{why}, and {passes.used} were made before the limit was met; allow for more")
 
 

@@ -9,15 +9,12 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Finding
 from ..effort import Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
 from ..errors import MethodError, warn
-from ..hooks import HookManager
 from ..layers import LayerLike
 from ..multipass import Found, SampledAttribution, estimated
-from ..selection import Selection
 from ..trace import Evidence, Trace
 from .cam import GradCAM
 from .smoothing import noisy_copies
@@ -68,11 +65,6 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
         self.noise = noise
         self._cam = GradCAM(model, layer)
         self.layer = self._cam.layer
-
-    def explain(self, x: Tensor, target: Selection) -> Finding:
-        """The findings of all images. A call of its own: layers that a call around it watches are not its business."""
-        with HookManager():
-            return super().explain(x, target)
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The clean activations, weighted by what the noisy gradients make of them."""

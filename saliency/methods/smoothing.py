@@ -19,7 +19,6 @@ from ..engine.passes import Passes
 from ..engine.spread import Variance
 from ..errors import MethodError
 from ..explanation import Explanation, Setting
-from ..hooks import HookManager
 from ..images import Batch
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
 from ..rectifiers import Coverage
@@ -78,8 +77,7 @@ class NoisyAttribution(SampledAttribution):
         one_call = copy.copy(self)  # a list of its own: other threads may use this object
         coverages: list[Coverage | None] = []
         one_call._coverages = coverages
-        with HookManager():  # a call of its own: layers that a call around it watches are not its business
-            finding = super(NoisyAttribution, one_call).explain(x, target)
+        finding = super(NoisyAttribution, one_call).explain(x, target)
         return finding._replace(coverage=coverages[0] if coverages else None)
 
     def explanation(self, finding: Finding, selection: Selection, batch: Batch) -> Explanation:
@@ -99,7 +97,8 @@ class NoisyAttribution(SampledAttribution):
             return
         wrapped = _subordinate(self._wrapped)
         if self.precision != "exact":
-            passes.notes.append(f"{self.inner} runs the model by its own precision")
+            own = isinstance(wrapped, MultiPassAttribution)
+            passes.notes.append(f"{self.inner} runs the model " + ("by its own precision" if own else "exactly"))
 
         def compute(start: int, stop: int) -> Finding:
             with torch.no_grad():
@@ -109,6 +108,8 @@ class NoisyAttribution(SampledAttribution):
         for finding in passes.chunks(compute, self.most_passes, f"{self.inner} of noisy copies"):
             if self._coverages is not None:
                 self._coverages.append(finding.coverage)
+            for effort in finding.effort:
+                passes.ran(self.inner, effort.precision)
             yield _wide(finding.values.detach()), finding.layer
 
     def averaged(self, passes: Passes, estimate: Estimate, *, squared: bool = False) -> Found:
