@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,7 @@ class Subject:
 
 def subject(name: str, *, weights: str | None = None, photo: str = "chelsea") -> Subject:
     """A network by name; with random weights unless it is the bundled one."""
-    model = saliency.load(name, weights="bundled" if name == "efficientnet_lite0" else weights)
+    model = saliency.load(name, weights="default" if name == "efficientnet_lite0" else weights)
     x = saliency.VanillaGradient(model).read(f"assets/{photo}.jpg").tensor
     with torch.no_grad():
         return Subject(name, model, x, int(model(x).argmax()))
@@ -142,7 +143,7 @@ def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
     for name in names:
         on = subject(name)
         for work in works(passes_of_rise):
-            size = best_chunk(on, backward=work.backward)
+            size = best_chunk(on, backward=work.backward, rounds=min(3, rounds))
             methods = {p: work.build(on.model, p) for p in ("exact", "fast", "bf16")}
             contenders: dict[str, Contender] = {
                 "plain": lambda on=on, work=work, size=size: plain(on, work.passes, size, backward=work.backward)  # type: ignore[misc]
@@ -181,7 +182,7 @@ def score_cam(photos: list[str]) -> Iterator[str]:
         maps: dict[str, Tensor] = {}
 
         def theirs(on: Subject = on, net: Any = net, maps: dict[str, Tensor] = maps) -> None:
-            with contextlib.redirect_stderr(None), ScoreCAM(model=on.model, target_layers=[net.bn2]) as cam:
+            with contextlib.redirect_stderr(io.StringIO()), ScoreCAM(model=on.model, target_layers=[net.bn2]) as cam:
                 maps["grad-cam"] = torch.tensor(cam(on.x, [ClassifierOutputTarget(on.target)])[0])
 
         def torchcam(on: Subject = on) -> None:
@@ -335,6 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--networks", nargs="+", default=["resnet50", "efficientnet_lite0"])
     parser.add_argument("--rise", type=int, default=512, help="passes of RISE")
+    parser.add_argument("--photos", nargs="+", default=list(PHOTOS), help="for Score-CAM")
     parser.add_argument(
         "--parts", nargs="+", default=["engine", "score", "ablation", "occlusion", "tolerance", "peers"]
     )
