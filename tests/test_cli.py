@@ -22,7 +22,7 @@ from PIL import Image
 import saliency
 from saliency import cli, zoo
 from saliency.attribution import explain_together
-from saliency.cli import choices, main
+from saliency.cli import arguments, choices, main
 from saliency.maps import SIGNS
 from saliency.methods import METHODS
 from saliency.render import overlay, save_picture
@@ -502,5 +502,5 @@ def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
 
 
 def test_the_choices_of_the_parser_are_those_of_the_library() -> None:
-    assert SIGNS == cli.SIGNS
+    assert SIGNS == arguments.SIGNS
     assert cli.METHOD in METHODS

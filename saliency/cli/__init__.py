@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, did_you_mean
 from . import batching, rendering
-from .arguments import Help, Parser, opacity, percentile, whole
+from .arguments import Help, Parser, look_options, whole
 
 if TYPE_CHECKING:
     from .console import Screen
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DISTRIBUTION = "saliency-toolkit"
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
-SIGNS = ("positive", "signed", "absolute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +136,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("-o", "--out", metavar="DIR", type=Path, default=Path("out"), help="where to (default: out)")
     files.add_argument("--sheet", action="store_true", help="also a contact sheet, photos by methods: sheet.png")
     files.add_argument("--save", action="store_true", help="also the values, as .safetensors for Explanation.load")
-    looks = parser.add_argument_group("how it is drawn")
-    looks.add_argument(
-        "--opacity",
-        metavar="NUMBER",
-        type=opacity,
-        default=0.5,
-        help="0 to 1, or map: as strong as the map is (default: 0.5)",
-    )
-    looks.add_argument("--colormap", metavar="NAME", help="any of matplotlib's (default: inferno, RdBu_r where signed)")
-    looks.add_argument("--sign", metavar="SIGN", choices=SIGNS, help=f"{', '.join(SIGNS)} (default: as in the paper)")
-    looks.add_argument(
-        "--percentile",
-        metavar="NUMBER",
-        type=percentile,
-        default="auto",
-        help="where colours saturate, or none (default: 99.5 for gradients)",
-    )
+    look_options(parser.add_argument_group("how it is drawn"))
 
 
 def _layers_options(parser: argparse.ArgumentParser) -> None:

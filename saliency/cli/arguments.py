@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from ..errors import did_you_mean
 
+SIGNS = ("positive", "signed", "absolute")
+
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Help within 80 columns, that says `-m, --method NAME...` where argparse repeats the name for each spelling."""
@@ -65,3 +67,23 @@ def _number(text: str, least: float, most: float, expected: str) -> float:
     if not least <= number <= most:
         raise argparse.ArgumentTypeError(f"{text} is not {expected}")
     return number
+
+
+def look_options(looks: argparse._ArgumentGroup) -> None:
+    """How overlays are drawn, for every command that draws."""
+    looks.add_argument(
+        "--opacity",
+        metavar="NUMBER",
+        type=opacity,
+        default=0.5,
+        help="0 to 1, or map: as strong as the map is (default: 0.5)",
+    )
+    looks.add_argument("--colormap", metavar="NAME", help="any of matplotlib's (default: inferno, RdBu_r where signed)")
+    looks.add_argument("--sign", metavar="SIGN", choices=SIGNS, help=f"{', '.join(SIGNS)} (default: as in the paper)")
+    looks.add_argument(
+        "--percentile",
+        metavar="NUMBER",
+        type=percentile,
+        default="auto",
+        help="where colours saturate, or none (default: 99.5 for gradients)",
+    )

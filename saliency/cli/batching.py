@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import opacity, percentile, whole
+from .arguments import look_options, whole
 
 if TYPE_CHECKING:
     from ..batch import Look, Progress, Summary
@@ -75,7 +75,7 @@ def options(parser: argparse.ArgumentParser, model: str, method: str) -> None:
     files.add_argument("--resume", action="store_true", help="go on with an earlier run, which is the default")
     files.add_argument("--retry", action="store_true", help="try again what failed in an earlier run")
     files.add_argument("--strict", action="store_true", help="stop at the first photo that fails")
-    look_options(parser)
+    drawing_options(parser)
     speed = parser.add_argument_group("where it is done")
     speed.add_argument(
         "--engine", choices=("local", "ray"), default="local", help="local, or ray for a cluster (RAY_ADDRESS)"
@@ -85,28 +85,13 @@ def options(parser: argparse.ArgumentParser, model: str, method: str) -> None:
     speed.add_argument("--workers", metavar="N", type=whole, help="threads (default: one per core)")
 
 
-def look_options(parser: argparse.ArgumentParser) -> None:
-    """How overlays are drawn."""
-    from ..batch import FORMATS, SIGNS
+def drawing_options(parser: argparse.ArgumentParser) -> None:
+    """How overlays are drawn, and in which format."""
+    from ..batch import FORMATS
 
     looks = parser.add_argument_group("how it is drawn")
     looks.add_argument("--format", metavar="NAME", choices=FORMATS, default="png", help="png, jpg or webp")
-    looks.add_argument(
-        "--opacity",
-        metavar="NUMBER",
-        type=opacity,
-        default=0.5,
-        help="0 to 1, or map: as strong as the map is (default: 0.5)",
-    )
-    looks.add_argument("--colormap", metavar="NAME", help="any of matplotlib's (default: inferno, RdBu_r where signed)")
-    looks.add_argument("--sign", metavar="SIGN", choices=SIGNS, help=f"{', '.join(SIGNS)} (default: as in the paper)")
-    looks.add_argument(
-        "--percentile",
-        metavar="NUMBER",
-        type=percentile,
-        default="auto",
-        help="where colours saturate, or none (default: 99.5 for gradients)",
-    )
+    look_options(looks)
 
 
 def size(text: str) -> int | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .batching import look_of, look_options
+from .batching import drawing_options, look_of
 
 if TYPE_CHECKING:
     from .console import Screen
@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("-m", "--method", metavar="NAME", dest="methods", nargs="+", default=[], help="only these")
     parser.add_argument("-o", "--out", metavar="DIR", type=Path, default=Path("out"), help="where to (default: out)")
-    look_options(parser)
+    drawing_options(parser)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
