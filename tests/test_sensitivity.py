@@ -243,12 +243,16 @@ def test_an_interrupt_gives_what_was_computed(cls: type[GridAttribution]) -> Non
         lambda: HSIC(tiny_model(), fill="blurred"),
         lambda: Sobol(tiny_model(), grid=3, passes=21).attribute(torch.randn(1, 3, 16, 16), 0),
         lambda: HSIC(tiny_model(), passes=3).attribute(torch.randn(1, 3, 16, 16), 0),
-        lambda: Sobol(tiny_model(), seconds=1e-9).attribute(torch.randn(1, 3, 16, 16), 0),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any) -> None:
     with pytest.raises(MethodError):
         make()
+
+
+def test_too_little_time_is_enough_for_the_fewest_passes_that_make_a_map() -> None:
+    found = Sobol(tiny_model(), grid=2, seconds=1e-9, chunk=4).attribute(torch.randn(1, 3, 16, 16), 0)
+    assert (found.effort[0].stopped, found.effort[0].passes) == ("seconds", 12)
 
 
 def test_the_agreement_of_halves_is_high_where_the_map_is_clear() -> None:
