@@ -196,7 +196,7 @@ def score_cam(photos: list[str]) -> Iterator[str]:
         }
         timings = once(contenders)
         values = method.attribute(on.x, on.target).values.clamp(min=0)
-        found = F.interpolate(values, on.x.shape[-2:], mode="bilinear", align_corners=True)[0, 0]
+        found = F.interpolate(values, on.x.shape[-2:], mode="bilinear", align_corners=False)[0, 0]
         found = (found - found.min()) / (found.max() - found.min()).clamp(min=1e-12)
         off = float((found - maps["grad-cam"]).abs().max())
         a, b = ratio(timings["ours"], timings["grad-cam"]), ratio(timings["ours"], timings["torchcam"])
