@@ -102,13 +102,14 @@ def _ranks(values: Tensor) -> Tensor:
     at: Tensor
     counts: Tensor
     _, at, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).to(_wide(values))
+    last = counts.cumsum(0).to(precise_type(values))
     return (last - (counts - 1) / 2)[at]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def precise_type(tensor: Tensor) -> torch.dtype:
+    """The type that sums are kept in: float64, where the device of a tensor has it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(_wide(tensor), copy=True)
+    return tensor.detach().to(precise_type(tensor), copy=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..effort import Sampling
-from ..engine.estimates import Estimate, rank_correlation
+from ..engine.estimates import Estimate, precise_type, rank_correlation
 from ..engine.passes import Passes
 from ..errors import MethodError
 from ..explanation import Sign
@@ -167,10 +167,10 @@ class MaskedScores(Estimate):
         super().__init__()
         self._debiased, self._level = level is not None, level or 0.0
         self._centre = shown if self._debiased else 0.0
-        self._scale = scale.to(_wide(scale))
+        self._scale = scale.to(precise_type(scale))
         self._scores = [0.0, 0.0]  # the sum of all, and of every other
         # With d a mask less its mean, and s a score: the sums of s d, d; these of every other; of s s d d, s d d, d d.
-        self._sums = torch.zeros(7, *scale.shape, dtype=_wide(scale), device=scale.device)
+        self._sums = torch.zeros(7, *scale.shape, dtype=precise_type(scale), device=scale.device)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._summed = 0
 
@@ -234,7 +234,3 @@ class MaskedScores(Estimate):
     def _known(self) -> Tensor:
         self._add_up()
         return self._sums
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
