@@ -101,7 +101,7 @@ class Evidence:
 
     def activation(self, layer: str) -> Tensor:
         """The output of a layer as maps (N, K, h, w)."""
-        return _widened(self.trace.layout(layer)(self.trace.layers[layer].detach()))
+        return widened(self.trace.layout(layer)(self.trace.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
         """The gradient of the scores at a layer (N, K, h, w). One backward serves all layers of the trace."""
@@ -115,7 +115,7 @@ class Evidence:
             }
             if all(gradient is None for gradient in gradients):
                 raise LayerError(f'the score does not depend on layer "{layer}", so it has no gradient there')
-        return _widened(layout(self._layer_gradients[layer]))
+        return widened(layout(self._layer_gradients[layer]))
 
     def input_gradient(self) -> Tensor:
         """The gradient of the scores at the input (N, C, H, W)."""
@@ -153,7 +153,7 @@ class Evidence:
             )
 
 
-def _widened(maps: Tensor) -> Tensor:
+def widened(maps: Tensor) -> Tensor:
     """Half precision as float32: a sum over a map overflows or drowns in it."""
     return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
 

@@ -21,6 +21,7 @@ from ..nests import tensors_in
 from ..rectifiers import INDEPENDENT, refuse_checkpoints
 from ..selection import Selection
 from ..survey import survey
+from ..trace import widened
 from .biases import POINTWISE, BiasWatch
 
 TOLERATED = 1e-3
@@ -151,16 +152,16 @@ class _Terms:
         if first is None:
             raise TargetError(INDEPENDENT)
         size = (int(self.x.shape[-2]), int(self.x.shape[-1]))
-        product = _wide(first) * _wide(self.x.detach())
+        product = widened(first) * widened(self.x.detach())
         values, total = _stretched(product), float(product.sum())
         # What the target itself adds: nothing for a class's score.
         ends = zip(gradients[1 : 1 + len(outputs)], outputs, strict=True)
-        reached = sum(float((_wide(g) * _wide(o.detach())).sum()) for g, o in ends if g is not None)
+        reached = sum(float((widened(g) * widened(o.detach())).sum()) for g, o in ends if g is not None)
         total += float(score.detach()) - reached
         for gradient, each, layout in zip(rest, self.biases, self._layouts, strict=True):
             if gradient is None:
                 continue
-            product = _wide(gradient) * _wide(each.bias)
+            product = widened(gradient) * widened(each.bias)
             total += float(product.sum())
             if layout is not None:
                 seen = _stretched(layout(product))
@@ -186,7 +187,3 @@ def _stretched(product: Tensor) -> Tensor:
     low, high = size.aminmax()
     summed = size.sum(1, keepdim=True) - size.shape[1] * low
     return (summed / torch.where(high > low, high - low, torch.ones_like(high))).clamp(min=0)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -18,6 +18,7 @@ from ..errors import MethodError
 from ..model import leaf
 from ..multipass import Found, MultiPassAttribution, generator
 from ..selection import Selection
+from ..trace import widened
 from ..variants.fills import Filler, FillLike, as_fill
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
@@ -183,7 +184,7 @@ class MeaningfulPerturbation(OptimisedMask):
         """What the mask hides in the end."""
         x = passes.x.clone()  # an inference tensor cannot be kept for a gradient
         hidden = Filler(x, self.fill).hidden_entirely()
-        x, hidden = _wide(x), _wide(hidden)
+        x, hidden = widened(x), widened(hidden)
         down, across = (enlarging(min(28, edge), edge, x) for edge in x.shape[2:])
 
         def render(mask: Tensor, shift: tuple[int, int]) -> Tensor:
@@ -233,8 +234,3 @@ def shifted(image: Tensor, by: tuple[int, int]) -> Tensor:
             at = (torch.arange(edge, device=image.device) - step).clamp(0, edge - 1)
             image = image.index_select(axis, at)
     return image
-
-
-def _wide(values: Tensor) -> Tensor:
-    """Half precision as float32, in which small steps are not lost."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

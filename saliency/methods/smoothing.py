@@ -23,6 +23,7 @@ from ..images import Batch
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
 from ..rectifiers import Coverage
 from ..selection import Selection
+from ..trace import widened
 from .gradient import VanillaGradient
 
 Options = Mapping[str, Setting] | Sequence[Sequence[Setting]]
@@ -93,7 +94,7 @@ class NoisyAttribution(SampledAttribution):
 
         if type(self._wrapped) is VanillaGradient:
             for done in passes.gradients(make, self.most_passes):
-                yield _wide(done.gradients), None
+                yield widened(done.gradients), None
             return
         wrapped = _subordinate(self._wrapped)
         if self.precision != "exact":
@@ -110,7 +111,7 @@ class NoisyAttribution(SampledAttribution):
                 self._coverages.append(finding.coverage)
             for effort in finding.effort:
                 passes.ran(self.inner, effort.precision)
-            yield _wide(finding.values.detach()), finding.layer
+            yield widened(finding.values.detach()), finding.layer
 
     def averaged(self, passes: Passes, estimate: Estimate, *, squared: bool = False) -> Found:
         """An estimate over the noisy copies, until the passes are made or it is good enough."""
@@ -119,7 +120,7 @@ class NoisyAttribution(SampledAttribution):
             estimate.add(values.square() if squared else values)
             if passes.enough(estimate):
                 break
-        return estimated(estimate, _wide(passes.x[:0]), layer=layer)
+        return estimated(estimate, widened(passes.x[:0]), layer=layer)
 
 
 class SmoothGrad(NoisyAttribution):
@@ -264,8 +265,3 @@ def _subordinate(method: Attribution) -> Attribution:
         method = copy.copy(method)
         method.progress, method.on_interrupt = False, "raise"
     return method
-
-
-def _wide(values: Tensor) -> Tensor:
-    """Half precision as float32: sums drown in it."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
