@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ...errors import MethodError, did_you_mean
-from ..moments import Moments, moments_later, moments_of_sample
+from ..moments import Moments, moments_later, moments_of_sample, unwrapped
 
 Keep = str | Callable[[Tensor], Any]
 """One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""
@@ -38,13 +38,13 @@ class TensorStatistics:
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.is_estimate = sample
-        later = moments_of_sample(tensor) if sample else moments_later(tensor, exact=False)
+        later = moments_of_sample(tensor) if sample else moments_later(tensor)
         self._later: Callable[[], Moments] | None = later
         self._moments = Moments()
 
     @property
     def moments(self) -> Moments:
-        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities; right to some six digits.
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision.
 
         Where `is_estimate`, they are estimates but for small tensors, the extremes are those of the sample, and NaN and
         infinities may be missed.
@@ -91,20 +91,13 @@ class Keeper:
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
         if is_functorch_wrapped_tensor(tensor):  # it does not outlive its transformation
-            return make(_unwrapped(tensor))
+            return make(unwrapped(tensor).detach())
         kept = make(tensor)
         self._known[id(tensor)] = (weakref.ref(tensor), tensor._version, kept)
         self._known.move_to_end(id(tensor))
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return kept
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor inside of `torch.func`; under `vmap` those of the whole batch."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor.detach()
 
 
 def _copy(tensor: Tensor) -> Tensor:
