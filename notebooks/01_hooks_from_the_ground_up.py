@@ -30,6 +30,7 @@ from torch import nn
 
 import saliency
 from saliency import inspection
+from saliency.hooks import HookManager
 
 ASSETS = "../assets"
 torch.set_printoptions(precision=4)
@@ -530,6 +531,42 @@ handle.remove()
 print(f"calls seen by the hook: {len(by_hook)}; by the recorder of this thread: {len(recording)}")
 
 # %% [markdown]
+# ## What the hook manager does about it
+#
+# Whatever this toolkit hangs on a model, recorder, rules and every method, it hangs through one class, `HookManager`.
+# It owns its hooks, and takes them away when its block ends, however it ends. Here it keeps what the linear layer
+# gave, with the in-place ReLU right behind it, listens to the gradient there, and then something goes wrong:
+
+
+# %%
+def hooks_on(model):
+    return sum(len(part._forward_hooks) + len(part._backward_hooks) for part in model.modules())
+
+
+try:
+    with HookManager(standing=True) as hooks:  # standing: for a block of yours, and not for one call of a method
+        kept = hooks.capture(saving[0])
+        score = saving(x).sum()
+        hooks.at_gradient(kept[0], lambda gradient: print("its gradient:       ", numbers(gradient)))
+        print("hooks in the block: ", hooks_on(saving))
+        print("kept of the layer:  ", numbers(kept[0]))
+        torch.autograd.grad(score, x)
+        raise KeyError("no such class")
+except KeyError as error:
+    print("the block ended in: ", error)
+print("hooks after it:     ", hooks_on(saving))
+print("what the layer gave:", numbers(saving[0](x)))
+
+# %% [markdown]
+# **What to see.** A layer and an in-place ReLU, a value and its gradient, an error, and nothing left behind. The value
+# is what the layer gave, below zero too: a copy was kept, and a copy of that flowed on. There was one hook on the
+# model, that of `capture`. The one on the gradient is on the graph of this call, where in-place modules and bare
+# functions are as good as any, and goes with it. Another thread
+# that runs the model meanwhile meets neither.
+#
+# **What to beware of.** The manager is the toolkit's own machinery. Reach for `inspection.record` and
+# `inspection.edit_gradients` first: they are it, with names and tables.
+#
 # ## In short
 #
 # | what goes wrong | by hand | in this toolkit |

@@ -84,8 +84,8 @@ adding = [row.name for row in full if "add" in row.functional]
 print("blocks that add their input to their output:", ", ".join(adding))
 
 # %% [markdown]
-# The additions are the skip connections. The batch normalisations are functions too: the library that this network
-# comes from calls them inside a layer of its own.
+# The additions are the skip connections. The other three are functions too: the library that this network comes from
+# pads, convolves and normalises inside layers of its own.
 #
 # ## What does it do with a photo?
 #
@@ -127,8 +127,8 @@ activity = inspection.activation_statistics(model, PHOTOS, layers=nn.ReLU6)
 activity
 
 # %% [markdown]
-# A channel is *dead* when it was never above zero, in no place of no photo. In the worst of these layers a quarter of
-# the channels is. Is that bad? Look where they are, and what becomes of them as more photos come in:
+# A channel is *dead* when it was never above zero, in any place of any photo. In the worst of these layers a quarter of
+# the channels are. Is that bad? Look where they are, and what becomes of them as more photos come in:
 
 # %%
 dead = [100 * len(row.dead) / row.channels for row in activity]
@@ -153,8 +153,8 @@ for axis in (left, right):
     axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# **What to see.** Deeper layers have more zeros: their channels wait for something particular. And of the channels that
-# are silent on one photo, two thirds speak up by the fifth.
+# **What to see.** By and large, deeper layers have more zeros: their channels wait for something particular. And of
+# the channels that are silent on one photo, two thirds speak up by the fifth.
 #
 # **What to beware of.** "Dead" is always *on these data*. Five photos with no dog among them say nothing about a
 # channel for dogs. And on five pictures of noise, nearly seven times as many channels look dead: ask with real data
@@ -292,7 +292,7 @@ def deep(activation=nn.ReLU, *, std=None, bias=0.0, between=nn.Identity):
 def flow(network):
     """The figure of its gradients."""
     gradients = inspection.gradient_statistics(network, [(points, labels)], loss)
-    return saliency.gradient_flow(gradients, measure="rms", size=(10.5, 3.3))
+    return saliency.gradient_flow(gradients, size=(10.5, 3.3))
 
 
 # %% [markdown]
@@ -322,7 +322,7 @@ flow(exploding)
 
 # %% [markdown]
 # **Diagnosis: exploding gradients.** Each layer multiplies by nearly three, forth and back. After twenty of them, the
-# first gets a gradient tens of millions of times as strong as the last. The activations and the loss tell of it too:
+# first gets a gradient a hundred million times as strong as the last. The activations and the loss tell of it too:
 
 # %%
 activity = inspection.activation_statistics(exploding, points, layers=nn.ReLU)

@@ -85,8 +85,9 @@ saliency.contact_sheet(rows, thumb=150, opacity=0.8)
 #
 # - The network's top class stands at the left, right or wrong. The astronaut is a "football helmet" to it: the
 #   classes have no astronaut, and the specks on the helmet show what it took instead.
-# - Guided backpropagation draws fine lines: eyes and nose, the legs of the tripod, the tips of rocket and masts.
-# - RectGrad keeps the fewest pixels of all.
+# - Guided backpropagation draws fine lines: eyes and nose of the cat, the rim of the coffee, the tips of rocket and
+#   masts.
+# - RectGrad keeps the fewest pixels of all, among them the legs of the tripod.
 # - DeconvNet shows nearly the same lattice on each photo. That is worth a closer look.
 #
 # ## A map that does not depend on the photo
@@ -137,7 +138,8 @@ saliency.overlay(guided, opacity="map")
 saliency.cutout(guided, keep=0.1, background="white")
 
 # %% [markdown]
-# **What to see.** One pixel in ten is enough for a cat: eyes, nose and the edges between them.
+# **What to see.** One pixel in ten is enough for *us* to see a cat: eyes, nose and the edges between them. Whether it
+# is enough for the network is another question, and [the last page](08_without_gradients.ipynb) asks it.
 #
 # **In short.** Gradients at the input show *fine detail*, and are weak at *which class*. For that there are class
 # activation maps, on the next page.

@@ -77,7 +77,7 @@ def draw(explanations, titles, columns=4, **options):
     """Overlays with titles, in rows of so many columns."""
     rows = len(explanations) // columns
     shape = explanations[0].frames[0].picture
-    size = (10.5, 10.5 / columns * rows * (shape.height / shape.width + 0.12))
+    size = (10.5, rows * (10.5 / columns * shape.height / shape.width + 0.3))
     _, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
     for axis, explanation, title in zip(axes.flat, explanations, titles, strict=True):
         axis.imshow(saliency.overlay(explanation, **options))
@@ -119,7 +119,8 @@ draw(explained, titles)
 
 # %% [markdown]
 # **What to see.** The map goes where the class is: to the helmet for one, to the shuttle for the other, although the
-# network thinks of a shuttle as next to impossible.
+# network thinks of a shuttle as next to impossible. It also goes somewhere for a class that is not there at all: the
+# "bobsled" is on the helmet and by her shoulder, the "torch" on the bright wall.
 #
 # **What to beware of.** Every map here is as bright as it can be, because each is drawn on a scale of its own. So the
 # shuttle looks as convincing as the helmet. `shared_limit` puts them on one scale, and then equal colours are equal
@@ -164,7 +165,7 @@ guided, focused = (
 draw([*guided, *focused], [f"{each.method}: {each.target_names[0]}" for each in [*guided, *focused]], opacity=0.8)
 
 # %% [markdown]
-# **What to see.** The two on the left are the same picture twice. The two on the right are the helmet, and the
+# **What to see.** The two on the left are nearly the same picture twice. The two on the right are the helmet, and the
 # shuttle.
 #
 # **What to beware of.** The class is in the CAM's part alone: within the bright area, the lines are still whatever

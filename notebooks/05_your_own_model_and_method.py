@@ -127,10 +127,10 @@ saliency.contact_sheet(rows, thumb=200, shared=True)
 
 # %% [markdown]
 # **What to see.** In the second picture the square is brighter than the circle for *both* classes: this network knows
-# outlines, and tells the two apart by little. The column of the cross is the surprise. Its evidence is the *empty
-# ground*, and the outlines of circles and squares are cut out of it: for this network a cross is, for the most part,
-# what has no round or straight outline in it. It is right on all new pictures with one shape, and yet not for the
-# reason that we had in mind. No accuracy would have told.
+# outlines, and tells the two apart by little. The column of the cross is the surprise. The cross itself is brightest
+# there, but most of the evidence is the *empty ground*, and circles and squares are cut out of it: for this network a
+# cross is, for the most part, what has no round or straight outline in it. It is right on all new pictures with one
+# shape, and yet not for the reason that we had in mind. No accuracy would have told.
 #
 # **What to beware of.** The network was trained on pictures with one shape, and these have two, so its percentages
 # mean nothing here. And this Grad-CAM reads `fourth`, the last convolution, *before* its in-place ReLU: a layer is
@@ -242,8 +242,7 @@ class LoudestCAM(saliency.WeightedCAM):
 
     Values: (N, 1, h, w), in score units.
     Raises: as for GradCAM.
-    Source: A. Reader, "An idea in a notebook" (2026), https://example.org.
-    """
+    Source: A. Reader, "An idea in a notebook" (2026), https://example.org."""
 
     name = "loudest_cam"
 
@@ -269,7 +268,7 @@ saliency.contact_sheet([saliency.explain_together(both, photo) for photo in phot
 # scale of its own: on the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five.
 #
 # Does it keep the promises of the toolkit, such as leaving the model untouched and treating a batch like its single
-# images? `check_method` puts some thirty of them to the test, on a tiny network, and lists those that are broken:
+# images? `check_method` puts nearly forty of them to the test, on a tiny network, and lists those that are broken:
 
 # %%
 check_method(LoudestCAM)
@@ -287,4 +286,4 @@ Image.open("../out/notebooks/rocket.loudest_cam.png")
 
 # %% [markdown]
 # **To keep it**, put the class into a module of yours, and start the command line from there. A file of two lines is
-# enough: `import my_methods` and `from saliency.cli import main; main()`.
+# enough: `import my_methods` and `from saliency.cli import main; raise SystemExit(main())`.

@@ -15,11 +15,10 @@
 # class. There is no list of methods on this page: it asks the registry, so a new method appears here by itself.
 
 # %%
-# %matplotlib inline
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from IPython.display import Markdown
+from PIL import Image
 
 import saliency
 from saliency.catalogue import summary
@@ -43,33 +42,53 @@ Markdown("\n".join(["| method | in a sentence | one call costs |", "|---|---|---
 # %% [markdown]
 # ## The sheet
 #
-# First the methods that one forward and one backward are enough for. Each photo is explained by all of them together;
-# whatever passes of the network they can share, they do. Each map is drawn on its own scale. Dark to bright is none to
-# much; in the maps with signs red speaks for the class, blue against it.
+# One loop over `METHODS`, with no name of a method in it. Many take one forward and one backward, and all that can
+# share these do. Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that
+# samples has 60 for one photo, and the others a few steps, less than their authors would allow: a look, and no more.
+# (It still is the longest wait in these pages, two minutes or so.)
 
 # %%
-is_of_many_passes = {cls: "chunk" in cls.options() for cls in saliency.METHODS.values()}
-methods = [cls(model) for cls, many in is_of_many_passes.items() if not many]
-figure, axes = plt.subplots(
-    len(methods), len(PHOTOS), figsize=(11, 2 * len(methods)), layout="constrained", squeeze=False
-)
-for column, photo in zip(axes.T, PHOTOS, strict=True):
-    for axis, explanation in zip(column, saliency.explain_together(methods, photo), strict=True):
-        axis.imshow(saliency.overlay(explanation, opacity=0.7))
-        axis.set(xticks=[], yticks=[])
-        axis.spines[:].set_visible(False)
-    column[0].set_title(explanation.target_names[0], fontsize=13)
-for axis, method in zip(axes[:, 0], methods, strict=True):
-    axis.set_ylabel(type(method).__name__, fontsize=12)
+quick = {"passes": 60, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "precision": "fast"}
+methods = []
+for cls in saliency.METHODS.values():
+    options = {name: value for name, value in quick.items() if name in cls.options()}
+    methods.append(cls(model, **options))
+
+rows = [saliency.explain_together(methods, photo) for photo in PHOTOS]
+print(f"{len(methods)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} maps")
 
 # %% [markdown]
-# **What to see.** Two kinds of maps. Those of a layer are smooth and say *where*; those of the input are fine and say
-# *what*. Several of the smooth ones are equal on this network, for the reason on the page on [class activation
-# maps](04_class_activation_maps.ipynb).
+# Seven methods fit across the page, so the five photos come again for the next seven, and so on. Each map is drawn on
+# its own scale. Dark to bright is none to much; in the maps on a white ground red speaks for the class, blue against
+# it.
+
+
+# %%
+def sheet(rows, across, thumb):
+    """Contact sheets of so many methods each, one below the other."""
+    starts = range(0, len(rows[0]), across)
+    strips = [
+        saliency.contact_sheet([row[at : at + across] for row in rows], thumb=thumb, opacity=0.8) for at in starts
+    ]
+    page = Image.new("RGB", (strips[0].width, sum(strip.height for strip in strips)), "white")
+    top = 0
+    for strip in strips:
+        page.paste(strip, (0, top))
+        top += strip.height
+    return page
+
+
+sheet(rows, across=7, thumb=120)
+
+# %% [markdown]
+# **What to see.** Most maps of a layer are smooth and say *where*; most of those of the input are fine and say *what*.
+# Nearly all of the former agree on the helmet, the cup and the tripod, and several are equal on this network, for the
+# reason on the page on [class activation maps](04_class_activation_maps.ipynb).
 #
 # **What to beware of.** A map that looks right need not be right, and one that looks odd may be telling. The lattice
-# of DeconvNet is the same for every photo; [the first page on heatmaps](03_first_heatmap.ipynb) shows why. And maps
-# that agree are no independent witnesses: they read the same layer.
+# of DeconvNet is the same for every photo; [the first page on heatmaps](03_first_heatmap.ipynb) shows why. Maps that
+# agree are no independent witnesses: they read the same layer. And sixty passes are few. The patchwork of LIME and
+# Kernel SHAP around the rocket is noise for the most part, and extremal perturbation has taken 10 of its 800 steps.
 #
 # The same from the command line, with a file per photo and method:
 #
@@ -80,30 +99,12 @@ for axis, method in zip(axes[:, 0], methods, strict=True):
 # One photo closer, by the methods that map the input:
 
 # %%
-closer = [each for each in saliency.explain_together(methods, "../assets/coffee.jpg") if each.layer is None]
-saliency.contact_sheet([closer], thumb=150, opacity=0.8)
+on_coffee = next(row for row, photo in zip(rows, PHOTOS, strict=True) if photo.stem == "coffee")
+sheet([[each for each in on_coffee if each.layer is None]], across=5, thumb=150)
 
 # %% [markdown]
-# ## The methods of many passes
-#
-# Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that samples has 140
-# for one photo, and the others a few steps, which is less than their authors would allow: a look, and no more.
-
-# %%
-quick = {"passes": 140, "steps": 10, "channels": 100, "window": 48, "stride": 24, "precision": "fast"}
-looks = []
-for cls in (cls for cls, many in is_of_many_passes.items() if many):
-    options = {name: each for name, each in quick.items() if name in cls.options()}
-    looks.append(cls(model, **options).attribute("../assets/coffee.jpg"))
-rows = -(-len(looks) // 4)
-figure, axes = plt.subplots(rows, 4, figsize=(11, 2.3 * rows), layout="constrained")
-for axis in axes.flat:
-    axis.axis("off")
-for axis, explanation in zip(axes.flat, looks, strict=False):
-    axis.imshow(saliency.overlay(explanation, opacity=0.7))
-    axis.set_title(f"{explanation.method}\n{explanation.effort[0].passes} passes", fontsize=9)
-
-# %% [markdown]
-# **What to see.** Nearly all point at the cup. Those that mask or cover find it as a whole; the path methods, which end
-# at single pixels, draw its rim. More on these on the pages [How sure is this map?](07_how_sure_is_this_map.ipynb) and
-# [Without gradients](08_without_gradients.ipynb).
+# **What to see.** Most point at the coffee in the cup, each in a hand of its own. FullGrad, occlusion, RISE, Sobol and
+# XRAI find it as a whole; the path methods, which end at single pixels, draw its rim. Some point elsewhere: feature
+# ablation at the spoon, IDGI along the left border, extremal perturbation at discs all over. Which of them are wrong,
+# no picture tells. How sure a map is, and what its method asks, are the subjects of the next two pages, [How sure is
+# this map?](07_how_sure_is_this_map.ipynb) and [Without gradients](08_without_gradients.ipynb).

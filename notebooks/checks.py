@@ -15,8 +15,11 @@ from PIL import Image
 from .pages import cell_name
 
 FEWEST_PICTURES = 3
-LEAST_DEVIATION = 8.0  # of 0..255: the faintest map on white is far above, an empty figure with axes below
+LEAST_DEVIATION = 8.0  # of 0..255: the faintest map on white is far above
 FEWEST_COLORS = 32
+# Axes with nothing in them are black on white; what is drawn in them has colours, or fills more than the lines do.
+LEAST_COLORED = 5e-4
+MOST_GROUND = 0.9
 WORDS = ("text/plain", "text/markdown")
 
 _NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
@@ -83,7 +86,17 @@ def _blank(picture: bytes) -> str:
     colors = len(np.unique(pixels.reshape(-1, 3), axis=0))
     if pixels.std() < LEAST_DEVIATION or colors < FEWEST_COLORS:
         return f"its picture is blank: {colors} colours, a standard deviation of {pixels.std():.1f}"
+    colored = float((np.ptp(pixels, axis=2) > 40).mean())
+    if colored < LEAST_COLORED and _ground(pixels) > MOST_GROUND:
+        return f"its picture is blank: nothing but its ground, lines and letters, {colored:.2%} in colour"
     return ""
+
+
+def _ground(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> float:
+    """The share of a picture (H, W, 3) that has one of its two most frequent colours, of 16 steps for each of RGB."""
+    steps = (pixels // 16).astype(np.int64) @ np.array([256, 16, 1])
+    counts = np.bincount(steps.ravel())
+    return float(np.sort(counts)[-2:].sum() / steps.size)
 
 
 def stale(source: NotebookNode, notebook: NotebookNode) -> list[str]:

@@ -23,7 +23,7 @@ from nbformat import NotebookNode
 from saliency.files import replacing
 
 HOME = Path(__file__).parent
-SECONDS_PER_CELL = 240
+SECONDS_PER_CELL = 600
 
 _METADATA = {
     "jupytext": {"formats": "ipynb,py:percent"},

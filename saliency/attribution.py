@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .classes import as_categories
 from .effort import Effort
-from .errors import MethodError, NonFiniteError, did_you_mean
+from .errors import MethodError, NonFiniteError
 from .explanation import Explanation, Setting, Sign
 from .images import Batch, ImagesLike, read
 from .model import borrowed, carried, is_categories, is_preprocess, reference, unwrap
@@ -31,8 +31,6 @@ from .trace import Evidence, Trace
 
 METHODS: dict[str, type[Attribution]] = {}
 """Every method by its name. Classes enter by themselves when they are defined."""
-
-_Choice = TypeVar("_Choice")
 
 
 class Finding(NamedTuple):
@@ -286,16 +284,6 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
         found = dict(zip(map(id, traced), shared, strict=True))
         findings = [found[id(m)] if id(m) in found else m.explain(batch.tensor, selection) for m in methods]
     return [m.explanation(finding, selection, batch) for m, finding in zip(methods, findings, strict=True)]
-
-
-def chosen(option: str, choice: _Choice, choices: Sequence[_Choice]) -> _Choice:
-    """The choice, if it is one of the choices. Raises MethodError, with the closest, where it is not."""
-    if choice not in choices:
-        raise MethodError(
-            f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}"
-            + did_you_mean(str(choice), map(str, choices))
-        )
-    return choice
 
 
 def _plain(setting: Any) -> Setting:

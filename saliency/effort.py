@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from .errors import MethodError
+from .options import whole_number
 from .preprocess import PreprocessLike
 
 Chunk = int | Literal["auto"]
@@ -85,9 +86,8 @@ class Limits:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        passes: object = self.passes
-        if passes is not None and not (isinstance(passes, int) and not isinstance(passes, bool) and passes >= 1):
-            raise MethodError(f"passes={passes!r} is not a whole number of at least 1")
+        if self.passes is not None:
+            object.__setattr__(self, "passes", whole_number("passes", self.passes))
         for name in ("seconds", "tolerance"):
             limit = getattr(self, name)
             if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):

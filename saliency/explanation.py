@@ -52,7 +52,8 @@ class Explanation:
         frames: Where the model's input lies on each original picture; None for an image that came as a tensor.
         sign: How the method's authors read the values: "positive" evidence only, "signed", or "absolute" magnitude.
         coverage: How many rectifiers were rewritten, where the method rewrites them.
-        residual: (N,) how far the values miss the sum that they should have, where the method is complete.
+        residual: (N,) what the values miss of the sum that they should have, where the method is complete: the sum of
+            the values and this make up that sum.
         error: The standard error of each value, in the shape and the units of `values`, where the method samples.
         agreement: (N,) the rank correlation of the maps of one half of the samples and of the other, where there are
             samples: 1 is a map that more samples would not change.

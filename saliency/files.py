@@ -1,18 +1,38 @@
-"""Files that are there whole or not at all."""
+"""What picture files are called, and files that are there whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+PICTURES = frozenset(
+    f".{each}"
+    for each in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
+)
+"""What a picture in a folder is recognised by, also where it is none that is read: then it is said so.
+
+A file that is named itself is read whatever its name.
+"""
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name beside `path`; what the block writes there is moved to `path` if the block ends well."""
+    """A temporary name beside `path`; what the block writes there is moved to `path` if the block ends well.
+
+    A link stays, and the file that it leads to is replaced.
+
+    Raises:
+        FileExistsError: A device or a pipe has that name.
+    """
     path = Path(path)
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileExistsError(errno.EEXIST, "a device or a pipe has that name", os.fspath(path))
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
         # Made here, with the permissions that new files have: some writers would keep theirs to themselves.

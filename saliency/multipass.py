@@ -13,13 +13,14 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from .attribution import Attribution, Finding, chosen
-from .effort import Effort, Limits, Running, Sampling
+from .attribution import Attribution, Finding
+from .effort import Chunk, Effort, Limits, Running, Sampling
 from .engine.estimates import Estimate
 from .engine.passes import Passes, plainly
 from .errors import MethodError
 from .hooks import HookManager
 from .model import run
+from .options import chosen, is_whole
 from .selection import Selection
 
 MOST_PASSES = 100_000
@@ -46,17 +47,16 @@ class MultiPassAttribution(Attribution):
 
     def __init__(self, model: nn.Module, **running: Unpack[Running]) -> None:
         super().__init__(model, preprocess=running.get("preprocess"), categories=running.get("categories"))
-        self.chunk = running.get("chunk", "auto")
         self.precision = chosen("precision", running.get("precision", "exact"), ("exact", "fast", "bf16"))
         self.progress = running.get("progress")
         self.on_interrupt = chosen("on_interrupt", running.get("on_interrupt", "raise"), ("raise", "return"))
-        self.seed = running.get("seed", 0)
-        chunk: object = self.chunk
-        if not (chunk == "auto" or (isinstance(chunk, int) and chunk >= 1)):
+        chunk, seed = running.get("chunk", "auto"), running.get("seed", 0)
+        if chunk != "auto" and not is_whole(chunk):
             raise MethodError(f'chunk={chunk!r} is neither "auto" nor a whole number of at least 1')
-        seed: object = self.seed
-        if not isinstance(seed, int):
+        if not is_whole(seed, least=None):
             raise MethodError(f"seed={seed!r} is not a whole number")
+        self.chunk: Chunk = "auto" if chunk == "auto" else int(chunk)
+        self.seed = int(seed)
         unknown = sorted(set(running) - set(self.parameters()))
         if unknown:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")

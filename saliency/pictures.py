@@ -122,6 +122,18 @@ def _reader(head: bytes) -> type[ImageFile.ImageFile] | None:
     return next((reader for start, reader in signatures if re.match(start.encode("latin-1"), head, re.DOTALL)), None)
 
 
+def _known_kind(head: bytes) -> str:
+    """What pictures are called that are not read; nothing for what is none."""
+    signatures = (
+        (r"....ftyp(heic|heix|heim|heis|hevc|hevx)", "HEIC, as phones take photos"),
+        (r"\xff\x0a|\0\0\0\x0cJXL ", "JPEG XL"),
+        (r"(\xef\xbb\xbf)?\s*<(svg|\?xml)", "XML or SVG"),
+        (r"8BPS", "Photoshop's"),
+        (r"%PDF", "PDF"),
+    )
+    return next((kind for start, kind in signatures if re.match(start.encode("latin-1"), head, re.DOTALL)), "")
+
+
 def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An upright RGB picture from an open file.
 
@@ -136,7 +148,8 @@ def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Ima
     reader = _reader(head)
     if reader is None:
         what = "is no AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP picture" if head else "is empty"
-        raise ImageError(f"{name!r} {what}")
+        kind = _known_kind(head)
+        raise ImageError(f"{name!r} {what}{f' but {kind}; save it as JPEG or PNG' if kind else ''}")
     file.seek(0)
     try:
         picture = reader(file, name)

@@ -418,6 +418,25 @@ def test_a_call_that_raised_or_gave_no_tensor_leaves_no_gap_among_the_calls() ->
         assert table[1].mean == pytest.approx(float((x + 1).mean()), abs=1e-6)
 
 
+def test_a_list_of_modules_is_not_missed_for_it_cannot_be_called() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+            self.scales = nn.ParameterList([torch.ones(3)])
+            self.aside = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part, _ in zip(self.parts, range(1), strict=False):
+                x = part(x)
+            out: Tensor = x * self.scales[0]
+            return out
+
+    note = "never called, or without a tensor to show: parts.1, aside"
+    assert note in activation_statistics(Listed(), (2, 3)).notes
+    assert note in gradient_statistics(Listed(), (2, 3)).layers.notes
+
+
 def test_many_layers_that_are_not_called_are_noted_as_one_pattern() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -428,7 +447,7 @@ def test_many_layers_that_are_not_called_are_noted_as_one_pattern() -> None:
             out: Tensor = self.act(x)
             return out
 
-    note = "never called, or without a tensor to show: spare, spare.* (9)"
+    note = "never called, or without a tensor to show: spare.* (9)"
     assert note in activation_statistics(Model(), images(1)).notes
     assert note in gradient_statistics(Model(), images(1), lambda output: output.sum()).layers.notes
 
@@ -480,6 +499,12 @@ def test_nan_that_came_in_with_the_input_is_told_from_the_networks_own() -> None
     assert 'NaN first in the output of "stem": the input itself holds NaN or infinity' in table.notes
 
 
+def test_the_share_of_zeros_is_of_all_numbers_also_of_those_that_are_nan() -> None:
+    row = activation_statistics(nn.Identity(), torch.tensor([[0.0, 1.0, math.nan, 0.0]]))[0]
+    assert (row.count, row.nan, row.zero_share) == (4, 1, 0.5)
+    assert row.mean == pytest.approx(1 / 3)
+
+
 def test_a_weight_that_is_nan_is_named() -> None:
     model = tiny_model()
     with torch.no_grad():
@@ -502,6 +527,26 @@ def test_nan_from_a_function_behind_all_layers_is_not_silent() -> None:
     table = activation_statistics(Model(), torch.randn(2, 4))
     assert table.first_nonfinite is None
     assert any("NaN or infinity in the model's output" in note for note in table.notes)
+
+
+def test_nan_in_a_later_tensor_of_an_output_is_not_silent() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+            return x, x / 0, 1
+
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor, int]) -> Tensor:
+            return pair[0]
+
+    model = nn.Sequential(nn.Sequential(nn.Identity(), Pair()), First(), nn.Linear(4, 2))
+    table = activation_statistics(model, torch.zeros(2, 4))
+    assert table.first_nonfinite == "0.1"
+    assert 'NaN first in a later tensor of the output of "0.1"' in table.notes
+    assert table["0.1"].nan == 0
+    assert (
+        activation_statistics(model, torch.ones(2, 4)).notes[-1]
+        == 'infinity first in a later tensor of the output of "0.1"'
+    )
 
 
 def test_without_nan_the_table_says_so() -> None:

@@ -454,6 +454,15 @@ def test_no_photo_at_all_is_an_error(tmp_path: Path) -> None:
         batch("nowhere.jpg", tmp_path / "out", Tiny())
 
 
+def test_an_output_that_cannot_be_a_folder_is_an_error_that_says_what_to_do(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(BatchError, match="is a file; the overlays need a folder"):
+        quick(source, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+    with pytest.raises(BatchError, match="choose a shorter name"):
+        quick(source, tmp_path / ("o" * 300))
+
+
 def test_photos_that_are_too_large_to_wait_are_decoded_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from torch import nn
 
 from saliency.cli import DISTRIBUTION, choices, inspecting, main
 from saliency.errors import ModelError
+from tests.browser import chromium, visit
 from tests.commandline import COFFEE, loaded, share_models
 from tests.test_console import under_terminal
 
@@ -234,6 +236,28 @@ def test_what_a_photo_and_a_model_are_called_is_text_on_the_page(answer: Callabl
     assert "&lt;b onload=x&gt;&amp;.jpg" in file.read_text()
 
 
+@pytest.mark.parametrize("width", [320, 390])
+def test_on_a_phone_the_page_is_no_wider_than_the_screen_and_its_tables_can_be_moved(
+    width: int, answer: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    photo = tmp_path / ("a_photo_with_a_very_long_name_" * 4 + ".jpg")
+    photo.write_bytes(COFFEE.read_bytes())
+    answer(*RESNET, "--depth", 1, "--photo", photo, "--stats", "--gradients", "--html", file)
+    screen = {"width": width, "height": 740}
+    with chromium() as browser, visit(browser, viewport=screen, has_touch=True, is_mobile=True) as window:
+        window.page.goto(file.as_uri())
+        assert window.page.evaluate("document.documentElement.scrollWidth") == width
+        for part in ("h1", "dd", "nav a", "header img", "section > img", "section > p"):
+            for each in window.page.locator(part).all():
+                box = each.bounding_box()
+                assert box is not None
+                assert box["x"] + box["width"] <= width, part
+        frame = window.page.locator(".saliency-table > div").first
+        assert frame.evaluate("each => (each.scrollLeft = 1e6, each.scrollLeft)") > 0
+        assert window.complaints == []
+
+
 def test_a_page_that_fails_leaves_the_one_before(
     answer: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +270,24 @@ def test_a_page_that_fails_leaves_the_one_before(
     monkeypatch.setattr(Path, "write_text", full)
     assert main(["layers", *RESNET, "--depth", "1", "--html", str(file)]) == 2
     assert [each.read_text() for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_page_takes_the_place_of_no_device_and_no_pipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["layers", *RESNET, "--depth", "1", "--html", str(pipe)]) == 2
+    assert f"--html {pipe} is a device or a pipe" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_link_to_a_page_stays_a_link(answer: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    page, link = tmp_path / "pages" / "page.html", tmp_path / "link.html"
+    page.write_text("old")
+    link.symlink_to(page)
+    answer(*RESNET, "--depth", 1, "--html", link)
+    assert link.is_symlink()
+    assert "resnet18: layers" in page.read_text(encoding="utf-8")
 
 
 # Slips ---------------------------------------------------------------------------------------------------------

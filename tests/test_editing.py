@@ -828,6 +828,151 @@ def test_a_transformation_without_gradients_of_its_own_is_the_reason_given(at: A
         torch.vmap(model)(torch.randn(2, 3))
 
 
+def test_a_layer_whose_gradient_cannot_be_followed_is_refused_with_the_reason() -> None:
+    class Index(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(1)
+
+    class Opaque(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return type("Box", (), {"value": x * 2})()
+
+    x = torch.randn(2, 3, requires_grad=True)
+    for layer, reason in (
+        (Index(), "gives no floating-point tensor"),
+        (Opaque(), "gives no tensor, but something of type Box"),
+    ):
+        model = nn.Sequential(nn.Linear(3, 3), layer)
+        refused = pytest.raises(NotApplicableError, match=f'layer "1" cannot be edited: it {reason}')
+        with refused, edit_gradients(model, "1", double):
+            model(x)
+
+
+def test_many_gradients_in_one_backward_are_edited_as_each_alone_would_be() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+    x, seeds = torch.randn(4, 3, requires_grad=True), torch.randn(5, 4, 2)
+    for rule in (double, rules.clip_value(0.1), rules.clip_norm(0.2), rules.zero_channels(1)):
+        for at in ("input", "output"):
+            with edit_gradients(model, "1", rule, at=at):
+                many = torch.autograd.grad(model(x), x, seeds, is_grads_batched=True)[0]
+                alone = [torch.autograd.grad(model(x), x, seed)[0] for seed in seeds]
+            assert torch.allclose(many, torch.stack(alone))
+
+
+@pytest.mark.parametrize("attach", ["input", "output", "activation"])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_tensor_that_is_returned_twice_stays_one_tensor_and_is_edited_once(attach: str, fresh: bool) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = x.cos() if fresh else x
+            return {"left": y, "right": y}
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            pair = self.twice(x * 2)
+            pair["left"].add_(1)
+            out: Tensor = pair["left"].sin() + pair["right"]
+            return out
+
+    def written_by_hand(x: Tensor, factor: float) -> Tensor:
+        y = (x * 2).cos() if fresh else x * 2
+        y = (y * factor if attach == "activation" else y) + 1
+        return y.sin() + y
+
+    net, x = Net(), torch.tensor([0.1, -0.4], requires_grad=True)
+    edit: Any = (
+        edit_activations(net, "twice", double)
+        if attach == "activation"
+        else edit_gradients(net, "twice", double, at=attach)  # type: ignore[arg-type]
+    )
+    with edit as editing:
+        out = net(x)
+        found = torch.autograd.grad(out.sum(), x)[0]
+    plain = written_by_hand(x, 2)
+    assert torch.equal(out, plain)
+    assert torch.allclose(found, torch.autograd.grad(plain.sum(), x)[0] * (1 if attach == "activation" else 2))
+    assert editing.edits == {"twice": 1}
+
+
+def test_a_tensor_that_is_given_twice_is_edited_once_with_its_sum() -> None:
+    class Product(nn.Module):
+        def forward(self, left: Tensor, *, right: Tensor) -> Tensor:
+            return left * right
+
+    model, x = Product(), torch.tensor([2.0, 3.0], requires_grad=True)
+    with edit_gradients(model, model, double) as editing:
+        found = torch.autograd.grad(model(x, right=x).sum(), x)[0]
+    assert found.tolist() == [8, 12]
+    assert editing.edits == {"": 1}
+
+
+def test_a_layer_that_returns_nothing_and_works_in_place_is_edited() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            x.mul_(3)
+
+    model, x = Shift(), torch.tensor([2.0, 3.0], requires_grad=True)
+    with edit_gradients(model, model, double) as editing:
+        hidden = x * 1
+        model(hidden)
+        found = torch.autograd.grad(hidden.sum(), x)[0]
+    assert found.tolist() == [6, 6]
+    assert editing.edits == {"": 1}
+
+
+def test_an_edit_that_is_lost_while_it_is_open_takes_its_hooks_along() -> None:
+    model = nn.Linear(3, 2)
+    editing = edit_gradients(model, [model, "bias"], double)
+    editing.__enter__()
+    assert model._forward_hooks
+    del editing
+    gc.collect()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model.bias._backward_hooks
+
+
+def test_half_precision_is_clipped_though_its_squares_overflow() -> None:
+    x = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    with edit_gradients(None, x, rules.clip_norm(100)):
+        (found,) = torch.autograd.grad(x, x, torch.full((4,), 300, dtype=torch.float16))
+    assert found.tolist() == [50, 50, 50, 50]
+
+
+def test_a_row_in_place_of_an_activation_may_be_overwritten_by_what_follows() -> None:
+    model, row = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True)), torch.tensor([-1.0, 2.0])
+    with edit_activations(model, "0", rules.replace(row)):
+        assert model(torch.ones(2, 3)).tolist() == [[0, 2], [0, 2]]
+    assert row.tolist() == [-1, 2]
+
+
+def _many_at_once(model: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(model(x), x, torch.ones(3, 2, 1), is_grads_batched=True)
+
+
+def _transformed(model: nn.Module, x: Tensor) -> None:
+    torch.vmap(torch.func.grad(lambda each: model(each).sum()))(x.detach())
+
+
+@pytest.mark.parametrize(("run", "shape"), [(_many_at_once, (3, 2, 4)), (_transformed, (2, 4))])
+def test_inside_a_transformation_show_tells_plain_numbers_and_noise_is_refused(
+    run: Callable[[nn.Module, Tensor], None], shape: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    linear, x = nn.Linear(4, 1), torch.ones(2, 4, requires_grad=True)
+    model, told = nn.Sequential(linear), list[Tensor]()
+    with edit_gradients(model, "0", [rules.show(told.append), rules.show()]):
+        run(model, x)
+    assert told[0].tolist() == linear.weight.detach().expand(shape).tolist()
+    assert f"{shape} " in capsys.readouterr().out
+    refused = pytest.raises(MethodError, match="inside of a transformation such as vmap")
+    with refused, edit_gradients(model, "0", rules.add_noise(1)):
+        run(model, x)
+
+
 def test_show_writes_a_line_to_a_stream_and_hands_a_function_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     rules.show(stream, label="fc")(torch.tensor([4.0, 8.0]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from saliency.errors import ExplanationError, ImageError, LayerError, MethodError, SaliencyWarning
+from saliency.errors import (
+    ExplanationError,
+    ImageError,
+    LayerError,
+    MethodError,
+    NotApplicableError,
+    SaliencyWarning,
+)
 from saliency.inspection import rules
 from saliency.inspection.editing import edit_activations
 from saliency.inspection.features import extract_features
@@ -286,6 +295,82 @@ def test_rows_on_disk_are_indexed_like_a_tensor_or_not_at_all(tmp_path: Path, mo
     mask = whole[:, 0] > 0
     for index in (mask, mask.numpy(), mask.tolist(), [4, 0, -1], torch.tensor(3), torch.arange(2), []):
         assert torch.equal(rows[index], whole[index])
-    for wrong in ((1, 1), 5, mask[:3], [True]):
+    for wrong in ((1, 1), 5, mask[:3], [True], True, False):
         with pytest.raises(IndexError):
             rows[wrong]
+
+
+def test_files_may_be_read_by_whoever_may_read_the_index(tmp_path: Path) -> None:
+    extract_features(nn.Linear(3, 2), torch.randn(5, 3), "", out=tmp_path, shard_images=2)
+    modes = {each.stat().st_mode for each in tmp_path.iterdir()}
+    assert len(modes) == 1
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system_and_leaves_what_is_whole(tmp_path: Path) -> None:
+    model, x = nn.Linear(3, 400), torch.randn(6, 3)
+
+    def batches() -> Iterator[Tensor]:
+        yield x[:4]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        yield x[4:]
+
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(OSError, match=r"shard-00001\.safetensors cannot be written"):
+            extract_features(model, batches(), "", out=tmp_path, shard_images=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
+    with pytest.warns(SaliencyWarning, match="first 2 images"):
+        assert torch.allclose(Features.open(tmp_path)[""][:], model(x[:2]), atol=1e-6)
+
+
+@pytest.mark.parametrize("out", ["", 5, b"features"])
+def test_a_folder_without_a_name_is_refused(out: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MethodError, match="out is a folder for the features"):
+        extract_features(nn.Linear(3, 2), torch.randn(5, 3), "", out=out)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("later", "came"),
+    [
+        (["a", "b"], "a list"),
+        (torch.ones(2, 3), "a tensor of float32 with"),
+        (torch.ones(2, dtype=torch.int), "a tensor of int32"),
+    ],
+)
+def test_labels_of_another_kind_are_an_error_when_they_come(later: Any, came: str) -> None:
+    x = torch.randn(2, 3)
+    with pytest.raises(ImageError, match=f"the labels of batch 1 are {came}.*those before a tensor of float32 with"):
+        extract_features(nn.Linear(3, 2), [(x, torch.ones(2)), (x, later)], "")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+def test_layers_inside_torchscript_are_refused_and_not_said_to_be_idle() -> None:
+    x = torch.randn(2, 3)
+    trace: Any = torch.jit.trace
+    model = nn.Sequential(trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), x), nn.Linear(3, 1))
+    with pytest.raises(NotApplicableError, match=r'layer "0\.0" is scripted, or inside a TorchScript module'):
+        extract_features(model, x, "0.0")
+    assert torch.equal(extract_features(model, x, "0")["0"], model[0](x))
+
+
+def test_the_data_is_left_as_it_was_and_no_gradient_is_recorded() -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+            self.records = torch.is_grad_enabled()
+            return x.mul_(2).add_(mask.mul_(2))
+
+    model, x, mask = Greedy(), torch.ones(2, 3), torch.ones(2, 3)
+    assert extract_features(model, {"x": x, "mask": mask}, "")[""].tolist() == [[4, 4, 4]] * 2
+    assert not model.records
+    assert x.tolist() == mask.tolist() == [[1, 1, 1]] * 2
+    plain = nn.Sequential(nn.ReLU(inplace=True))
+    extract_features(plain, -x, "0")
+    negative = -x
+    extract_features(plain, [negative], "0")
+    assert negative.tolist() == [[-1, -1, -1]] * 2

@@ -187,6 +187,9 @@ def test_points_are_the_innermost_layers_in_forward_order() -> None:
     assert len(heights(drawn(gradient_flow(alone)))) == 1
     itself = gradient_statistics(nn.Linear(3, 2), torch.randn(1, 3))
     assert [each.get_text() for each in gradient_flow(itself).axes[0].get_xticklabels()] == ["Linear"]
+    both = gradient_statistics(model, images(2), layers=[model, "0.0", "2"])
+    assert [each.name for each in both.layers] == ["", "0.0", "2"]
+    assert [each.get_text() for each in gradient_flow(both).axes[0].get_xticklabels()] == ["0.0 Conv2d", "2 Linear"]
 
 
 def test_calls_of_one_layer_are_told_apart() -> None:

@@ -8,6 +8,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -403,6 +404,37 @@ def test_the_ratio_is_of_the_update_or_of_the_gradient_to_the_weight() -> None:
 # Where there is no gradient ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rate", [None, 0.1])
+def test_a_layer_has_the_ratio_of_all_its_parameters_together(rate: float | None) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model.get_submodule("2").weight = model.get_parameter("1.weight")  # shared
+    model.get_parameter("0.0.bias").requires_grad_(False)
+    nn.init.zeros_(model.get_parameter("3.weight"))
+    nn.init.zeros_(model.get_parameter("3.bias"))
+    x = torch.randn(5, 3)
+    found = gradient_statistics(model, x, lambda output: output.square().sum() + output.sum(), learning_rate=rate)
+    output = model(x)
+    loss = output.square().sum() + output.sum()
+
+    def expected(*names: str) -> float:
+        parameters = [model.get_parameter(name) for name in names]
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        norms = [torch.cat([each.flatten().double() for each in some]).norm() for some in (gradients, parameters)]
+        return (rate or 1.0) * float((norms[0] / norms[1]).detach())
+
+    of_layers = {row.name: row.ratio for row in found.layers}
+    assert of_layers == {
+        "0": pytest.approx(expected("0.0.weight")),
+        "0.0": pytest.approx(expected("0.0.weight")),
+        "0.1": None,
+        "1": pytest.approx(expected("1.weight", "1.bias")),
+        "2": pytest.approx(expected("1.weight", "2.bias")),
+        "3": None,  # of zeros
+    }
+    assert f"{'gradient' if rate is None else 'update'} / weight" in str(found.layers)
+    assert "/ weight" not in str(gradient_statistics(nn.Sequential(nn.ReLU()), x, lambda output: output.sum()).layers)
+
+
 def test_frozen_and_unused_parameters_have_rows_of_none_and_are_named() -> None:
     model = tiny_model()
     for name in ("stem.weight", "norm.bias"):
@@ -423,7 +455,7 @@ def test_layers_of_a_frozen_network_get_the_gradient_that_flows_through_them() -
     for each in model.parameters():
         each.requires_grad_(False)
     found = gradient_statistics(model, x, 1)
-    assert found.layers.rows == wanted.layers.rows
+    assert list(found.layers) == [replace(row, ratio=None) for row in wanted.layers]
     assert all(row.norm is None for row in found.parameters)
 
 
@@ -479,6 +511,23 @@ def test_nan_in_the_input_or_the_loss_is_said_and_no_error() -> None:
     fine = gradient_statistics(tiny_model(), images(1))
     assert fine.first_nonfinite is None
     assert "no NaN, no infinity" in fine.layers.notes
+
+
+def test_nan_in_the_gradient_of_a_parameter_alone_is_said() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.weight = nn.Linear(3, 2), nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(x + self.weight.square().sum().sqrt())
+            return out
+
+    found = gradient_statistics(Normed(), torch.randn(2, 3))
+    assert found.first_nonfinite is None
+    assert "no NaN, no infinity" not in found.layers.notes
+    assert "no NaN, no infinity at the layers" in found.layers.notes
+    assert "NaN or infinity in the gradient of weight" in found.parameters.notes
 
 
 # Nothing is touched --------------------------------------------------------------------------------------------------

@@ -244,6 +244,9 @@ def bomb() -> bytes:
         (b"", "is empty"),
         (b"hello, this is text", "is no AVIF, BMP, GIF"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no AVIF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "WebP picture but HEIC, as phones take photos; save it as JPEG or PNG"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "but JPEG XL"),
+        (b'\n<svg xmlns="http://www.w3.org/2000/svg"/>', "but XML or SVG"),
         (b"\x89PNG\r\n\x1a\n", "is damaged"),
         (b"\xff\xd8\xff\xe0", "is damaged"),
         (b"BM" + bytes(9), "is damaged"),
@@ -254,7 +257,7 @@ def bomb() -> bytes:
         (b"GIF89a\0\0\0\0\0\0\0", "is damaged"),
         (bomb(), "has 60000 x 60000 pixels, more than the limit of 178956970"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_a_file_that_is_no_picture_is_named_with_the_reason(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "cat.png"

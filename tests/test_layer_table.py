@@ -20,6 +20,7 @@ import saliency
 from saliency.errors import LayerError, MethodError, ModelError
 from saliency.hooks import HookManager
 from saliency.inspection.structure import costs, layer_table
+from saliency.inspection.structure.arithmetic import Operations
 from saliency.inspection.structure.rows import LayerTable
 from saliency.testing.snapshot import Snapshot
 from tests.commandline import COFFEE
@@ -169,6 +170,13 @@ def test_the_linear_layers() -> None:
     assert of_the_model(lambda m, x: m.f(x, x), (3, 4), f=nn.Bilinear(4, 4, 5)) == 3 * 5 * 4 * 4
 
 
+def test_keywords_in_any_order_are_counted_by_the_input() -> None:
+    states = torch.zeros(2, 1, 6), torch.zeros(2, 1, 6)
+    lstm, x = nn.LSTM(4, 6, num_layers=2), torch.rand(5, 1, 4)
+    in_order = of_the_model(lambda net, x: net.lstm(x)[0], x, lstm=lstm)
+    assert in_order == of_the_model(lambda net, x: net.lstm(hx=states, input=x)[0], x, lstm=lstm) > 0
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_the_recurrent_layers(kind: type[nn.Module]) -> None:
     gates = {nn.RNN: 1, nn.LSTM: 4, nn.GRU: 3}[kind]
@@ -193,11 +201,61 @@ def test_the_recurrent_layers(kind: type[nn.Module]) -> None:
         (lambda x: F.conv1d(x, torch.ones(3, 6, 2)), 2 * 3 * 7 * 6 * 2),
         (lambda x: F.scaled_dot_product_attention(*[x.view(2, 6, 2, 4).transpose(1, 2)] * 3), 2 * 2 * 2 * 6 * 6 * 4),
         (lambda x: torch.ops.aten.bmm(x, x.mT), 2 * 6 * 6 * 8),
+        (lambda x: torch.addbmm(torch.ones(6, 6), x, x.mT), 2 * 6 * 6 * 8),
+        (lambda x: torch._addmm_activation(torch.ones(6), x[0], torch.ones(8, 6)), 6 * 8 * 6),
+        (lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)), 2 * 6 * 3 * 8 * 8),
+        (lambda x: torch.conv_tbc(x, torch.ones(1, 8, 4), torch.ones(4)), 2 * 6 * 4 * 8),
+        (lambda x: nn.LSTM(8, 3, num_layers=2, bidirectional=True)(x)[0], 2 * 6 * 2 * 12 * (8 + 3 + 6 + 3)),
+        (lambda x: nn.GRU(8, 3)(x)[0], 2 * 6 * 9 * (8 + 3)),
+        (
+            lambda x: torchvision.ops.deform_conv2d(x[None], torch.zeros(1, 8, 5, 7), torch.ones(4, 2, 2, 2)),
+            4 * 5 * 7 * 2 * 2 * 2,
+        ),
         (lambda x: torch.add(x, x) * 2 - F.relu(x).sum(), 0),
     ],
 )
 def test_functions_between_the_layers_are_counted(function: Callable[[Tensor], Tensor], expected: int) -> None:
     assert of_the_model(lambda m, x: function(m.i(x)), (2, 6, 8), i=nn.Identity()) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: F.linear(x, torch.ones(5, 8)), 2 * 6 * 8 * 5),
+        (lambda x: x @ x.mT, 2 * 6 * 6 * 8),
+        (lambda x: torch.einsum("ntc,nsc->nts", x, x), 2 * 6 * 6 * 8),
+        (lambda x: F.conv1d(x, torch.ones(3, 6, 2)), 2 * 3 * 7 * 6 * 2),
+        (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), 2 * 2 * 6 * 6 * 8),
+        (lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)), 2 * 6 * 3 * 8 * 8),
+    ],
+)
+def test_functions_under_inference_mode_in_the_model_are_counted_too(
+    function: Callable[[Tensor], Tensor], expected: int
+) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return function(x)
+
+    assert of_the_model(forward, (2, 6, 8)) == expected
+    with torch.inference_mode():
+        assert of_the_model(lambda m, x: function(x), (2, 6, 8)) == expected
+
+
+def test_the_recurrent_layers_that_cudnn_fuses() -> None:
+    x, h = torch.empty(5, 3, 4, device="meta"), torch.empty(2, 3, 6, device="meta")
+    counts: list[int] = []
+    weights = list(nn.LSTM(4, 6, num_layers=2, device="meta").parameters())
+    with torch.no_grad(), Operations(counts.append):
+        torch.ops.aten._cudnn_rnn(x, weights, 4, None, h, h, 2, 6, 0, 2, False, 0.0, False, False, [], None)
+    assert counts == [5 * 3 * 4 * 6 * (4 + 6 + 6 + 6)]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_with_hooks_are_watched_and_counted_alike(kind: type[nn.Module]) -> None:
+    layer, plain = kind(4, 6, num_layers=2), kind(4, 6, num_layers=2)
+    layer.register_forward_hook(lambda module, args, output: None)
+    found = [of_the_model(lambda m, x: m.r(x), (3, 5, 4), r=each) for each in (layer, plain)]
+    assert found[0] == found[1] > 0
 
 
 def test_functions_belong_to_the_innermost_layer_that_calls_them_and_to_all_around_it() -> None:

@@ -103,7 +103,7 @@ def test_adaptive_weights_are_those_of_a_mean_and_the_residual_is_what_they_miss
     assert float(weights.sum()) == pytest.approx(1)
     assert bool((weights >= 0).all())
     slopes = torch.tensor([3 * at * at for at in adaptive.at], dtype=torch.float64)
-    assert float(weights @ slopes) - adaptive.rise == pytest.approx(adaptive.residual)
+    assert adaptive.rise - float(weights @ slopes) == pytest.approx(adaptive.residual)
     assert len(adaptive.at) == len(set(adaptive.at)) > FIRST_NODES
 
 
@@ -187,7 +187,7 @@ def test_a_tolerance_is_met_by_the_true_residual(levels: list[float]) -> None:
         rise = (model(x) - start)[:, 1]
     for tolerance in (0.1, 1e-3, 1e-6):
         found = IntegratedGradients(model, baseline=levels, tolerance=tolerance).attribute(x, 1)
-        residual = found.values.sum((1, 2, 3)) - rise
+        residual = rise - found.values.sum((1, 2, 3))
         assert bool((residual.abs() <= tolerance * rise.abs() + 1e-5 * found.scores.abs()).all())
         assert found.residual is not None
         torch.testing.assert_close(found.residual, residual, atol=1e-9, rtol=0)
@@ -218,7 +218,7 @@ def test_the_residual_is_what_the_values_miss(name: str) -> None:
         rise = (model(x) - model(torch.full_like(x, 0.3)))[:, 1]
     found = METHODS[name](model, baseline=0.3, steps=7).attribute(x, 1)  # type: ignore[call-arg] # these three have both
     assert found.residual is not None
-    torch.testing.assert_close(found.residual, found.values.sum((1, 2, 3)) - rise, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.residual, rise - found.values.sum((1, 2, 3)), atol=1e-12, rtol=0)
 
 
 def test_idgi_is_complete() -> None:
@@ -312,7 +312,7 @@ def test_blur_ig_is_complete_between_the_image_and_its_blur() -> None:
         rise = float((model(x) - model(blurred(x, 4.0)))[0, 1])
     assert float(found.values.sum()) == pytest.approx(rise, rel=0.05)
     assert found.residual is not None
-    assert float(found.residual) == pytest.approx(float(found.values.sum()) - rise, abs=1e-9)
+    assert float(found.residual) == pytest.approx(rise - float(found.values.sum()), abs=1e-9)
 
 
 def test_blur_ig_of_a_linear_model_is_weight_times_detail() -> None:

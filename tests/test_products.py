@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import saliency
-from saliency.errors import ImageError, LayerError, NotApplicableError, TargetError
+from saliency.errors import ImageError, LayerError, ModelError, NotApplicableError, TargetError
 from saliency.inspection import rules
 from saliency.inspection.editing import edit_activations
 from saliency.inspection.products import jacobian_vector_product, vector_jacobian_product
@@ -207,6 +207,11 @@ def test_products_do_not_depend_on_the_callers_mode(mode: Any) -> None:
     with mode():
         assert torch.equal(vjp(model, x, 1, "branch"), expected[0])
         assert torch.equal(jvp(model, x, x), expected[1])
+        # What is made here is an inference tensor, where the mode is that.
+        vector = torch.zeros(2, 5, dtype=torch.float64)
+        vector[:, 1] = 1
+        assert torch.equal(vjp(model, x.clone(), vector, "branch"), expected[0])
+        assert torch.equal(jvp(model, x.clone(), x.clone()), expected[1])
 
 
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:
@@ -226,6 +231,74 @@ def test_what_does_not_fit_is_an_error_that_says_so() -> None:
         vjp(model, x, 0, "unused")
     with pytest.raises(ImageError, match="no floating-point"):
         vjp(nn.Embedding(3, 2), (torch.tensor([1]), torch.tensor([1])), torch.ones(1, 2))
+
+
+class _Cut(nn.Module):
+    """Two layers, and something between."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(3, 3), nn.Linear(3, 2), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.between(self.first(x)))
+        return out
+
+
+@pytest.mark.parametrize("layer", [None, "first"])
+@pytest.mark.parametrize("between", [Tensor.detach, torch.ones_like, lambda h: F.one_hot(h.argmax(1), 3).float()])
+def test_a_derivative_that_nothing_carries_is_an_error_rather_than_zero(
+    layer: str | None, between: Callable[[Tensor], Tensor]
+) -> None:
+    model, x = _Cut(between), torch.randn(2, 3)
+    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from"):
+        vjp(model, x, 0, layer)
+    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from"):
+        jvp(model, x, x, layer)
+    assert vjp(model, x, 0, "last").tolist() == [[1, 0], [1, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:torch.quantize_per_tensor", "ignore:quantized::")
+def test_quantised_layers_have_no_derivative_rather_than_zero() -> None:
+    quantized: Any = torch.ao.quantization.quantize_dynamic
+    model = quantized(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})
+    x = torch.randn(2, 3)
+    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from the input"):
+        vjp(model, x, 0)
+    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from the input"):
+        jvp(model, x, x)
+
+
+@pytest.mark.parametrize("between", [lambda h: h * 0, torch.round, lambda h: F.relu(-h.abs() - 1)])
+def test_a_derivative_that_is_zero_is_zero(between: Callable[[Tensor], Tensor]) -> None:
+    model, x = _Cut(between), torch.randn(2, 3)
+    for product in (vjp(model, x, 0), vjp(model, x, 0, "first"), jvp(model, x, x), jvp(model, x, x, "first")):
+        assert not product.any()
+
+
+def test_integers_as_the_output_are_refused() -> None:
+    class Best(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(1)
+
+    x = torch.randn(2, 3)
+    with pytest.raises(NotApplicableError, match="integers"):
+        vjp(Best(), x, torch.ones(2))
+    with pytest.raises(NotApplicableError, match="integers"):
+        jvp(Best(), x, x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+def test_layers_inside_torchscript_and_things_that_are_no_model_are_refused() -> None:
+    x = torch.randn(2, 3)
+    trace: Any = torch.jit.trace
+    model = nn.Sequential(trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), x), nn.Linear(3, 1))
+    with pytest.raises(NotApplicableError, match=r'layer "0\.0" is scripted, or inside a TorchScript module'):
+        vjp(model, x, 0, "0.0")
+    with pytest.raises(NotApplicableError, match=r'layer "0\.0" is scripted, or inside a TorchScript module'):
+        jvp(model, x, torch.ones(2, 3), "0.0")
+    with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module, got function"):
+        vjp(lambda each: each, x, 0)  # type: ignore[arg-type]
 
 
 def test_what_torch_func_cannot_follow_is_an_error_with_the_reason() -> None:

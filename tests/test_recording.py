@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections import OrderedDict
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
@@ -829,6 +831,108 @@ def test_inside_torch_func_the_numbers_outlive_their_transformation(keep: Any) -
     assert {row.output for row in recording.table()} == {(3, 4), (3, 1)}
 
 
+class _HalfInPlace(nn.Module):
+    """The left half of its input goes through a module in place, past a view of what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.act = nn.ReLU(inplace=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.act(h[:, :2])
+        out: Tensor = self.last(h)
+        return out
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity(), nn.Linear(4, 3)), _HalfInPlace()],
+    ids=["chain", "view"],
+)
+@pytest.mark.parametrize("keep", ["full", "cpu"])
+def test_many_gradients_in_one_backward_are_recorded_one_below_the_other(model: nn.Module, keep: Any) -> None:
+    x, seeds = torch.randn(2, 4, requires_grad=True), torch.randn(5, 2, 3)
+    plain = torch.autograd.grad(model(x), x, seeds, is_grads_batched=True)[0]
+    with record(model, keep=keep) as recording:
+        again = torch.autograd.grad(model(x), x, seeds, is_grads_batched=True)[0]
+    assert torch.equal(again, plain)
+    for number, seed in enumerate(seeds):
+        with record(model, keep=keep) as alone:
+            torch.autograd.grad(model(x), x, seed)
+        for many, one in zip(recording, alone, strict=True):
+            for stacked, single in zip(
+                many.grad_inputs + many.grad_outputs, one.grad_inputs + one.grad_outputs, strict=True
+            ):
+                assert torch.allclose(stacked[number], single)
+
+
+def test_many_gradients_that_end_at_an_inner_tensor_are_recorded_as_far_as_they_came() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner = x.exp()
+            return self.inner + x.sin()
+
+    model, x, seeds = Twice(), torch.randn(3, requires_grad=True), torch.randn(4, 3)
+    with record(model, "") as recording:
+        torch.autograd.grad(model(x), (model.inner, x), seeds, is_grads_batched=True)
+        torch.autograd.grad(model(x), model.inner, seeds, is_grads_batched=True)
+    assert torch.allclose(recording[0].grad_inputs[0], seeds * (x.exp() + x.cos()))
+    assert torch.equal(recording[1].grad_outputs[0], seeds)
+
+
+@pytest.mark.parametrize("keep", ["full", "cpu", Tensor.clone])
+def test_gradients_inside_torch_func_are_plain_tensors_afterwards(keep: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(4, 3)
+    with record(model, keep=keep) as recording:
+        # The images lie along the second axis.
+        torch.vmap(torch.func.grad(lambda each: model(each).sum()), in_dims=1)(x)
+    hidden = x.T.clone().requires_grad_()
+    model(hidden).sum().backward()
+    assert hidden.grad is not None
+    assert torch.allclose(recording["0"][0].grad_inputs[0], hidden.grad)
+    for call in recording:
+        for each in (*call.flat_inputs, *call.outputs, *call.grad_inputs, *call.grad_outputs):
+            assert not is_functorch_wrapped_tensor(each)
+            assert len(each) == 3
+
+
+def test_calls_can_be_gone_through_while_more_come() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with record(model) as recording:
+        model(torch.ones(1, 2))
+        names = []
+        for call in recording:
+            names.append(call.layer)
+            model(torch.ones(1, 2))
+    assert names == ["0", "1"]
+    assert len(recording) == 6
+
+
+def test_a_line_counts_backward_passes_and_all_that_is_not_finite() -> None:
+    model = nn.Identity()
+    with record(model) as recording:
+        out = model(torch.tensor([1.0, float("nan"), float("inf")], requires_grad=True)).sum()
+        for _ in range(3):
+            out.backward(retain_graph=True)
+    (row,) = recording.table()
+    assert (row.backwards, row.nonfinite) == (3, 2)
+
+
+def test_calls_are_copied_and_pickled_with_their_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
+    with record(model, keep="cpu") as recording:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    for copied in (pickle.loads(pickle.dumps(list(recording))), copy.deepcopy(list(recording))):
+        assert [each.layer for each in copied] == ["0", "1"]
+        for made, call in zip(copied, recording, strict=True):
+            assert torch.equal(made.outputs[0], call.outputs[0])
+            assert torch.equal(made.grad_inputs[0], call.grad_inputs[0])
+            assert torch.equal(made.backwards[0].grad_outputs[0], call.grad_outputs[0])
+
+
 def test_a_layer_that_is_not_recorded_is_an_error_and_one_that_was_not_called_is_empty() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
     with record(model) as recording:
@@ -841,3 +945,62 @@ def test_a_layer_that_is_not_recorded_is_an_error_and_one_that_was_not_called_is
     assert isinstance(recording, Recording)
     assert "1 calls of 1 layers" in repr(recording)
     assert repr(recording[0]) == "Call(used: Linear, index=0, backwards=0)"
+
+
+class Recursive(nn.Module):
+    """A module that calls itself as often as it is told."""
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return self(x + 1, times - 1) if times else x * 2
+
+
+def test_calls_of_a_module_by_itself_are_numbered_as_they_began() -> None:
+    model = Recursive()
+    with record(model) as recording:
+        model(torch.zeros(1), 2)
+        model(torch.zeros(1), 0)
+    assert [call.index for call in recording] == [0, 1, 2, 3]
+    assert [float(call.inputs[0]) for call in recording if call.inputs] == [0, 1, 2, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
+def test_a_scripted_model_is_refused_by_the_name_of_a_layer_too() -> None:
+    script: Any = torch.jit.script
+    scripted = script(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())))
+    for layer in ("0", "1.0"):
+        with pytest.raises(NotApplicableError, match="scripted"):
+            record(scripted, layer)
+
+
+@pytest.mark.parametrize("keep", ["statistics", "sample"])
+def test_statistics_are_pickled_and_copied_as_figures(keep: str) -> None:
+    with record(nn.ReLU(), keep=keep) as recording:
+        recording._modules[""](torch.randn(3, 4))
+    (call,) = recording
+    for again in (pickle.loads(pickle.dumps(call.output)), copy.deepcopy(call.output)):
+        assert again.moments == call.output.moments
+        assert (again.shape, again.dtype, again.device) == ((3, 4), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("keep", ["statistics", "sample"])
+def test_statistics_of_nested_tensors_are_those_of_all_their_numbers(layout: torch.layout, keep: str) -> None:
+    parts = [torch.randn(2, 4), torch.randn(5, 4)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    layer = nn.Identity()
+    with record(layer, keep=keep) as recording:
+        layer(nested)
+    (call,) = recording
+    assert call.output.shape == (2, -1, 4)
+    assert call.output.moments.count == 28
+    assert call.output.moments.mean == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)
+
+
+def test_a_model_without_numbers_has_shapes_and_nothing_else() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).to("meta")
+    with record(model, keep="statistics") as recording:
+        model(torch.empty(4, 3, device="meta"))
+    assert [call.output.shape for call in recording] == [(4, 2)] * 2
+    assert all(call.output.moments.count == 0 for call in recording)
+    assert "4x2" in str(recording.table())

@@ -36,6 +36,11 @@ def test_a_folder_gives_its_pictures_by_name_and_nothing_else(tmp_path: Path) ->
     assert names(find([tmp_path]), tmp_path) == ["a.webp", "b.JPG"]
 
 
+def test_photos_of_formats_that_are_not_read_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jpg", "b.HEIC", "c.jxl")
+    assert names(find([tmp_path]), tmp_path) == ["a.jpg", "b.HEIC", "c.jxl"]
+
+
 def test_recursion_takes_folders_in_folders_behind_the_photos_beside_them(tmp_path: Path) -> None:
     touch(tmp_path, "b/x.png", "b/a/y.png", "a/z.png", "c.png", ".hidden/h.png")
     photos = find([tmp_path], recursive=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..options import is_whole
 from .folder import Folder
 from .job import FORMATS, SIGNS, Job, Look
 from .locking import locked
@@ -120,6 +121,8 @@ def batch(
         on_progress=on_progress,
     )
     folder = Path(out)
+    if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
+        raise BatchError(f"{folder} is a file; the overlays need a folder: choose another one for --out")
     found = find(words, recursive=recursive, targets=targets, out=folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,5 +168,5 @@ def _worked(run: Run, engine: Engine, lanes: int, most: int) -> Summary:
 
 
 def _require_whole(name: str, number: object) -> None:
-    if number is not None and not (isinstance(number, int) and not isinstance(number, bool) and number >= 1):
+    if number is not None and not is_whole(number):
         raise BatchError(f"{name}={number!r} is not a whole number from 1 on")

@@ -47,6 +47,7 @@ def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
     cures = {
         errno.ENOSPC: "make room",
         errno.EDQUOT: "make room",
+        errno.ENAMETOOLONG: "choose a shorter name",
         errno.EROFS: "make it writable",
         errno.EACCES: "give yourself permission to write there",
         errno.EPERM: "give yourself permission to write there",

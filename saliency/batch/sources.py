@@ -12,17 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ..files import PICTURES
 from .folder import Own, is_made
 from .lists import LISTS, read_list
 from .photos import Photo, absolute, label_of
 from .problems import BatchError
 from .shards import read_shard
-
-SUFFIXES = frozenset(
-    f".{each}"
-    for each in "avif bmp gif j2k jp2 jpeg jpg pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
-)
-"""What a picture in a folder is recognised by. A file that is named itself is read whatever its name."""
 
 
 def find(
@@ -124,7 +119,7 @@ class _Folder:
             folders = []
             for entry in entries:
                 path = os.path.join(folder, entry.name)  # noqa: PTH118
-                if os.path.splitext(entry.name)[1].lower() in SUFFIXES:  # noqa: PTH122
+                if os.path.splitext(entry.name)[1].lower() in PICTURES:  # noqa: PTH122
                     yield _photo(path, below)
                 if self._recursive and _is_folder(entry):
                     folders.append((path, (*below, entry.name)))

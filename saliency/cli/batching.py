@@ -152,11 +152,11 @@ def tell(summary: Summary, screen: Screen) -> None:
 
     from .console import Column, visible
 
-    if summary.failures:
+    if summary.failures and screen.is_terminal and not screen.quiet:
         columns = (Column("photo", "bold"), Column("method"), Column("why", "red", wraps=True))
         screen.table(columns, [(visible(source), method, visible(why)) for source, method, why in summary.failures])
         screen.say("")
-    if screen.quiet or not screen.is_terminal:
+    else:
         for source, method, why in summary.failures:
             screen.error(f"{visible(source)}{f' by {method}' if method else ''}: {visible(why)}")
     done = f"{summary.done} of {summary.photos} photos"

@@ -18,10 +18,10 @@ from ..attribution import Attribution
 from ..catalogue import method
 from ..classes import Categories, class_index
 from ..errors import did_you_mean
+from ..files import PICTURES
 from ..methods import METHODS
 from ..zoo import load
 from .console import Screen, UsageError, one_line
-from .photos import SUFFIXES
 
 ALL = "all"
 
@@ -46,7 +46,7 @@ def methods_and_photos(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_path(word: str) -> bool:
-    return "/" in word or "\\" in word or Path(word).suffix.lower() in SUFFIXES or os.path.exists(word)  # noqa: PTH110 - unlike Path, never raises
+    return "/" in word or "\\" in word or Path(word).suffix.lower() in PICTURES or os.path.exists(word)  # noqa: PTH110 - unlike Path, never raises
 
 
 def ready_model(name: str, weights: str, device: str, screen: Screen) -> nn.Module:

@@ -283,6 +283,8 @@ def _require_place(file: Path) -> None:
     folder = file.parent
     if file.is_dir():
         raise UsageError(f"--html {file} is a folder; name a file in it, such as {file / 'layers.html'}")
+    if file.exists() and not file.is_file():
+        raise UsageError(f"--html {file} is a device or a pipe, in whose place a page would be put; name a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         what = "cannot be written to" if folder.is_dir() else "does not exist"
         raise UsageError(f"--html {file}: the folder {folder} {what}")

@@ -79,9 +79,11 @@ _STYLE = """
 body { margin: 2rem clamp(1rem, 3vw, 3rem) 4rem; background: var(--saliency-ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; width: fit-content; min-width: min(60rem, 94%); }
 /* A wide table widens the page; what is read or looked at stays in sight. */
-header { display: flex; gap: 1.5rem; align-items: flex-start; max-width: 92vw; }
+header { display: flex; flex-wrap: wrap; gap: 1rem 1.5rem; align-items: flex-start; max-width: 92vw; }
+header > div { flex: 1 1 16rem; min-width: 0; }
 header > img { max-width: 180px; max-height: 180px; border-radius: 6px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .6rem; }
+h1, dd, section > p, .saliency-table p { overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .2rem; }
 dl { display: flex; flex-wrap: wrap; gap: .3rem 2rem; margin: 0; }
 dt { color: var(--quiet); font-size: .8rem; line-height: 1.2; }
@@ -92,5 +94,10 @@ section > p { color: var(--quiet); margin: 0 0 .6rem; max-width: min(60rem, 92vw
 section > img { max-width: min(62rem, 92vw); border-radius: 6px; border: 1px solid var(--line); }
 section .saliency-table > div { max-height: none; max-width: none; overflow: visible; }
 section .saliency-table p { color: var(--quiet); max-width: min(60rem, 88vw); }
+/* On a phone a table is moved within its own frame, and the page stays where it is. */
+@media screen and (max-width: 48rem) {
+  body { width: auto; min-width: 0; }
+  section .saliency-table > div { max-height: 85vh; max-width: 100%; overflow: auto; }
+}
 @media print { .saliency-table thead th { position: static; } }
 """

@@ -9,11 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = frozenset(
-    f".{each}"
-    for each in "avif bmp gif j2k jp2 jpeg jpg pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
-)
-"""What a picture in a folder is recognised by. A file that is named itself is read whatever its name."""
+from ..files import PICTURES
 
 _LONGEST = 160  # bytes of a label; a file system takes 255, and method, suffix and a temporary name need theirs
 
@@ -67,7 +63,7 @@ def _inside(folder: Path) -> list[Photo]:
         files = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
     except OSError as error:
         return [Photo(folder, f"the folder cannot be listed: {error.strerror}")]
-    pictures = [Photo(each) for each in files if each.suffix.lower() in SUFFIXES]
+    pictures = [Photo(each) for each in files if each.suffix.lower() in PICTURES]
     return pictures or [Photo(folder, "the folder has no pictures in it")]
 
 

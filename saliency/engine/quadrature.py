@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError, did_you_mean
+from ..options import whole_number
 
 Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
 
@@ -47,9 +48,7 @@ def rule(name: str, count: int) -> Nodes:
     if name not in RULES:
         raise MethodError(f"rule={name!r} is not one of {', '.join(RULES)}{did_you_mean(str(name), RULES)}")
     least = 2 if name == "trapezoid" else 1
-    number: object = count
-    if not isinstance(number, int) or isinstance(number, bool) or count < least:
-        raise MethodError(f"steps={count!r} is not a whole number of at least {least}")
+    count = whole_number("steps", count, least=least)
     if name == "gauss_legendre":
         nodes, weights = np.polynomial.legendre.leggauss(count)
         return Nodes(torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / weights.sum()))
@@ -117,7 +116,7 @@ class Adaptive:
 
     @property
     def residual(self) -> float:
-        """How far the weighted slopes miss the rise."""
+        """What the weighted slopes miss of the rise: they and this make it up."""
         return float(self._mixed()[1].sum()) if len(self.at) > 1 else 0.0
 
     @property
@@ -129,7 +128,7 @@ class Adaptive:
         return sorted(range(len(self.at)), key=self.at.__getitem__)
 
     def _mixed(self) -> tuple[Tensor, Tensor]:
-        """For each interval, the share of the slope at its left end (n - 1,), and the residual (n - 1,)."""
+        """For each interval, the share of the slope at its left end (n - 1,), and what it misses (n - 1,)."""
         order = self._order()
         at, values, slopes = (
             torch.tensor([numbers[i] for i in order], dtype=torch.float64)
@@ -139,4 +138,4 @@ class Adaptive:
         apart = left - right
         bent = apart.abs() > 1e-9 * slopes.abs().max()
         shares = torch.where(bent, (rises / widths - right) / torch.where(bent, apart, 1.0), 0.5).clamp(0, 1)
-        return shares, widths * (shares * left + (1 - shares) * right) - rises
+        return shares, rises - widths * (shares * left + (1 - shares) * right)

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from .wrapped import outside
 
 # So few numbers that a piece stays in the processor's cache while it is read several times, and so many that the calls
 # do not count.
@@ -114,26 +114,16 @@ def moments_of_sample(tensor: Tensor) -> Callable[[], Moments]:
     return _plainly(tensor, _later_of_sample)
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor inside of `torch.func`; under `vmap` those of the whole batch."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
-
-
 _Read = TypeVar("_Read")
 
 
 def _plainly(tensor: Tensor, read: Callable[[Tensor], _Read]) -> _Read:
     """What is read of a tensor outside of the caller's autocast, graph and transformations."""
     device = tensor.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return _plainly(tensor, read)
-    if peek_interpreter_stack() is not None:
-        with temporarily_clear_interpreter_stack():
-            return _plainly(unwrapped(tensor), read)
-    return read(tensor.detach())
+    return outside(lambda plain: read(plain.detach()), tensor)
 
 
 def _later_of_sample(tensor: Tensor) -> Callable[[], Moments]:
@@ -148,6 +138,8 @@ def _later_of_sample(tensor: Tensor) -> Callable[[], Moments]:
 
 def _later(numbers: Tensor) -> Callable[[], Moments]:
     """The moments of a row of numbers, or of several rows."""
+    if numbers.is_meta:  # which holds no numbers
+        return Moments
     if numbers.device.type != "cpu":
         figures = _figures(numbers)
         return lambda: _read(figures)
@@ -157,7 +149,9 @@ def _later(numbers: Tensor) -> Callable[[], Moments]:
 
 def _in_a_row(tensor: Tensor) -> Tensor:
     """The numbers in whatever order they lie in memory, without a copy where they are dense."""
-    if tensor.is_quantized:
+    if tensor.is_nested:
+        tensor = torch.cat([each.reshape(-1) for each in tensor.unbind()])
+    elif tensor.is_quantized:
         tensor = tensor.dequantize()
     elif tensor.layout != torch.strided:
         tensor = tensor.to_dense()

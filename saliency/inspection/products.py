@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..classes import Categories, class_index, output_tensor, per_image
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..hooks import HookManager
+from ..hooks import HookManager, is_seen
 from ..layers import find
 from ..model import borrowed, unwrap
 from ..nests import mapped, tensors_in
@@ -46,13 +46,16 @@ def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | 
     Raises:
         ImageError: x cannot be read, or holds no floating-point numbers.
         LayerError: No such layer, or it was not called, or it gives no floating-point tensor.
-        NotApplicableError: The model does something that `torch.func` cannot follow.
+        NotApplicableError: The model does something that `torch.func` cannot follow, the layer is inside TorchScript,
+            or no operation with a derivative leads from it to the output.
         TargetError: The vector does not fit the model's output.
     """
     with _prepared(model, x, layer) as (function, primal):
         output, pull = _following(lambda: torch.func.vjp(function, primal))
         weights = _vector(vector, output, categories_of(model))
         product: Tensor = _following(lambda: pull(weights))[0]
+        if not product.any() and weights.any():
+            _check_connected(function, primal, layer)
     return product.detach()
 
 
@@ -76,7 +79,8 @@ def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: st
         ImageError: x cannot be read, or holds no floating-point numbers; or the tangent does not fit it.
         LayerError: No such layer, it was not called, or it gives no floating-point tensor; or the tangent does not fit
             its output.
-        NotApplicableError: The model does something that `torch.func` cannot follow.
+        NotApplicableError: The model does something that `torch.func` cannot follow, the layer is inside TorchScript,
+            or no operation with a derivative leads from it to the output.
         TargetError: It is not clear which tensor of the model's output is meant.
     """
     with _prepared(model, x, layer) as (function, primal):
@@ -87,15 +91,22 @@ def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: st
                 product: Tensor = _following(lambda: torch.func.jvp(function, (primal,), (along,))[1])
             except NotImplementedError:
                 product = _following(lambda: _by_two_backward_passes(function, primal, along))
+        if not product.any() and along.any():
+            _check_connected(function, primal, layer)
     return product.detach()
 
 
 @contextmanager
 def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tuple[_Function, Tensor]]:
     """The model's output as a function of a layer's output or of the input, and where its derivative is taken."""
-    called = feed(model, x)
     network = unwrap(model)
+    called = feed(model, x)
     where = None if layer is None else find(network, layer)
+    if where is not None and not is_seen(network, *where):
+        raise NotApplicableError(
+            f'layer "{where[0]}" is scripted, or inside a TorchScript module, which runs its parts by itself: no hook '
+            "sees what it gives; name a layer around it, or take the model as it was before torch.jit"
+        )
     with borrowed(network):
         yield _of_input(network, called) if where is None else _of_layer(network, called, *where)
 
@@ -127,6 +138,18 @@ def _of_layer(model: nn.Module, called: Feed, name: str, layer: nn.Module) -> tu
             return _run(model, called)
 
     return function, primal
+
+
+def _check_connected(function: _Function, primal: Tensor, layer: str | nn.Module | None) -> None:
+    """Raise NotApplicableError where a product is 0 since nothing carries a derivative, and not since it is 0."""
+    value = primal.clone().requires_grad_()
+    output = function(value)
+    if not output.requires_grad or torch.autograd.grad(output.sum(), value, allow_unused=True)[0] is None:
+        what = "the input" if layer is None else "the layer"
+        raise NotApplicableError(
+            f"no operation with a derivative leads from {what} to the model's output: it is detached, "
+            "quantised or turned into integers on the way, or not used at all"
+        )
 
 
 def _last_call(model: nn.Module, called: Feed, name: str, layer: nn.Module) -> tuple[int, Tensor]:
@@ -167,7 +190,7 @@ def _first_number(nest: Any) -> Tensor | None:
 def _tangent(tangent: Any, primal: Tensor, layer: str | nn.Module | None) -> Tensor:
     """The tangent on the device and in the type of what moves along it."""
     if isinstance(tangent, Tensor) and tangent.shape == primal.shape and not tangent.is_complex():
-        return tangent.detach().to(primal)
+        return _normal(tangent.detach().to(primal))
     where = "the input" if layer is None else "the layer's output"
     came = f"a tensor of shape {tuple(tangent.shape)}" if isinstance(tangent, Tensor) else type(tangent).__name__
     message = f"a tangent has the shape of {where}, {tuple(primal.shape)}; got {came}"
@@ -178,7 +201,7 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     """The weights of the output's numbers: as given, or 1 at a class of each image."""
     shape = tuple(output.shape)
     if isinstance(vector, Tensor) and vector.shape == output.shape and not vector.is_complex():
-        return vector.detach().to(output)
+        return _normal(vector.detach().to(output))
     if isinstance(vector, Tensor) and (vector.is_floating_point() or vector.is_complex()):
         raise TargetError(f"a vector has the shape of the model's output, {shape}; got {tuple(vector.shape)}")
     if output.dim() != 2:
@@ -192,6 +215,11 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     return weights
 
 
+def _normal(tensor: Tensor) -> Tensor:
+    """A tensor that autograd can keep, also where it was made under `inference_mode`."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 def _following(step: Callable[[], Any]) -> Any:
     """What a step of `torch.func` gives. Raises NotApplicableError where the model does what it cannot follow."""
     try:
@@ -199,10 +227,11 @@ def _following(step: Callable[[], Any]) -> Any:
     except NotImplementedError:
         raise
     except RuntimeError as error:
-        if any(each in str(error) for each in ("functorch", "torch.func", "captured Tensor")):
+        if any(each in str(error) for each in ("functorch", "torch.func", "captured Tensor", "must be floating-point")):
             raise NotApplicableError(
                 "the model does something that torch.func cannot follow, such as a checkpoint, a change of its own "
-                f"buffers, or an autograd.Function without setup_context: {str(error).splitlines()[0]}"
+                "buffers, integers as its output, or an autograd.Function without setup_context: "
+                f"{str(error).splitlines()[0]}"
             ) from error
         raise
 

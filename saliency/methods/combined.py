@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution import Finding, TracedAttribution, chosen
+from ..attribution import Finding, TracedAttribution
 from ..errors import LayerError, MethodError
 from ..explanation import Sign
 from ..layers import LayerLike, find
+from ..options import chosen
 from ..preprocess import PreprocessLike
 from ..survey import survey
 from ..trace import Evidence

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution import chosen
 from ..effort import Running
 from ..engine.passes import Passes
 from ..errors import MethodError
 from ..multipass import Found
+from ..options import chosen
 from .masks import AUTHORS, OptimisedMask, blurring, shifted
 
 Keep = Literal["best", "worst"]

@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Finding, TracedAttribution, chosen
+from ..attribution import Finding, TracedAttribution
 from ..errors import MethodError, NotApplicableError, warn
 from ..hooks import Rule
+from ..options import chosen
 from ..preprocess import PreprocessLike
 from ..rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..trace import Evidence

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import LayerError, MethodError
+from ..errors import LayerError
 from ..hooks import HookManager
 from ..layers import LayerLike, layout_of
 from ..layouts import Layout
 from ..model import run
+from ..options import whole_number
 from .cam import GradCAM
 
 
@@ -169,11 +170,3 @@ def strongest(strength: Tensor, most: int | None, among: Iterable[int]) -> list[
 def channel_count(channels: int | None) -> int | None:
     """The option `channels`, checked. Raises MethodError for what is no number of channels."""
     return None if channels is None else whole_number("channels", channels)
-
-
-def whole_number(option: str, number: int) -> int:
-    """An option, checked. Raises MethodError unless it is a whole number of at least 1."""
-    given: object = number
-    if not (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
-        raise MethodError(f"{option}={number!r} is not a whole number of at least 1")
-    return number

@@ -16,7 +16,8 @@ from ..errors import MethodError
 from ..explanation import Sign
 from ..layers import LayerLike
 from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
-from .layered import LayerReader, Masks, Reading, channel_count, whole_number
+from ..options import whole_number
+from .layered import LayerReader, Masks, Reading, channel_count
 
 
 class ScoreCAM(MultiPassAttribution):

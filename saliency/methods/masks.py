@@ -17,6 +17,7 @@ from ..engine.passes import Passes
 from ..errors import MethodError
 from ..model import leaf
 from ..multipass import Found, MultiPassAttribution, generator
+from ..options import whole_number
 from ..selection import Selection
 from ..trace import widened
 from ..variants.fills import Filler, FillLike, as_fill
@@ -47,10 +48,7 @@ class OptimisedMask(MultiPassAttribution):
 
     def __init__(self, model: nn.Module, *, steps: int, **running: Unpack[Running]) -> None:
         super().__init__(model, **running)
-        whole: object = steps
-        if not (isinstance(whole, int) and whole >= 1):
-            raise MethodError(f"steps={steps!r} is not a whole number of at least 1")
-        self.steps = steps
+        self.steps = whole_number("steps", steps)
 
     def passes_of(self, x: Tensor, target: Selection, image: int) -> Passes:
         """The passes of one image, one at a time: each step begins where the one before has ended."""

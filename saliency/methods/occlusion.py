@@ -13,6 +13,7 @@ from ..engine.passes import Make, Passes
 from ..errors import MethodError
 from ..explanation import Sign
 from ..multipass import Found, MultiPassAttribution
+from ..options import is_whole
 from ..tape.local import ONLY_WHERE_REACHED, Local
 from ..variants.fills import Filler, FillLike, as_fill
 
@@ -135,10 +136,9 @@ def _edges(option: str, edges: int | Sequence[int]) -> int | tuple[int, int]:
     """One number of pixels, or two. Raises MethodError for anything else."""
     made: Any = edges
     numbers = made if isinstance(made, list | tuple) else (made,)
-    whole = all(isinstance(each, int) and not isinstance(each, bool) and each >= 1 for each in numbers)
-    if not whole or len(numbers) != (2 if numbers is made else 1):
+    if not all(map(is_whole, numbers)) or len(numbers) != (2 if numbers is made else 1):
         raise MethodError(f"{option}={made!r} is no whole number of pixels of at least 1, nor two of them")
-    return (made[0], made[1]) if numbers is made else int(made)
+    return (int(made[0]), int(made[1])) if numbers is made else int(made)
 
 
 def _pair(edges: int | tuple[int, int]) -> tuple[int, int]:

@@ -143,7 +143,7 @@ class IDGI(MultiPassAttribution):
                     risen += here - open_score
                 open_share, open_score = share, here
         values, risen = values / len(references), risen / len(references)
-        return Found(values, residual=float(values.sum(dtype=torch.float64)) - risen)
+        return Found(values, residual=risen - float(values.sum(dtype=torch.float64)))
 
 
 class ExpectedGradients(SampledAttribution):
@@ -246,10 +246,10 @@ def scores_of(passes: Passes, inputs: Tensor) -> Tensor:
 
 
 def residual_of(values: Tensor, score: Tensor, references: Tensor) -> float | None:
-    """How far values miss the score less the mean of the baselines' scores; None where an interrupt left these out."""
+    """What values miss of the score less the mean of the baselines' scores; None where an interrupt left these out."""
     if not len(references):
         return None
-    return float(values.sum(dtype=torch.float64)) - float(score) + float(references.double().mean())
+    return float(score) - float(references.double().mean()) - float(values.sum(dtype=torch.float64))
 
 
 def wide(x: Tensor) -> torch.dtype:

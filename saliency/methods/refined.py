@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attribution import Finding, chosen
+from ..attribution import Finding
 from ..classes import class_index, class_probabilities, class_scores
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..layers import LayerLike
+from ..options import chosen, is_whole
 from ..preprocess import PreprocessLike
 from ..selection import Selection
 from ..targets import ClassScore
@@ -272,8 +273,8 @@ def _gradient(of: Tensor, at: Tensor, *, again: bool = False) -> Tensor | None:
 
 def _references(references: int | Sequence[int | str]) -> int | list[int | str]:
     given: object = references
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return given
+    if is_whole(given):
+        return int(given)
     if isinstance(given, list | tuple) and given and all(isinstance(each, int | str) for each in given):
         return list(given)
     raise MethodError(f"references={references!r} is neither a number of classes nor a list of classes")

@@ -15,6 +15,7 @@ from ..engine.passes import Passes
 from ..errors import MethodError
 from ..explanation import Sign
 from ..multipass import Found, SampledAttribution, estimated, generator
+from ..options import whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
 TOGETHER = 16
@@ -75,13 +76,10 @@ class RISE(SampledAttribution):
         **sampling: Unpack[Sampling],
     ) -> None:
         super().__init__(model, **sampling)
-        whole: object = grid
-        if not isinstance(whole, int) or isinstance(whole, bool) or whole < 1:
-            raise MethodError(f"grid={grid!r} is no whole number of cells of at least 1")
         share: object = shown
         if not isinstance(share, int | float) or not 0 < share < 1:
             raise MethodError(f"shown={shown!r} is no probability between 0 and 1")
-        self.grid, self.shown, self.debiased = grid, float(shown), bool(debiased)
+        self.grid, self.shown, self.debiased = whole_number("grid", grid), float(shown), bool(debiased)
         self.fill = as_fill(fill)
         if self.fill == "inpaint":
             raise MethodError(

@@ -16,6 +16,7 @@ from ..engine.estimates import Estimate
 from ..engine.passes import Make, Passes
 from ..errors import MethodError
 from ..multipass import Found, SampledAttribution, generator
+from ..options import whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
 
@@ -33,10 +34,7 @@ class GridAttribution(SampledAttribution):
 
     def __init__(self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **sampling: Unpack[Sampling]) -> None:
         super().__init__(model, **sampling)
-        whole: object = grid
-        if not (isinstance(whole, int) and whole >= 1):
-            raise MethodError(f"grid={grid!r} is not a whole number of at least 1")
-        self.grid = grid
+        self.grid = whole_number("grid", grid)
         self.fill = as_fill(fill)
 
     def cells_of(self, x: Tensor) -> tuple[int, int]:

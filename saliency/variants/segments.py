@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MethodError
+from ..options import is_whole
 from ..preprocess import Preprocess
 
 COMPACTNESS, SMOOTHING = 10.0, 1.0
@@ -47,18 +48,14 @@ def as_segments(like: SegmentsLike) -> SegmentsBy:
     if callable(made):
         by: Segmenting = made
         return by
-    if _is_count(made):
+    if is_whole(made):
         return int(made)
-    if isinstance(made, list | tuple) and len(made) == 2 and all(map(_is_count, made)):
+    if isinstance(made, list | tuple) and len(made) == 2 and all(map(is_whole, made)):
         return (int(made[0]), int(made[1]))
     raise MethodError(
         f"segments={made!r} is no number of superpixels of at least 1, no (rows, columns) of a grid, no map of whole "
         "numbers (H, W), and no function from a picture (H, W, C) to one"
     )
-
-
-def _is_count(each: object) -> bool:
-    return isinstance(each, int) and not isinstance(each, bool) and each >= 1
 
 
 def _checked(labels: Tensor) -> Tensor:

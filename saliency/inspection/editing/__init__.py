@@ -103,7 +103,8 @@ def edit_gradients(
 
     Of a layer, each call is edited, and of a call each floating-point tensor that has a gradient, however they are
     nested, one by one. Other uses of the same tensors keep their gradient. Under `create_graph=True` the rule is a part
-    of the graph.
+    of the graph. What a layer computes stays as it is, but where it returns what it was given, or a view, it returns a
+    copy of that: a later operation in place changes the copy only.
 
     Args:
         model: Any module; None where all places are tensors.

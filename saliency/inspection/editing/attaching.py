@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +58,10 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
     )
 
 
+def _kind(output: Any) -> str:
+    return "None" if output is None else f"something of type {type(output).__name__}"
+
+
 def _has_numbers(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -103,6 +107,9 @@ def _edit_inputs(
     found = exits(results, given.edges, given.since)
     if any(found):
         place.obstacle = _NO_BACKWARD
+    elif not any(map(_has_numbers, tensors_in(output))):
+        kind = "floating-point tensor" if any(True for _ in tensors_in(output)) else f"tensor, but {_kind(output)}"
+        place.refuse(f"it gives no {kind}, so no gradient can be followed through it")
     elif not place.edits:
         place.obstacle = "what it gives does not depend on what it takes through any recorded operation"
     for tensor, at in zip(given.tensors, found, strict=True):
@@ -119,7 +126,7 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
 
     def end(begun: tuple[int, bool], output: Any) -> Any:
         since, recording = begun
-        numbers = [each for each in tensors_in(output) if _has_numbers(each)]
+        numbers = _different(each for each in tensors_in(output) if _has_numbers(each))
         alive = [each for each in numbers if each.requires_grad]
         if not numbers:
             place.refuse("it gives no floating-point tensor, so no gradient arrives at it")
@@ -133,7 +140,7 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
             place.obstacle = _NO_BACKWARD
             several = len(alive) > 1
             changed = _with_own(output, lambda each: several or each._is_view() or not is_recorded_since(each, since))
-            for each in tensors_in(output if changed is None else changed):
+            for each in _different(tensors_in(output if changed is None else changed)):
                 if each.requires_grad:
                     hooks.at_gradient(each, partial(_edit, steps, place))
             return changed
@@ -163,12 +170,29 @@ def attach_to_activation(hooks: HookManager, steps: tuple[Rule, ...], place: Pla
         runs_again = this_backward() != -1
         if runs_again:
             _refuse_new_draws(steps, place)
-        edited = mapped(output, edit)
+        edited = mapped(output, _once(edit))
         place.edits += 0 if runs_again else 1
         return edited
 
     if isinstance(place.at, nn.Module):
         hooks.revise(place.at, change)
+
+
+def _different(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor once, also where it is given several times."""
+    return list({id(each): each for each in tensors}.values())
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The change, which makes the same of a tensor that comes several times: what was one tensor stays one."""
+    made: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+        return made[id(tensor)]
+
+    return changed
 
 
 def _refuse_new_draws(steps: tuple[Rule, ...], place: Place) -> None:
@@ -202,5 +226,5 @@ def _with_own(output: Any, needs: Callable[[Tensor], bool]) -> Any:
         _own[copied] = None
         return copied
 
-    changed = mapped(output, own)
+    changed = mapped(output, _once(own))
     return changed if made else None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...errors import MethodError
 from ..moments import moments
+from ..wrapped import outside
 from .ruling import Chain, NamedRule, Rule, index_of, number, steps_of
 
 _FEW = 16  # as many numbers as one line can show
@@ -238,6 +239,9 @@ class _Show(NamedRule):
     label: str
 
     def __call__(self, tensor: Tensor) -> None:
+        outside(self._tell, tensor)
+
+    def _tell(self, tensor: Tensor) -> None:
         if callable(self.write):
             self.write(tensor.detach().clone())
             return
@@ -250,7 +254,7 @@ class _Show(NamedRule):
 
 
 def show(write: Callable[[Tensor], object] | Stream | None = None, label: str = "") -> NamedRule:
-    """Tell of the tensor and leave it as it is.
+    """Tell of the tensor and leave it as it is. Of many gradients at once, as under `torch.vmap`, it tells of all.
 
     Args:
         write: What gets a copy of the tensor, such as `print` or the `append` of a list; or an open file, which gets a

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MethodError, warn
+from ..wrapped import is_wrapped
 
 Rule = Callable[[Tensor], Tensor | None]
 """From a gradient, or an activation, to what takes its place; None leaves it."""
@@ -111,9 +112,14 @@ def _made_by(rule: NamedRule, tensor: Tensor, place: str) -> Tensor | None:
     try:
         return rule(tensor)
     except RuntimeError as error:
-        if tensor.layout == torch.strided and not tensor.is_complex():
+        if is_wrapped(tensor):
+            kind = f"which is inside of a transformation such as vmap: {str(error).splitlines()[0]}"
+        elif tensor.is_complex():
+            kind = "complex numbers"
+        elif tensor.layout != torch.strided:
+            kind = "a sparse tensor; have it dense (sparse=False)"
+        else:
             raise
-        kind = "complex numbers" if tensor.is_complex() else "a sparse tensor; have it dense (sparse=False)"
         raise MethodError(f"the rule {rule_name(rule)} cannot be applied to {place}, {kind}") from error
 
 

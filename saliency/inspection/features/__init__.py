@@ -10,8 +10,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from ...errors import ImageError, LayerError, MethodError
-from ...hooks import HookManager
+from ...errors import ImageError, LayerError, MethodError, NotApplicableError
+from ...hooks import HookManager, is_seen
 from ...model import borrowed, unwrap
 from ...nests import mapped, tensors_in
 from ..feeding import Feed, feeds
@@ -82,14 +82,22 @@ def extract_features(
         A mapping from the layers' names to rows (N, ...), with `labels`: tensors, or `Rows` that read from disk.
 
     Raises:
-        ImageError: The data cannot be read, or holds no image.
+        ImageError: The data cannot be read, or holds no image; or its labels are of different kinds.
         LayerError: No such layer; or it was not called, or gives no tensor, or not one row for each image, or rows of
             another shape in a later batch.
         MethodError: An option is not what it should be, or the folder holds finished features already.
+        NotApplicableError: A layer is inside TorchScript, where no hook sees it.
+        OSError: The folder cannot be written to, such as on a full disk. What was written before stays whole.
     """
-    _check(shard_images, dtype, pool)
+    _check(out, shard_images, dtype, pool)
     network = unwrap(model)
     watched = selected(network, layers)
+    hidden = next((name for name, layer in watched.items() if not is_seen(network, name, layer)), None)
+    if hidden is not None:
+        raise NotApplicableError(
+            f'layer "{hidden}" is scripted, or inside a TorchScript module, which runs its parts by itself: no hook '
+            "sees what it gives; name a layer around it, or take the model as it was before torch.jit"
+        )
     taken = next((each for each in watched if each in RESERVED), None)
     if out is not None and taken is not None:
         raise LayerError(f'a layer "{taken}" cannot be written to a file, where the name means something else')
@@ -103,8 +111,10 @@ def extract_features(
     return sink.finish()
 
 
-def _check(shard_images: Any, dtype: Any, pool: Any) -> None:
+def _check(out: Any, shard_images: Any, dtype: Any, pool: Any) -> None:
     """Raise MethodError for an option that is not what it should be."""
+    if out is not None and (not isinstance(out, str | os.PathLike) or not os.fspath(out)):
+        raise MethodError(f"out is a folder for the features, or None for memory; got {out!r}")
     if shard_images is not None and (type(shard_images) is not int or shard_images < 1):
         raise MethodError(f"shard_images is a number of images, 1 or more; got {shard_images!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

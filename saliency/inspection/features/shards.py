@@ -60,7 +60,7 @@ class Rows:
         if isinstance(index, slice):
             places = range(*index.indices(len(self)))
             return self._span(places.start, places.stop) if places.step == 1 else self._picked(places)
-        if isinstance(index, tuple):
+        if isinstance(index, tuple | bool):
             raise IndexError(f"rows take one index, and what they give takes others; got {index}")
         if isinstance(index, Iterable) and not isinstance(index, str):
             wanted = torch.as_tensor(index)

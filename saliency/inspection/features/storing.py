@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class Store:
             each.unlink()
 
     def write(self, rows: Mapping[str, Tensor], labels: Labels) -> None:
-        """One more file, and the index that knows of it."""
+        """One more file, and the index that knows of it. Raises OSError where there is no place for it."""
         file = f"shard-{len(self._shards):05d}.safetensors"
         tensors = dict(rows)
         metadata = {}
@@ -57,7 +58,13 @@ class Store:
         elif labels is not None:
             metadata[LABELS] = json.dumps(labels)
         with replacing(self.folder / file) as path:
-            save_file({name: each.contiguous() for name, each in tensors.items()}, path, metadata or None)
+            permissions = path.stat().st_mode
+            try:
+                save_file({name: each.contiguous() for name, each in tensors.items()}, path, metadata or None)
+            except SafetensorError as error:
+                raise OSError(f"the features in {self.folder / file} cannot be written: {error}") from error
+            # It puts a file of its own there, which nobody else may read.
+            path.chmod(permissions)
         self._shards.append({"file": file, "images": len(next(iter(rows.values())))})
         self._layers = {
             name: {"shape": list(each.shape[1:]), "dtype": type_name(each.dtype)} for name, each in rows.items()
@@ -101,7 +108,7 @@ class Sink:
         """The rows and labels of one more batch.
 
         Raises:
-            ImageError: Some batches come with labels and some without.
+            ImageError: Some batches come with labels and some without, or with labels of another kind.
             LayerError: A layer's rows have another shape, or type, than before.
         """
         for name, each in rows.items():
@@ -120,6 +127,11 @@ class Sink:
             )
         self._has_labels = kept is not None
         if kept is not None:
+            first = self._labels[0] if self._labels else kept
+            if _label_kind(first) != _label_kind(kept):
+                raise ImageError(
+                    f"the labels of batch {batch} are {_label_kind(kept)}, and those before {_label_kind(first)}"
+                )
             self._labels.append(kept)
         self._images += images
         if self._store is not None:
@@ -161,6 +173,13 @@ def _kept(labels: Any, images: int, *, tell: bool) -> Labels:
     if labels is not None and tell:
         warn(f"what comes along with the batches ({type(labels).__name__}) is not kept: it is not one label per image")
     return None
+
+
+def _label_kind(labels: Tensor | list[Any]) -> str:
+    """What the labels of all batches have in common, in words."""
+    if isinstance(labels, list):
+        return "a list"
+    return f"a tensor of {type_name(labels.dtype)} with {tuple(labels.shape[1:])} for each image"
 
 
 def _images_in(rows: Mapping[str, Tensor]) -> int:

@@ -71,7 +71,7 @@ class Recording(Sequence[Call]):
         return sum(1 for _ in self._tape)
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(self._tape)
+        return iter(tuple(self._tape))  # more may come while somebody goes through them
 
     @overload
     def __getitem__(self, which: int) -> Call: ...
@@ -128,7 +128,7 @@ def record(
             default. A module that stands in the model under several names has the first.
         keep: What is kept of each tensor, which decides how much memory is needed: "full", a copy on its device, and
             in the forward pass still a part of the graph; "cpu", a detached copy on the CPU; "statistics", shape and
-            moments only, a few hundred bytes; "sample", the same estimated from some 16000 numbers of each tensor, in a
+            moments only, a few hundred bytes; "sample", the same estimated from 8192 numbers of each tensor, in a
             third of the time; or a function of the tensor.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from ...borders import this_backward
+from ..wrapped import outside
 
 Place = tuple[Sequence[int], Sequence[int], int]
 """Size, stride and offset of a view of another tensor."""
@@ -34,6 +36,8 @@ class _Pass:
 class Inbox(Sequence[Backward]):
     """What the backward passes through one call brought, in their order.
 
+    In a backward pass of many gradients at once (`is_grads_batched=True`) they have the axis of the batch first.
+
     Args:
         inputs: For each tensor among the arguments, how many operations pass gradient on to it.
         outputs: How many tensors there are in the output.
@@ -48,10 +52,13 @@ class Inbox(Sequence[Backward]):
 
     def put_output(self, at: int, gradient: Tensor) -> None:
         """The gradient of a tensor in the output."""
-        self._this().outputs[at] = self._keep(gradient)
+        self._this().outputs[at] = outside(self._keep, gradient)
 
     def put_input(self, at: int, part: Tensor) -> None:
         """One summand of the gradient of a tensor among the arguments."""
+        outside(partial(self._add, at), part)
+
+    def _add(self, at: int, part: Tensor) -> None:
         this = self._this()
         come, known = this.sums.pop(at, (0, None))
         whole = part if known is None else known + part
@@ -90,6 +97,10 @@ class Inbox(Sequence[Backward]):
         each.sums.clear()
         return Backward(tuple(each.inputs), tuple(each.outputs))
 
+    def __reduce__(self) -> Any:
+        """A copy is of the passes so far: no more come to it."""
+        return list, (self[:],)
+
 
 class View:
     """An output that is a view of another tensor, as it was when the call ended.
@@ -117,16 +128,25 @@ class View:
 
     def gradient(self, whole: Tensor) -> Tensor | None:
         """Its part of the gradient of what is viewed; None where that does not lie in memory without gaps."""
-        if not self._is_dense:
-            return None
+        return outside(partial(_each, self._cut, len(self._base[0])), whole) if self._is_dense else None
+
+    def _cut(self, whole: Tensor) -> Tensor:
         laid_out = torch.empty_strided(*self._base, dtype=whole.dtype, device=whole.device).copy_(whole)
         return laid_out.as_strided(*self._own)
 
     def passed_on(self, gradient: Tensor, to: Place) -> Tensor:
         """What its gradient is at the tensor, itself in place, that it was made from: zeros where it does not reach."""
-        places = torch.arange(self._memory, device=gradient.device).as_strided(*self._own)
-        spread = gradient.new_zeros(self._memory).index_add_(0, places.flatten(), gradient.flatten())
-        return spread.as_strided(*to)
+
+        def spread(part: Tensor) -> Tensor:
+            places = torch.arange(self._memory, device=part.device).as_strided(*self._own)
+            return part.new_zeros(self._memory).index_add_(0, places.flatten(), part.flatten()).as_strided(*to)
+
+        return outside(partial(_each, spread, len(self._own[0])), gradient)
+
+
+def _each(change: Callable[[Tensor], Tensor], axes: int, tensor: Tensor) -> Tensor:
+    """What a function makes of a tensor of so many axes, or of each of those in a batch of them."""
+    return change(tensor) if tensor.dim() == axes else torch.stack([_each(change, axes, each) for each in tensor])
 
 
 def _span(tensor: Tensor) -> int:

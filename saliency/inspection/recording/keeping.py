@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ...errors import MethodError, did_you_mean
-from ..moments import Moments, moments_later, moments_of_sample, unwrapped
+from ..moments import Moments, moments_later, moments_of_sample
+from ..wrapped import is_wrapped, outside
 
 Keep = str | Callable[[Tensor], Any]
 """One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""
@@ -25,7 +25,7 @@ class TensorStatistics:
     """What is left of a tensor that was not kept.
 
     Attributes:
-        shape: Its shape.
+        shape: Its shape; -1 where the parts of a nested tensor differ.
         dtype: Its type.
         device: Where it was.
         is_estimate: Whether they come from a sample of its numbers.
@@ -34,7 +34,7 @@ class TensorStatistics:
     __slots__ = ("_later", "_moments", "device", "dtype", "is_estimate", "shape")
 
     def __init__(self, tensor: Tensor, *, sample: bool = False) -> None:
-        self.shape = tuple(tensor.shape)
+        self.shape = _shape(tensor) if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.is_estimate = sample
@@ -52,6 +52,11 @@ class TensorStatistics:
         if self._later is not None:
             self._moments, self._later = self._later(), None
         return self._moments
+
+    def __getstate__(self) -> object:
+        """The figures themselves, for `pickle` and `deepcopy`."""
+        self._moments = self.moments
+        return object.__getstate__(self)
 
     def __repr__(self) -> str:
         """For example `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
@@ -90,14 +95,19 @@ class Keeper:
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
-        if is_functorch_wrapped_tensor(tensor):  # it does not outlive its transformation
-            return make(unwrapped(tensor).detach())
-        kept = make(tensor)
+        kept = outside(make, tensor)
+        if is_wrapped(tensor):  # it does not outlive its transformation
+            return kept
         self._known[id(tensor)] = (weakref.ref(tensor), tensor._version, kept)
         self._known.move_to_end(id(tensor))
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return kept
+
+
+def _shape(nested: Tensor) -> tuple[int, ...]:
+    sizes = [each.shape for each in nested.unbind()]
+    return len(sizes), *(of_all[0] if len(set(of_all)) == 1 else -1 for of_all in zip(*sizes, strict=True))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,6 +79,7 @@ class _Begun:
     kwargs: dict[str, Any] | None
     flat_inputs: tuple[Any, ...]
     since: int
+    before: int  # how many calls of the layer had ended
     tensors: Sequence[Tensor] = ()
     edges: Sequence[GradientEdge | None] = ()
     views: Sequence[_Viewed] = ()
@@ -123,6 +124,7 @@ class Tape:
         begun = _Begun(
             number=self._begun,
             since=now(),
+            before=self._counts.get(name, 0),
             layer=name,
             kind=kind,
             inputs=inputs,
@@ -156,10 +158,13 @@ class Tape:
                 # of its own: what comes through this layer.
                 output = mapped(output, lambda t: t.view_as(t) if id(t) in given_back else t)
             backwards = self._follow(hooks, begun, output)
+        ended = self._counts.get(begun.layer, 0)
+        if ended > begun.before:
+            self._count_after(begun)
         self._calls[begun.number] = Call(
             layer=begun.layer,
             kind=begun.kind,
-            index=self._counts.get(begun.layer, 0),
+            index=min(begun.before, ended),  # all may have been forgotten meanwhile
             inputs=begun.inputs,
             kwargs=begun.kwargs,
             output=kept,
@@ -167,8 +172,14 @@ class Tape:
             outputs=flat,
             backwards=backwards,
         )
-        self._counts[begun.layer] = self._counts.get(begun.layer, 0) + 1
+        self._counts[begun.layer] = ended + 1
         return output if given_back else None
+
+    def _count_after(self, begun: _Begun) -> None:
+        """Let the calls that a layer made of itself come after the one that made them."""
+        for number, call in self._calls.items():
+            if call is not None and call.layer == begun.layer and number > begun.number:
+                self._calls[number] = replace(call, index=call.index + 1)
 
     def _kept(self, nest: Any) -> tuple[Any, tuple[Any, ...]]:
         """What is kept of a nest, as it is nested, and flat."""

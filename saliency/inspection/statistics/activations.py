@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import LayerError
 from ...hooks import HookManager
 from ...layouts import Grid
 from ...nests import first_tensor, tensors_in
 from ..feeding import Feed, called
-from ..moments import Moments
+from ..moments import Moments, moments
 from ..selecting import LayersLike
 from ..tabular import Column, Table, listed, number, share
 from .channels import ChannelAxes
 from .heaps import Call, Calls, Heap, Seen
-from .natures import cuts_nothing_off, hands_on
+from .natures import can_be_called, cuts_nothing_off, hands_on
 from .passes import Passes, is_finite
 
 
@@ -145,9 +145,19 @@ class _Watch:
             seen = self._before = Seen(tensor)
         axis = self.axes.of(self.modules[name], tuple(tensor.shape), self._images, self._size)
         heap.add(seen.moments, seen.alive(tensor, axis))
-        if self.first is None and (seen.moments.nan or seen.moments.inf):
+        if self.first is None:
+            self._look_for_nonfinite(name, output, seen.moments)
+
+    def _look_for_nonfinite(self, name: str, output: Any, found: Moments) -> None:
+        """Note the layer where NaN or infinity is in what it returned, also behind the first of several tensors."""
+        if found.nan or found.inf:
             self.first = name
-            self.notes.append(self._first_note(name, seen.moments))
+            self.notes.append(self._first_note(name, found))
+        elif not isinstance(output, Tensor):
+            others = [each for each in list(tensors_in(output))[1:] if not is_finite(each)]
+            if others:
+                self.first = name
+                self.notes.append(self._first_note(name, moments(others[0]), "a later tensor of the output"))
 
     def end(self, output: Any) -> None:
         """The batch was run."""
@@ -173,7 +183,7 @@ class _Watch:
             [row for row in rectified if row.channels is not None and not hands_on(self.modules[row.name])]
         )
         seen = {row.name for row in rows}
-        silent = [name for name in self.modules if name not in seen]
+        silent = [name for name, each in self.modules.items() if name not in seen and can_be_called(each)]
         notes = [
             str(passes),
             _dead_note(dying, passes.images),
@@ -190,10 +200,10 @@ class _Watch:
     def _where(self) -> str:
         return f" of batch {self._batch}" if self._batch > 1 else ""
 
-    def _first_note(self, name: str, found: Moments) -> str:
+    def _first_note(self, name: str, found: Moments, part: str = "the output") -> str:
         what = " and ".join(each for each, count in (("NaN", found.nan), ("infinity", found.inf)) if count)
         label = f'"{name}"' if name else "the model"
-        note = f"{what} first in the output of {label}{self._where()}"
+        note = f"{what} first in {part} of {label}{self._where()}"
         if not self._input_is_finite:
             return f"{note}: the input itself holds NaN or infinity"
         module = self.modules[name]

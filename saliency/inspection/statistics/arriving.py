@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,11 @@ class Arrivals:
             for name, call, calls, each in self._calls
         ]
 
+    @property
+    def breaks_a_parameter(self) -> bool:
+        """Whether there is NaN or infinity in the gradient of a parameter."""
+        return not all(map(is_finite, self._sums.values()))
+
     def parameter(self, name: str) -> Moments | None:
         """The moments of a parameter's gradient; None where it has none."""
         gradient = self._sums.get(name)
@@ -143,6 +149,29 @@ class Arrivals:
 
     def _where(self) -> str:
         return f", in batch {self._batches}" if self._batches > 1 else ""
+
+
+def ratio_of(norm: float, weight_norm: float, learning_rate: float | None) -> float | None:
+    """The norm of the update, or of the gradient, over that of the weight; None for a weight of zeros."""
+    return (1.0 if learning_rate is None else learning_rate) * norm / weight_norm if weight_norm else None
+
+
+def ratios_of_layers(
+    modules: Mapping[str, nn.Module], norms: Mapping[int, tuple[float, float]], learning_rate: float | None
+) -> dict[str, float | None]:
+    """For each layer the ratio of all its parameters as of one, those of its parts included.
+
+    Args:
+        modules: The layers by name.
+        norms: Of the gradient of each parameter that has one, and of the parameter itself, by its `id`.
+        learning_rate: None leaves it out.
+    """
+    ratios = {}
+    for name, module in modules.items():
+        own = [norms[id(each)] for each in module.parameters() if id(each) in norms]
+        norm, weight_norm = (math.hypot(*(pair[at] for pair in own)) for at in (0, 1))
+        ratios[name] = ratio_of(norm, weight_norm, learning_rate)
+    return ratios
 
 
 class _Arrived:

@@ -15,7 +15,8 @@ from ..feeding import categories_of
 from ..moments import Moments, moments
 from ..selecting import LayersLike
 from ..tabular import Column, Table, listed, number, share
-from .arriving import Arrivals
+from .arriving import Arrivals, ratio_of, ratios_of_layers
+from .natures import can_be_called
 from .objectives import Loss, Objective
 from .passes import Passes
 
@@ -41,6 +42,8 @@ class LayerGradients:
     zero_share: float | None  # how many are exactly 0, from 0 to 1
     nan: int
     inf: int
+    ratio: float | None = None
+    """Of the update, or of the gradient, of all its parameters together to these, its parts included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,8 @@ def gradient_statistics(
             mean score over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
         learning_rate: Of plain gradient descent; each parameter's `ratio` is then that of its update to itself, the
-            learning rate times the norm of the gradient over the norm of the weight. A thousandth is usual. None leaves
-            the learning rate out.
+            learning rate times the norm of the gradient over the norm of the weight, and each layer's that of all its
+            parameters that have a gradient, as one. A thousandth is usual. None leaves the learning rate out.
         training: A private copy of the model runs in training mode: normalisation goes by the batch, and dropout drops
             by seeds of our own. The default, evaluation mode, misjudges batch normalisation that was never trained.
 
@@ -164,14 +167,20 @@ def gradient_statistics(
         with passes.lent() as lent:
             arrivals.run(lent, feed)
     kind, of = type(passes.original).__name__, f"{objective.name} of {number(arrivals.mean)}"
+    parameters = dict(passes.model.named_parameters())
+    rows = [_parameter_row(name, each, arrivals.parameter(name), learning_rate) for name, each in parameters.items()]
+    norms = {id(parameters[row.name]): (row.norm, row.weight_norm) for row in rows if row.norm is not None}
+    ratios = ratios_of_layers(modules, norms, learning_rate)
     return GradientStatistics(
-        layers=_layer_table(arrivals, modules, f"Gradients of a {of} at the layers of {kind}", str(passes)),
-        parameters=_parameter_table(
+        layers=_layer_table(
             arrivals,
-            dict(passes.model.named_parameters()),
-            learning_rate,
-            f"Gradients of a {of} at the parameters of {kind}",
+            modules,
+            ratios,
+            _ratio_title(learning_rate),
+            f"Gradients of a {of} at the layers of {kind}",
+            str(passes),
         ),
+        parameters=_parameter_table(rows, learning_rate, f"Gradients of a {of} at the parameters of {kind}"),
         loss=arrivals.mean,
         of=objective.name,
         learning_rate=learning_rate,
@@ -181,7 +190,14 @@ def gradient_statistics(
     )
 
 
-def _layer_table(arrivals: Arrivals, modules: dict[str, nn.Module], title: str, passes: str) -> Table[LayerGradients]:
+def _layer_table(
+    arrivals: Arrivals,
+    modules: dict[str, nn.Module],
+    ratios: dict[str, float | None],
+    ratio_title: str,
+    title: str,
+    passes: str,
+) -> Table[LayerGradients]:
     rows = [
         LayerGradients(
             name=name,
@@ -190,6 +206,7 @@ def _layer_table(arrivals: Arrivals, modules: dict[str, nn.Module], title: str, 
             calls=calls,
             count=0 if found is None else found.count,
             **_figures(found),
+            ratio=ratios[name],
         )
         for name, call, calls, found in arrivals.layers()
     ]
@@ -200,29 +217,39 @@ def _layer_table(arrivals: Arrivals, modules: dict[str, nn.Module], title: str, 
     if any(row.calls > 1 for row in rows):
         columns.append(Column("call", lambda row: f"{row.call + 1} of {row.calls}" if row.calls > 1 else ""))
     columns += _columns(rows)
+    if any(row.ratio is not None for row in rows):
+        hint = "of all its parameters together, those of its parts included"
+        columns.append(Column(ratio_title, lambda row: "" if row.ratio is None else number(row.ratio), hint=hint))
     none = list(dict.fromkeys(row.name for row in rows if row.norm is None))
     seen = {row.name for row in rows}
-    silent = [name for name in modules if name not in seen]
+    silent = [name for name, each in modules.items() if name not in seen and can_be_called(each)]
     notes = [
         passes,
-        *(arrivals.notes or ["no NaN, no infinity"]),
+        *(arrivals.notes or ["no NaN, no infinity" + (" at the layers" if arrivals.breaks_a_parameter else "")]),
         *listed("no gradient comes to", none),
         *listed("never called, or without a tensor to show:", silent),
     ]
     return Table(rows, columns, title, notes)
 
 
+def _ratio_title(learning_rate: float | None) -> str:
+    return "gradient / weight" if learning_rate is None else "update / weight"
+
+
 def _parameter_table(
-    arrivals: Arrivals, parameters: dict[str, nn.Parameter], learning_rate: float | None, title: str
+    rows: Sequence[ParameterGradients], learning_rate: float | None, title: str
 ) -> Table[ParameterGradients]:
-    rows = [_parameter_row(name, each, arrivals.parameter(name), learning_rate) for name, each in parameters.items()]
     of = "gradient" if learning_rate is None else "update"
     columns: list[Column[ParameterGradients]] = [
         Column("parameter", lambda row: row.name, "left"),
         Column("shape", lambda row: "x".join(map(str, row.shape)) or "1", "left"),
         *_columns(rows),
         Column("weight norm", lambda row: number(row.weight_norm)),
-        Column(f"{of} / weight", lambda row: _text(row.ratio), hint=f"the norm of the {of} over that of the weight"),
+        Column(
+            _ratio_title(learning_rate),
+            lambda row: _text(row.ratio),
+            hint=f"the norm of the {of} over that of the weight",
+        ),
     ]
     rate = "ratios are of the gradient to the weight: no learning rate was given"
     if learning_rate is not None:
@@ -231,6 +258,7 @@ def _parameter_table(
         rate,
         *listed("frozen:", [row.name for row in rows if not row.trainable]),
         *listed("no part in the result:", [row.name for row in rows if row.trainable and row.norm is None]),
+        *listed("NaN or infinity in the gradient of", [row.name for row in rows if row.nan or row.inf]),
     ]
     return Table(rows, columns, title, notes)
 
@@ -239,16 +267,13 @@ def _parameter_row(
     name: str, parameter: nn.Parameter, found: Moments | None, learning_rate: float | None
 ) -> ParameterGradients:
     weight_norm = moments(parameter).norm
-    ratio = None
-    if found is not None and weight_norm:
-        ratio = (1.0 if learning_rate is None else learning_rate) * found.norm / weight_norm
     return ParameterGradients(
         name=name,
         shape=tuple(parameter.shape),
         trainable=parameter.requires_grad,
         **_figures(found),
         weight_norm=weight_norm,
-        ratio=ratio,
+        ratio=None if found is None else ratio_of(found.norm, weight_norm, learning_rate),
     )
 
 

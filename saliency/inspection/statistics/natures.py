@@ -11,6 +11,11 @@ _NAMES = ("pool", "drop", "flatten")
 _WEIGHING = frozenset("batchnorm conv instancenorm linear normalization sparse".split())  # noqa: SIM905
 
 
+def can_be_called(module: nn.Module) -> bool:
+    """Whether a module computes something when it is called: a ModuleList or a ParameterList does not."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def hands_on(module: nn.Module) -> bool:
     """Whether a module gives zeros only because it was given them: pooling, dropout, or what consists of such.
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,17 +100,30 @@ class Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._count = count
         self._formulas: dict[Any, Callable[..., int] | None] = {}
+        self._elementary: set[Any] = set()  # operations without a formula that consist of no others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
         try:
             formula = self._formulas[func]
         except KeyError:
             formula = self._formulas[func] = _formula_of(func)
+        if formula is None and func not in self._elementary:
+            output = self._decomposed(func, args, kwargs)
+            if output is not NotImplemented:
+                return output
+            self._elementary.add(func)
+        output = func(*args, **kwargs)
         if formula is not None:
             self._count(formula(*args, **kwargs, out_val=output))
         return output
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns that consists of others, as under inference_mode; NotImplemented for any other."""
+        if not hasattr(func, "decompose") or func.namespace == "prim":
+            return NotImplemented
+        with self:
+            return func.decompose(*args, **kwargs)
 
 
 def _formula_of(func: Any) -> Callable[..., int] | None:
@@ -120,7 +132,7 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
     packet = getattr(func, "overloadpacket", func)
     flops = flop_registry.get(packet)
     if flops is None:
-        return _MORE.get(packet)
+        return _MORE.get(str(packet))
     known = flops
     # What torch counts are multiplications and additions, one by one.
     return lambda *args, **kwargs: int(known(*args, **kwargs)) // 2
@@ -131,11 +143,32 @@ def _product_with_vector(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return max(each.numel() for each in tensors_in(args))
 
 
-# What torch has no formula for, though it has for the same product with one more axis.
-_MORE: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.mv: _product_with_vector,
-    torch.ops.aten.addmv: _product_with_vector,
-    torch.ops.aten.addmv_: _product_with_vector,
-    torch.ops.aten.dot: _product_with_vector,
-    torch.ops.aten.vdot: _product_with_vector,
+def _product(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Each number of the first matrix, or of a batch of them, with a row of the second, which come last."""
+    *_, first, second = tensors_in(args)
+    return int(first.numel() * second.shape[-1])
+
+
+def _weighed(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Each number of the output takes the weights of its channel, the first axis."""
+    return int(out_val.numel() * math.prod(weight.shape[1:]))
+
+
+def _weighed_last(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return int(out_val.numel() * math.prod(weight.shape[:-1]))
+
+
+def _recurred(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Each weight of the layers, which come right behind the input, once for each step of each sequence."""
+    weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
+    return int(x.numel() // x.shape[-1] * sum(each.numel() for each in weights if each.dim() == 2))
+
+
+# What torch has no formula for, though it has for the same product with one more axis, or for what it is fused from.
+_MORE: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("aten.mv", "aten.addmv", "aten.addmv_", "aten.dot", "aten.vdot"), _product_with_vector),
+    **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation", "aten._int_mm"), _product),
+    **dict.fromkeys(("aten._trilinear", "torchvision.deform_conv2d"), _weighed),
+    **dict.fromkeys(("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"), _recurred),
+    "aten.conv_tbc": _weighed_last,
 }

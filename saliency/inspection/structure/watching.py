@@ -50,7 +50,7 @@ class Layer:
         watch.begun += 1
         depth = len(watch.running)
         watch.running.append(self)
-        x = args[0] if args else next(iter(kwargs.values()), None)
+        x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         return depth, x, self.multiply_adds, watch.multiply_adds
 
     def end(self, token: tuple[int, Any, int, int], output: Any) -> None:
