@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .wrapped import outside
 
 # So few numbers that a piece stays in the processor's cache while it is read several times, and so many that the calls
 # do not count.
-_PIECE = 1 << 16
+_PIECE = 1 << 17
 _SAMPLED_RUNS, _SAMPLED_RUN = 64, 128
 _AS_THEY_ARE = (torch.float32, torch.float64)
 # A difference of two sums that loses more of its digits than these is not taken.
@@ -115,6 +116,7 @@ def moments_of_sample(tensor: Tensor) -> Callable[[], Moments]:
 
 
 _Read = TypeVar("_Read")
+_Numbers = TypeVar("_Numbers", Tensor, NDArray[Any])
 
 
 def _plainly(tensor: Tensor, read: Callable[[Tensor], _Read]) -> _Read:
@@ -168,8 +170,7 @@ def _on_the_processor(numbers: Tensor) -> Moments:
     import numpy as np
 
     count, squares, total, least, most, zeros = numbers.numel(), 0.0, 0.0, math.inf, -math.inf, 0
-    for piece in _pieces(numbers):
-        rows = (piece if piece.dtype in _AS_THEY_ARE else piece.double()).numpy(force=True)
+    for rows in _arrays(numbers):
         # OpenCV adds up single precision in double, as fast as others do in single.
         squares += cv2.norm(rows, cv2.NORM_L2SQR)
         total += cv2.sumElems(rows)[0]
@@ -188,12 +189,19 @@ def _on_the_processor(numbers: Tensor) -> Moments:
     return sum((_read(_figures(piece)) for piece in _pieces(numbers)), Moments())
 
 
-def _pieces(numbers: Tensor) -> Iterator[Tensor]:
-    """Rows of at most `_PIECE` numbers in all."""
-    if numbers.dim() == 2:
-        yield numbers
+def _arrays(numbers: Tensor) -> Iterator[NDArray[Any]]:
+    """The same, in arrays that OpenCV takes."""
+    if numbers.dtype in _AS_THEY_ARE:
+        yield from _pieces(numbers.numpy(force=True))
     else:
-        yield from (numbers[None, at : at + _PIECE] for at in range(0, numbers.numel(), _PIECE))
+        yield from (piece.double().numpy(force=True) for piece in _pieces(numbers))
+
+
+def _pieces(numbers: _Numbers) -> Iterable[_Numbers]:
+    """A row in pieces (1, n) of at most `_PIECE` numbers; several rows as they are."""
+    if numbers.ndim == 2:
+        return (numbers,)
+    return (numbers[None, at : at + _PIECE] for at in range(0, len(numbers), _PIECE))
 
 
 def _figures(numbers: Tensor) -> Tensor:
