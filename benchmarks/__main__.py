@@ -1,10 +1,13 @@
 """Every benchmark in one command: `python -m benchmarks` prints the tables and keeps them in benchmarks/results/.
 
+Behind it stand the names of those that are wanted; without any, all of them run, for an hour or so.
+
 Keep the machine quiet meanwhile: a busy neighbour shows in every figure.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -53,13 +56,24 @@ def keep(name: str, benchmark: Callable[[], None]) -> None:
     (RESULTS / f"{name}.md").write_text(f"{machine()}\n{printed.getvalue().strip()}\n")
 
 
+BENCHMARKS: dict[str, Callable[[], None]] = {
+    "imports": imports.main,
+    "render": render.main,
+    "memory": lambda: memory.main([]),
+    "speed": lambda: speed.main([]),
+    "recording": lambda: recording.main([]),
+    "layer_table": lambda: layer_table.main([]),
+    "passes": lambda: passes.main([]),
+    "passes_memory": lambda: passes_memory.main([]),
+    "folder": lambda: folder.main([]),
+}
+
+
 if __name__ == "__main__":
-    keep("imports", imports.main)
-    keep("render", render.main)
-    keep("memory", lambda: memory.main([]))
-    keep("speed", lambda: speed.main([]))
-    keep("recording", lambda: recording.main([]))
-    keep("layer_table", lambda: layer_table.main([]))
-    keep("passes", lambda: passes.main([]))
-    keep("passes_memory", lambda: passes_memory.main([]))
-    keep("folder", lambda: folder.main([]))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(BENCHMARKS)}")
+    named = parser.parse_args().names or list(BENCHMARKS)
+    if unknown := [each for each in named if each not in BENCHMARKS]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for each in named:
+        keep(each, BENCHMARKS[each])
