@@ -10,6 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
@@ -113,12 +114,26 @@ class Attribution(ABC):
     @classmethod
     @cache
     def parameters(cls) -> list[str]:
-        """The names of the constructor's parameters; typed keywords (`**running: Unpack[Running]`) one by one."""
+        """The names of the constructor's parameters.
+
+        Typed keywords (`**running: Unpack[Running]`) stand one by one; others are taken to go on to the base class.
+        """
         found: list[str] = []
-        for name, parameter in inspect.signature(cls.__init__, eval_str=True).parameters.items():
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
             keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
-            found += get_type_hints(get_args(parameter.annotation)[0]) if keywords else [name]
-        return found
+            found += cls._keywords(name) if keywords else [name]
+        return list(dict.fromkeys(found))
+
+    @classmethod
+    def _keywords(cls, name: str) -> list[str]:
+        """What may be given as `**name` to the constructor."""
+        with suppress(NameError):  # a name in some annotation that is known to type checkers only
+            typed = get_args(inspect.signature(cls.__init__, eval_str=True).parameters[name].annotation)
+            if typed:
+                return list(get_type_hints(typed[0]))
+        makers = [each for each in cls.__mro__ if "__init__" in vars(each)]
+        handed_on = makers[1]
+        return handed_on.parameters() if issubclass(handed_on, Attribution) else []
 
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
         """Explain one image or several.

@@ -569,3 +569,16 @@ def test_the_checks_do_not_move_the_random_state_themselves() -> None:
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]  # noqa: NPY002
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+
+
+def test_keywords_without_types_go_on_to_the_base_class() -> None:
+    class Mine(saliency.RISE):
+        def __init__(self, model: nn.Module, *, mine: int = 1, **kwargs: Any) -> None:
+            super().__init__(model, **kwargs)
+            self.mine = mine
+
+    assert Mine.options() == ["mine", *saliency.RISE.options()]
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert Mine(model, passes=3, grid=2).attribute(torch.rand(1, 3, 8, 8), 0).values.shape == (1, 1, 8, 8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gird'"):
+        Mine(model, gird=2)

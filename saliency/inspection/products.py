@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..classes import Categories, class_index, output_tensor, per_image
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..hooks import HookManager, is_seen
+from ..hooks import HookManager
 from ..layers import find
 from ..model import borrowed, unwrap
 from ..nests import mapped, tensors_in
 from .feeding import Feed, categories_of, feed
+from .selecting import require_seen
 
 _Function = Callable[[Tensor], Tensor]
 """From a layer's output, or the input, to the model's output."""
@@ -102,11 +103,8 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
     network = unwrap(model)
     called = feed(model, x)
     where = None if layer is None else find(network, layer)
-    if where is not None and not is_seen(network, *where):
-        raise NotApplicableError(
-            f'layer "{where[0]}" is scripted, or inside a TorchScript module, which runs its parts by itself: no hook '
-            "sees what it gives; name a layer around it, or take the model as it was before torch.jit"
-        )
+    if where is not None:
+        require_seen(network, dict([where]))
     with borrowed(network):
         yield _of_input(network, called) if where is None else _of_layer(network, called, *where)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-from ..errors import LayerError
+from ..errors import LayerError, NotApplicableError
+from ..hooks import is_seen
 from ..layers import find
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
@@ -34,6 +35,18 @@ def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]
             # A module under several names is one layer.
             named.setdefault(module, name)
     return {name: module for module, name in named.items()}
+
+
+def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise NotApplicableError where hooks do not see the calls of a layer."""
+    hidden = next((name for name, layer in layers.items() if not is_seen(model, name, layer)), None)
+    if hidden is not None:
+        words = f'layer "{hidden}"' if hidden else "the model"
+        raise NotApplicableError(
+            f"{words} is scripted, or inside a TorchScript module, which runs "
+            "its parts by itself: no hook sees them; name what is around it, a traced module as a whole, or take the "
+            "model as it was before torch.jit"
+        )
 
 
 def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import LayerError, MethodError, NotApplicableError, closest
 from ...hooks import is_seen
-from ..selecting import selected
+from ..selecting import require_seen, selected
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
 """Layers as for `selected`; parameters by name ("fc.bias"), by pattern or themselves; tensors; or several."""
@@ -104,10 +104,7 @@ def _in_model(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -
     found = [Place(name, f'layer "{name}"' if name else "the model", at, named) for name, at in layers.items()]
     seen = [each for each in found if is_seen(model, each.name, layers[each.name])]
     if not seen or (named and len(seen) < len(found)):
-        raise NotApplicableError(
-            f"{found[0].words} is scripted, or inside a TorchScript module, which runs its parts by itself: no hook "
-            "sees them; edit what is around it, a traced module as a whole, or the model as it was before torch.jit"
-        )
+        require_seen(model, layers)
     return seen
 
 

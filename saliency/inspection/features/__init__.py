@@ -10,12 +10,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from ...errors import ImageError, LayerError, MethodError, NotApplicableError
-from ...hooks import HookManager, is_seen
+from ...errors import ImageError, LayerError, MethodError
+from ...hooks import HookManager
 from ...model import borrowed, unwrap
 from ...nests import mapped, tensors_in
 from ..feeding import Feed, feeds
-from ..selecting import LayersLike, selected
+from ..selecting import LayersLike, require_seen, selected
 from .shards import RESERVED, Features, Rows
 from .storing import Sink, Store
 
@@ -92,12 +92,7 @@ def extract_features(
     _check(out, shard_images, dtype, pool)
     network = unwrap(model)
     watched = selected(network, layers)
-    hidden = next((name for name, layer in watched.items() if not is_seen(network, name, layer)), None)
-    if hidden is not None:
-        raise NotApplicableError(
-            f'layer "{hidden}" is scripted, or inside a TorchScript module, which runs its parts by itself: no hook '
-            "sees what it gives; name a layer around it, or take the model as it was before torch.jit"
-        )
+    require_seen(network, watched)
     taken = next((each for each in watched if each in RESERVED), None)
     if out is not None and taken is not None:
         raise LayerError(f'a layer "{taken}" cannot be written to a file, where the name means something else')

@@ -8,10 +8,10 @@ from typing import Any, Self, overload
 
 from torch import nn
 
-from ...errors import LayerError, MethodError, NotApplicableError, did_you_mean
+from ...errors import LayerError, MethodError, did_you_mean
 from ...hooks import HookManager, is_seen
 from ...model import eager, unwrap
-from ..selecting import LayersLike, selected
+from ..selecting import LayersLike, require_seen, selected
 from ..tabular import Table
 from .keeping import Keep, Keeper
 from .summary import CallSummary, summarise
@@ -29,10 +29,7 @@ class Recording(Sequence[Call]):
         whole = unwrap(model)
         self._modules = selected(whole, layers)
         if not any(is_seen(whole, name, module) for name, module in self._modules.items()):
-            raise NotApplicableError(
-                f'layer "{next(iter(self._modules))}" is scripted, or inside a TorchScript module, which runs its '
-                "parts by itself: no hook sees them; record what is around it, or the model as it was before torch.jit"
-            )
+            require_seen(whole, self._modules)
         self._tape = Tape(Keeper(keep), parts)
         self._open: ExitStack | None = None
 
