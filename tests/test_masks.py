@@ -239,3 +239,14 @@ def test_the_descent_is_adams() -> None:
 
 def test_the_blur_of_the_fill_is_about_the_papers() -> None:
     assert abs(224 * BLUR - 10) < 2
+
+
+def test_places_that_are_equal_are_pulled_alike() -> None:
+    numbers = torch.ones(8, 8, dtype=torch.float64)
+    numbers[3:5, 3:5] = 0
+    numbers.requires_grad_()
+    method = ExtremalPerturbation(tiny_model(), areas=(0.3,), steps=10)
+    (pull,) = torch.autograd.grad(method.cost_of(numbers, 0, 0), numbers)
+    assert bool(pull.any())
+    for flipped in (pull.flip(0), pull.flip(1), pull.T):
+        torch.testing.assert_close(pull, flipped, atol=1e-12, rtol=1e-9)

@@ -36,12 +36,13 @@ class ExtremalPerturbation(OptimisedMask):
 
     Where this differs from the authors' code: the score counts in units of what blurring the whole image costs, and the
     descent is Adam's, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps. Images
-    are shifted by up to 2 of 224 pixels at each step. It finds one of many good parts: another seed may find another.
+    are shifted by up to 2 of 224 pixels at each step. What suffices is looked for from the whole picture on, what is
+    worst to lose from one that is half blurred. It finds one of many good parts: another seed may find another.
 
     Args:
         model: As for every method.
         areas: The shares of the image that are kept, each between 0 and 1; each takes all steps.
-        steps: Steps of gradient descent; the paper's are 800.
+        steps: Steps of gradient descent, which go the farther the fewer they are; the paper's are 800.
         weight: What a false area costs at the first step.
         keep: "best" looks for the part that suffices; "worst" for the one whose loss lowers the score the most.
         **running: See `saliency.effort.Running`.
@@ -60,7 +61,6 @@ class ExtremalPerturbation(OptimisedMask):
     name = "extremal_perturbation"
     units = "share that belongs to the part"
     cost = "802 forwards, 800 backwards, for each area"
-    rate = 0.02
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class ExtremalPerturbation(OptimisedMask):
         **running: Unpack[Running],
     ) -> None:
         super().__init__(model, steps=steps, **running)
+        self.rate = max(0.02, 1.5 / self.steps)
         areas = (areas,) if isinstance(areas, int | float) else tuple(areas)
         if not areas or not all(0 < area < 1 for area in areas):
             raise MethodError(f"areas={areas!r} are not shares of the image, each between 0 and 1")
@@ -99,7 +100,8 @@ class ExtremalPerturbation(OptimisedMask):
             return shifted(blurred_where(levels, 1 - mask if upward else mask), shift)
 
         stake = self.stake(passes, score, levels[-1:].to(passes.x.dtype))
-        start = torch.full((len(self.areas), *lattice), 0.5, dtype=x.dtype, device=x.device)
+        # What suffices is looked for from the whole picture on: where all is half blurred, the gradient says little.
+        start = torch.full((len(self.areas), *lattice), 1.0 if upward else 0.5, dtype=x.dtype, device=x.device)
         found, alive = self.descend(passes, start, -stake if upward else stake, render)
         if not alive:
             passes.notes.append("the score does not depend on what is blurred")
@@ -111,8 +113,11 @@ class ExtremalPerturbation(OptimisedMask):
         values = smooth_mask(at).flatten().sort().values
         ideal = torch.zeros_like(values)
         ideal[len(values) - round(self.areas[which] * len(values)) :] = 1
-        if float((values[-1] - values[0]).detach()) < 1e-6:  # sorting equal places would choose some of them by chance
-            ideal.fill_(self.areas[which])
+        # Sorting places that are equal would choose some of them by chance.
+        differs = (values.detach() * 1e6).round().diff(prepend=values.new_full((1,), -1)) != 0
+        group = differs.cumsum(0) - 1
+        size = torch.zeros_like(values).index_add(0, group, torch.ones_like(values))
+        ideal = (torch.zeros_like(values).index_add(0, group, ideal) / size)[group]
         weight: float = self.weight * _GROWTH ** (step / self.steps)
         return weight * (values - ideal).square().mean()
 

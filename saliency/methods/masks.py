@@ -43,7 +43,7 @@ class OptimisedMask(MultiPassAttribution):
 
     sign = "positive"
     trial: ClassVar[Mapping[str, Any]] = {"steps": 2}
-    rate: ClassVar[float]
+    rate: float
     """How far a step moves a mask's numbers, at most."""
 
     def __init__(self, model: nn.Module, *, steps: int, **running: Unpack[Running]) -> None:
