@@ -150,7 +150,7 @@ for axis, area in zip(axes, (0.1, 0.2, 0.4), strict=True):
 
 # %% [markdown]
 # **What to see.** A tenth is not enough, not even the best tenth that was found: the network gives espresso 0.1 % on
-# it. With two fifths, most of the coffee and half of the rim, it is at 73 %, of the 95 % that it has on the whole photo.
+# it. With two fifths, most of the coffee and half of the rim, it is at 73 %, of 95 % on the whole photo.
 #
 # **What to beware of.** Such a map looks like an answer at every size. It says which part of that size was the best
 # that 150 steps found, and not that the part is enough; that has to be measured. We see the cut-out on black, the

@@ -221,9 +221,9 @@ def takes_hooks(layer: nn.Module) -> bool:
 def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
     """Whether hooks see the calls of a layer by the model: not where TorchScript makes them."""
     above = name.rpartition(".")[0]
-    # A scripted model has no get_submodule.
-    around = dict(model.named_modules(remove_duplicate=False)).get(above)
-    inside = bool(name) and isinstance(around, torch.jit.ScriptModule)
+    scripted = torch.jit.ScriptModule
+    # A scripted model has no get_submodule, and all of it is inside.
+    inside = bool(name) and (isinstance(model, scripted) or isinstance(model.get_submodule(above), scripted))
     return takes_hooks(layer) and not (inside and isinstance(layer, torch.jit.ScriptModule))
 
 
