@@ -120,8 +120,10 @@ class Attribution(ABC):
         """
         found: list[str] = []
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
-            keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
-            found += cls._keywords(name) if keywords else [name]
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                found += cls._keywords(name)
+            elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+                found.append(name)
         return list(dict.fromkeys(found))
 
     @classmethod
@@ -132,8 +134,8 @@ class Attribution(ABC):
             if typed:
                 return list(get_type_hints(typed[0]))
         makers = [each for each in cls.__mro__ if "__init__" in vars(each)]
-        handed_on = makers[1]
-        return handed_on.parameters() if issubclass(handed_on, Attribution) else []
+        handed_on = next((each for each in makers[1:] if issubclass(each, Attribution)), None)
+        return [] if handed_on is None else handed_on.parameters()
 
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
         """Explain one image or several.

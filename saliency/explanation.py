@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from PIL import Image, PngImagePlugin
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .effort import Effort
 from .errors import ExplanationError
-from .files import replacing
+from .files import save_tensors
 from .preprocess import Frame
 from .ramp import Box
 from .rectifiers import Coverage
@@ -128,8 +127,7 @@ class Explanation:
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
         }
         tensors |= {f"picture.{i}": _encoded(f.picture) for i, f in enumerate(self.frames) if f is not None}
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={"saliency": json.dumps(self._header())})
+        save_tensors(path, tensors, {"saliency": json.dumps(self._header())})
         return path
 
     @classmethod

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PICTURES = frozenset(
     f".{each}"
@@ -29,10 +33,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileExistsError: A device or a pipe has that name.
     """
     path = Path(path)
+    is_other = path.exists() and not path.is_file() and not path.is_dir()
+    # What /dev/stdout leads to may be a file, but one that others write to.
+    if is_other or path.absolute().is_relative_to("/proc") or path.absolute().parent in (Path("/dev"), Path("/dev/fd")):
+        raise FileExistsError(errno.EEXIST, "a device or a pipe has that name", os.fspath(path))
     if path.is_symlink():
         path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise FileExistsError(errno.EEXIST, "a device or a pipe has that name", os.fspath(path))
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
         # Made here, with the permissions that new files have: some writers would keep theirs to themselves.
@@ -41,3 +47,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
+    """Replace a safetensors file.
+
+    Raises:
+        OSError: There is no place for it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(path) as temporary:
+        permissions = temporary.stat().st_mode
+        try:
+            save_file(dict(tensors), temporary, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{os.fspath(path)} cannot be written: {error}") from error
+        # It puts a file of its own there, which nobody else may read.
+        temporary.chmod(permissions)

@@ -124,12 +124,9 @@ class SampledAttribution(MultiPassAttribution):
     """The passes that are made where no limit is set."""
 
     def __init__(self, model: nn.Module, **sampling: Unpack[Sampling]) -> None:
-        limits = {name: sampling.get(name) for name in ("passes", "seconds", "tolerance")}
-        Limits(**limits)  # type: ignore[arg-type] # raises for limits that are none
+        limits = Limits(sampling.get("passes"), sampling.get("seconds"), sampling.get("tolerance"))
         super().__init__(model, **sampling)  # type: ignore[misc] # a Sampling is a Running
-        self.passes = sampling.get("passes")
-        self.seconds = sampling.get("seconds")
-        self.tolerance = sampling.get("tolerance")
+        self.passes, self.seconds, self.tolerance = limits.passes, limits.seconds, limits.tolerance
 
     def limits(self) -> Limits:
         """The limits that were set; where only a tolerance or a time was, `MOST_PASSES`."""

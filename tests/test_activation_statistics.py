@@ -790,3 +790,39 @@ def test_it_is_read_as_a_table() -> None:
     assert table.title == "Activations of TinyNet"
     assert "stem" in str(table)
     assert "<table" in table.to_html()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
+def test_a_model_with_a_scripted_part_has_statistics() -> None:
+    script: Any = torch.jit.script
+    model = nn.Sequential(nn.Linear(3, 3), script(nn.Sequential(nn.Linear(3, 3))), nn.Linear(3, 2))
+    assert {row.name for row in activation_statistics(model, torch.randn(4, 3))} >= {"0", "2"}
+
+
+class Beside(nn.Module):
+    """Its first tensor, and beside it one of another kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "meta":
+            return x, x.to("meta")
+        return x, x.to_sparse() if self.kind == "sparse" else x.to_sparse_csr()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", ["sparse", "csr", "meta"])
+def test_tensors_of_any_kind_may_stand_behind_the_first(kind: str) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = Beside(kind)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first: Tensor = self.beside(x)[0]
+            return first
+
+    found = activation_statistics(Whole(), torch.randn(4, 3), layers="beside")
+    assert [row.name for row in found] == ["beside"]

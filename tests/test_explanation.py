@@ -173,7 +173,7 @@ def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("saliency.explanation.save_file", fail)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="no space left"):
         explanation[0].save(tmp_path / "a")
     assert [each.name for each in tmp_path.iterdir()] == ["a"]

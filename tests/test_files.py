@@ -42,3 +42,9 @@ def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
         write(tmp_path / "pipe", "text")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert list(tmp_path.iterdir()) == [tmp_path / "pipe"]
+
+
+def test_what_standard_output_leads_to_is_not_replaced() -> None:
+    for name in ("/dev/stdout", "/dev/null", "/proc/self/fd/1"):
+        with pytest.raises(FileExistsError, match="a device or a pipe has that name"):
+            write(Path(name), "text")

@@ -582,3 +582,12 @@ def test_keywords_without_types_go_on_to_the_base_class() -> None:
     assert Mine(model, passes=3, grid=2).attribute(torch.rand(1, 3, 8, 8), 0).values.shape == (1, 1, 8, 8)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gird'"):
         Mine(model, gird=2)
+
+    class Mixed:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Both(Mixed, saliency.RISE):
+        pass
+
+    assert Both(model, passes=3, grid=2).attribute(torch.rand(1, 3, 8, 8), 0).values.shape == (1, 1, 8, 8)

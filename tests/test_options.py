@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,9 @@ MADE: dict[str, Callable[[nn.Module], saliency.Attribution]] = {
 
 
 @pytest.mark.parametrize("made", MADE)
-def test_numbers_of_numpy_count_as_pythons_do(made: str) -> None:
+def test_numbers_of_numpy_count_as_pythons_do(made: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
-    assert MADE[made](model).attribute(torch.rand(1, 3, 16, 16), 2).values.isfinite().all()
+    found = MADE[made](model).attribute(torch.rand(1, 3, 16, 16), 2)
+    assert found.values.isfinite().all()
+    assert torch.equal(saliency.Explanation.load(found.save(tmp_path / "kept")).values, found.values)

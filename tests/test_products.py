@@ -309,3 +309,14 @@ def test_what_torch_func_cannot_follow_is_an_error_with_the_reason() -> None:
 
     with pytest.raises(NotApplicableError, match=r"torch\.func cannot follow"):
         vjp(Checkpointed(), torch.randn(1, 2), 0)
+
+
+def test_a_true_zero_of_a_complex_output_is_zero() -> None:
+    class Waves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            waves: Tensor = torch.fft.fft(x.relu())
+            return waves
+
+    x = -torch.ones(2, 3)
+    assert not vector_jacobian_product(Waves(), x, torch.ones(2, 3)).any()
+    assert not jacobian_vector_product(Waves(), x, torch.ones(2, 3)).any()

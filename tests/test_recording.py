@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import threading
 import weakref
@@ -1004,3 +1005,37 @@ def test_a_model_without_numbers_has_shapes_and_nothing_else() -> None:
     assert [call.output.shape for call in recording] == [(4, 2)] * 2
     assert all(call.output.moments.count == 0 for call in recording)
     assert "4x2" in str(recording.table())
+
+
+@pytest.mark.parametrize("lie", ["expanded", "strided", "a column"])
+def test_a_sample_is_of_the_tensors_own_numbers_however_they_lie(lie: str) -> None:
+    if lie == "expanded":
+        tensor = torch.ones(1).expand(2, 4, 64, 64)
+    elif lie == "strided":
+        tensor = torch.full((400_000,), math.nan)[::2].fill_(3)
+    else:
+        tokens = torch.randn(64, 197, 8)
+        tokens[..., 1:] += 100
+        tensor = tokens[:, :, 0]
+    found, known = TensorStatistics(tensor, sample=True).moments, TensorStatistics(tensor).moments
+    assert (found.count, found.nan) == (known.count, 0)
+    assert found.mean == pytest.approx(known.mean, abs=0.1)
+
+
+def test_the_gradient_of_a_sum_is_sampled() -> None:
+    layer = nn.Conv2d(3, 4, 3, padding=1)
+    with record(layer, keep="sample") as recording:
+        layer(torch.randn(2, 3, 64, 64)).sum().backward()
+    (call,) = recording
+    assert call.grad_outputs[0].moments.mean == 1
+
+
+def test_what_runs_while_all_is_forgotten_is_forgotten_too() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    with record(model) as recording:
+        model[1].register_forward_pre_hook(lambda module, args: recording.clear())
+        model(torch.zeros(1))
+        assert list(recording) == []
+        recording.clear()
+        model[0](torch.zeros(1))
+    assert [(call.layer, call.index) for call in recording] == [("0", 0)]

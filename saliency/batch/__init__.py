@@ -93,9 +93,9 @@ def batch(
         SaliencyError: The model, a method, a layer or the target of all photos does not exist.
         KeyboardInterrupt: Ctrl-C; what was under way is done and kept.
     """
-    _require_whole("batch_size", batch_size)
-    _require_whole("workers", workers)
-    _require_whole("limit", limit)
+    batch_size = _whole("batch_size", batch_size)
+    workers = _whole("workers", workers)
+    limit = _whole("limit", limit)
     if engine not in ("local", "ray"):
         raise BatchError(f"engine={engine!r} is neither 'local' nor 'ray'")
     words = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
@@ -167,6 +167,7 @@ def _worked(run: Run, engine: Engine, lanes: int, most: int) -> Summary:
     return run.summary(run.finish(), fresh, failures)
 
 
-def _require_whole(name: str, number: object) -> None:
+def _whole(name: str, number: int | None) -> int | None:
     if number is not None and not is_whole(number):
         raise BatchError(f"{name}={number!r} is not a whole number from 1 on")
+    return None if number is None else int(number)

@@ -67,7 +67,7 @@ class Moments:
 
     def for_as_many_as(self, count: int) -> Moments:
         """The estimate for a heap of `count` numbers of which these are a sample."""
-        share = count / self.count
+        share = count / self.count if self.count else 0
         finite, zeros, nan, inf = (round(each * share) for each in (self.finite, self.zeros, self.nan, self.inf))
         return replace(
             self, count=count, finite=finite, deviations=self.deviations * share, zeros=zeros, nan=nan, inf=inf
@@ -134,7 +134,8 @@ def _later_of_sample(tensor: Tensor) -> Callable[[], Moments]:
     step = whole // _SAMPLED_RUNS
     if step <= _SAMPLED_RUN:
         return _later(numbers)
-    found = _later(numbers.as_strided((_SAMPLED_RUNS, _SAMPLED_RUN), (step, 1)))
+    apart = numbers.stride(0)  # 0 where one number was expanded
+    found = _later(numbers.as_strided((_SAMPLED_RUNS, _SAMPLED_RUN), (step * apart, apart)))
     return lambda: found().for_as_many_as(whole)
 
 
@@ -152,7 +153,7 @@ def _later(numbers: Tensor) -> Callable[[], Moments]:
 def _in_a_row(tensor: Tensor) -> Tensor:
     """The numbers in whatever order they lie in memory, without a copy where they are dense."""
     if tensor.is_nested:
-        tensor = torch.cat([each.reshape(-1) for each in tensor.unbind()])
+        tensor = torch.cat([torch.empty(0, device=tensor.device), *(each.reshape(-1) for each in tensor.unbind())])
     elif tensor.is_quantized:
         tensor = tensor.dequantize()
     elif tensor.layout != torch.strided:

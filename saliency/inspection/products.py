@@ -142,7 +142,8 @@ def _check_connected(function: _Function, primal: Tensor, layer: str | nn.Module
     """Raise NotApplicableError where a product is 0 since nothing carries a derivative, and not since it is 0."""
     value = primal.clone().requires_grad_()
     output = function(value)
-    if not output.requires_grad or torch.autograd.grad(output.sum(), value, allow_unused=True)[0] is None:
+    ones = torch.ones_like(output)
+    if not output.requires_grad or torch.autograd.grad(output, value, ones, allow_unused=True)[0] is None:
         what = "the input" if layer is None else "the layer"
         raise NotApplicableError(
             f"no operation with a derivative leads from {what} to the model's output: it is detached, "

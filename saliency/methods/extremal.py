@@ -60,6 +60,7 @@ class ExtremalPerturbation(OptimisedMask):
 
     name = "extremal_perturbation"
     units = "share that belongs to the part"
+    rate = 0.02
     cost = "802 forwards, 800 backwards, for each area"
 
     def __init__(
@@ -73,7 +74,7 @@ class ExtremalPerturbation(OptimisedMask):
         **running: Unpack[Running],
     ) -> None:
         super().__init__(model, steps=steps, **running)
-        self.rate = max(0.02, 1.5 / self.steps)
+        self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
         areas = (areas,) if isinstance(areas, int | float) else tuple(areas)
         if not areas or not all(0 < area < 1 for area in areas):
             raise MethodError(f"areas={areas!r} are not shares of the image, each between 0 and 1")

@@ -113,7 +113,7 @@ def _made_by(rule: NamedRule, tensor: Tensor, place: str) -> Tensor | None:
         return rule(tensor)
     except RuntimeError as error:
         if is_wrapped(tensor):
-            kind = f"which is inside of a transformation such as vmap: {str(error).splitlines()[0]}"
+            kind = f"which is inside of a transformation such as vmap: {str(error).partition(chr(10))[0]}"
         elif tensor.is_complex():
             kind = "complex numbers"
         elif tensor.layout != torch.strided:

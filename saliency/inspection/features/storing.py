@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import ImageError, LayerError, MethodError, warn
-from ...files import replacing
+from ...files import replacing, save_tensors
 from .shards import INDEX, LABELS, Features, Labels, Rows, type_name
 
 _SHARD = re.compile(r"shard-\d{5,}\.safetensors")
@@ -57,14 +55,8 @@ class Store:
             tensors[LABELS] = labels
         elif labels is not None:
             metadata[LABELS] = json.dumps(labels)
-        with replacing(self.folder / file) as path:
-            permissions = path.stat().st_mode
-            try:
-                save_file({name: each.contiguous() for name, each in tensors.items()}, path, metadata or None)
-            except SafetensorError as error:
-                raise OSError(f"the features in {self.folder / file} cannot be written: {error}") from error
-            # It puts a file of its own there, which nobody else may read.
-            path.chmod(permissions)
+        contiguous = {name: each.contiguous() for name, each in tensors.items()}
+        save_tensors(self.folder / file, contiguous, metadata or None)
         self._shards.append({"file": file, "images": len(next(iter(rows.values())))})
         self._layers = {
             name: {"shape": list(each.shape[1:]), "dtype": type_name(each.dtype)} for name, each in rows.items()

@@ -93,15 +93,16 @@ class Tape:
         self._parts = frozenset(parts)
         self._gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
         self._calls: dict[int, Call | None] = {}  # by when they began
-        self._begun = 0
+        self._begun = self._forgotten = 0  # how many calls have begun, and how many of them are forgotten
         self._counts: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Call]:
         """The calls that have ended, in the order in which they began."""
-        return (call for call in self._calls.values() if call is not None)
+        return (call for call in list(self._calls.values()) if call is not None)
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Forget all calls, those too that have not ended."""
+        self._forgotten = self._begun
         self._calls.clear()
         self._counts.clear()
 
@@ -144,7 +145,7 @@ class Tape:
         return begun
 
     def _end(self, hooks: HookManager, begun: _Begun | None, output: Any) -> Any:
-        if begun is None:
+        if begun is None or begun.number < self._forgotten:
             return None
         kept, flat = self._kept(output) if "outputs" in self._parts else (None, ())
         backwards: Sequence[Backward] = ()
@@ -164,7 +165,7 @@ class Tape:
         self._calls[begun.number] = Call(
             layer=begun.layer,
             kind=begun.kind,
-            index=min(begun.before, ended),  # all may have been forgotten meanwhile
+            index=begun.before,
             inputs=begun.inputs,
             kwargs=begun.kwargs,
             output=kept,

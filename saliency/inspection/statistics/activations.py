@@ -154,10 +154,11 @@ class _Watch:
             self.first = name
             self.notes.append(self._first_note(name, found))
         elif not isinstance(output, Tensor):
-            others = [each for each in list(tensors_in(output))[1:] if not is_finite(each)]
-            if others:
+            others = (moments(each) for each in list(tensors_in(output))[1:])
+            broken = next((each for each in others if each.nan or each.inf), None)
+            if broken is not None:
                 self.first = name
-                self.notes.append(self._first_note(name, moments(others[0]), "a later tensor of the output"))
+                self.notes.append(self._first_note(name, broken, "a later tensor of the output"))
 
     def end(self, output: Any) -> None:
         """The batch was run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 # The files of torch.nn.modules whose modules give zeros because they were given them.
@@ -13,6 +14,8 @@ _WEIGHING = frozenset("batchnorm conv instancenorm linear normalization sparse".
 
 def can_be_called(module: nn.Module) -> bool:
     """Whether a module computes something when it is called: a ModuleList or a ParameterList does not."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
