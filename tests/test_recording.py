@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
 from saliency.inspection import Call, Recording, record
 from saliency.inspection.recording.keeping import TensorStatistics
+from saliency.inspection.wrapped import outside
 from saliency.nests import tensors_in
 from saliency.testing.snapshot import Snapshot
 
@@ -1039,3 +1040,20 @@ def test_what_runs_while_all_is_forgotten_is_forgotten_too() -> None:
         recording.clear()
         model[0](torch.zeros(1))
     assert [(call.layer, call.index) for call in recording] == [("0", 0)]
+
+
+def test_many_gradients_are_read_in_a_thread_that_does_not_know_of_them() -> None:
+    """As those of an accelerator come by in threads of autograd's own."""
+    x, seeds = torch.randn(3, 4, requires_grad=True), torch.randn(5, 3, 4)
+    found: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> None:
+        thread = threading.Thread(target=lambda: found.append(outside(torch.clone, gradient)))
+        thread.start()
+        thread.join()
+
+    result = x.sin()
+    result.register_hook(hook)
+    torch.autograd.grad(result, x, seeds, is_grads_batched=True)
+    assert len(found) == 1
+    assert torch.equal(found[0], seeds)

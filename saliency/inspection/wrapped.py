@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _Made = TypeVar("_Made")
+_MOST_BATCHES = 64  # that torch.vmap can nest
+_NO_BATCH = 2**31 - 1  # the size of no batch of gradients
 
 
 def outside(make: Callable[[Tensor], _Made], tensor: Tensor) -> _Made:
@@ -47,12 +49,14 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _unbatched(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in a backward pass of many gradients at once, which numbers its batches from 1."""
-    kind: Any = torch._C
-    level = kind._vmapmode_increment_nesting() - 1
-    kind._vmapmode_decrement_nesting()
-    for each in range(level, 0, -1):
+    """The numbers of a tensor in a backward pass of many gradients at once, which numbers its batches from 1.
+
+    Which batches there are is known to the thread that asked for the pass only, and gradients of an accelerator come by
+    in another one: so each is asked for.
+    """
+    for level in range(_MOST_BATCHES, 0, -1):
         if _functorch.is_legacy_batchedtensor(tensor):
-            # The size of the batch counts only for a tensor that has none on this level.
-            tensor = torch._remove_batch_dim(tensor, each, 1, 0)
+            # Where there is no such batch, there is one of this size afterwards.
+            found = torch._remove_batch_dim(tensor, level, _NO_BATCH, 0)
+            tensor = tensor if found.shape[0] == _NO_BATCH else found
     return tensor
