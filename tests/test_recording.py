@@ -1053,7 +1053,7 @@ def test_many_gradients_are_read_in_a_thread_that_does_not_know_of_them() -> Non
         thread.join()
 
     result = x.sin()
-    result.register_hook(hook)
+    result.register_hook(hook)  # type: ignore[no-untyped-call]
     torch.autograd.grad(result, x, seeds, is_grads_batched=True)
     assert len(found) == 1
     assert torch.equal(found[0], seeds)
