@@ -33,9 +33,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileExistsError: A device or a pipe has that name.
     """
     path = Path(path)
-    is_other = path.exists() and not path.is_file() and not path.is_dir()
-    # What /dev/stdout leads to may be a file, but one that others write to.
-    if is_other or path.absolute().is_relative_to("/proc") or path.absolute().parent in (Path("/dev"), Path("/dev/fd")):
+    if is_stream(path):
         raise FileExistsError(errno.EEXIST, "a device or a pipe has that name", os.fspath(path))
     if path.is_symlink():
         path = Path(os.path.realpath(path))
@@ -47,6 +45,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a device or a pipe has that name, or a name such as /dev/stdout leads to what others write to."""
+    whole = path.absolute()
+    is_name_of_one = whole.is_relative_to("/proc") or whole.parent in (Path("/dev"), Path("/dev/fd"))
+    return is_name_of_one or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:

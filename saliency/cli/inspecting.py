@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..files import replacing
+from ..files import is_stream, replacing
 from ..images import read
 from ..inspection.statistics.activations import activation_statistics
 from ..inspection.statistics.gradients import gradient_statistics
@@ -283,7 +283,7 @@ def _require_place(file: Path) -> None:
     folder = file.parent
     if file.is_dir():
         raise UsageError(f"--html {file} is a folder; name a file in it, such as {file / 'layers.html'}")
-    if file.exists() and not file.is_file():
+    if is_stream(file):
         raise UsageError(f"--html {file} is a device or a pipe, in whose place a page would be put; name a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         what = "cannot be written to" if folder.is_dir() else "does not exist"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import LayerError
 from ...hooks import HookManager
@@ -150,15 +151,12 @@ class _Watch:
 
     def _look_for_nonfinite(self, name: str, output: Any, found: Moments) -> None:
         """Note the layer where NaN or infinity is in what it returned, also behind the first of several tensors."""
-        if found.nan or found.inf:
-            self.first = name
-            self.notes.append(self._first_note(name, found))
-        elif not isinstance(output, Tensor):
-            others = (moments(each) for each in list(tensors_in(output))[1:])
-            broken = next((each for each in others if each.nan or each.inf), None)
-            if broken is not None:
+        later = ((moments(each), "a later tensor of the output") for each in islice(tensors_in(output), 1, None))
+        for each, part in chain([(found, "the output")], later):
+            if each.nan or each.inf:
                 self.first = name
-                self.notes.append(self._first_note(name, broken, "a later tensor of the output"))
+                self.notes.append(self._first_note(name, each, part))
+                return
 
     def end(self, output: Any) -> None:
         """The batch was run."""
@@ -201,7 +199,7 @@ class _Watch:
     def _where(self) -> str:
         return f" of batch {self._batch}" if self._batch > 1 else ""
 
-    def _first_note(self, name: str, found: Moments, part: str = "the output") -> str:
+    def _first_note(self, name: str, found: Moments, part: str) -> str:
         what = " and ".join(each for each, count in (("NaN", found.nan), ("infinity", found.inf)) if count)
         label = f'"{name}"' if name else "the model"
         note = f"{what} first in {part} of {label}{self._where()}"
