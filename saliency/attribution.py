@@ -26,6 +26,7 @@ from .images import Batch, ImagesLike, read
 from .model import borrowed, carried, is_categories, is_preprocess, reference, unwrap
 from .preprocess import PreprocessLike, as_preprocess
 from .rectifiers import Coverage
+from .rows import has_batch_statistics, warn_of_coupling
 from .selection import Selection
 from .targets import TargetLike
 from .trace import Evidence, Trace
@@ -253,6 +254,8 @@ def read_one_forward(
     methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[Selection]
 ) -> list[list[Finding]]:
     """What several methods find in one forward, for each of several targets."""
+    if len(x) > 1 and has_batch_statistics(methods[0].model):
+        warn_of_coupling()
     layers = [method.layers(x) for method in methods]
     depths = {method.gradients for method in methods}
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)

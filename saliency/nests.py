@@ -27,43 +27,51 @@ def leaves(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
     """The things of one kind in a nest, in order."""
     if isinstance(nest, kind):
         yield nest
-    elif isinstance(nest, Mapping):
-        for each in nest.values():
-            yield from leaves(each, kind)
-    elif isinstance(nest, tuple | list):
-        for each in nest:
-            yield from leaves(each, kind)
-    elif _is_record(nest):
-        for field in dataclasses.fields(nest):
-            yield from leaves(getattr(nest, field.name), kind)
+    else:
+        for child in children(nest) or ():
+            yield from leaves(child, kind)
+
+
+def children(nest: Any) -> list[Any] | None:
+    """The direct children of a container, in order; None for anything else."""
+    if isinstance(nest, Mapping):
+        return list(nest.values())
+    if isinstance(nest, tuple | list):
+        return list(nest)
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return [getattr(nest, field.name) for field in dataclasses.fields(nest)]
+    return None
+
+
+def with_children(nest: Any, new: list[Any]) -> Any:
+    """A container of the same type with other children; the same object where none of them changed.
+
+    Containers keep their types: named tuples, ordered dicts, dataclasses and subclasses of these.
+    """
+    old = children(nest) or []
+    if len(old) == len(new) and all(map(operator.is_, old, new)):
+        return nest
+    if isinstance(nest, tuple | list):
+        return nest._make(new) if hasattr(nest, "_make") else type(nest)(new)
+    if isinstance(nest, Mapping):
+        return _refilled(nest, dict(zip(nest, new, strict=True)))
+    made = copy.copy(nest)
+    for field, child in zip(dataclasses.fields(nest), new, strict=True):
+        object.__setattr__(made, field.name, child)
+    return made
 
 
 def mapped(nest: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same nest with each tensor changed, in the order of `tensors_in`; what is not changed stays the same object.
 
-    Containers keep their types: named tuples, ordered dicts, dataclasses and subclasses of these.
+    Containers keep their types, as in `with_children`.
     """
     if isinstance(nest, Tensor):
         return change(nest)
     if type(nest) is tuple and len(nest) == 1 and isinstance(nest[0], Tensor):  # as nearly all arguments are
         return (change(nest[0]),)
-    if isinstance(nest, tuple | list):
-        items = [mapped(each, change) for each in nest]
-        if all(map(operator.is_, items, nest)):
-            return nest
-        return nest._make(items) if hasattr(nest, "_make") else type(nest)(items)
-    if isinstance(nest, Mapping):
-        entries = {key: mapped(each, change) for key, each in nest.items()}
-        return nest if all(map(operator.is_, entries.values(), nest.values())) else _refilled(nest, entries)
-    if not _is_record(nest):
-        return nest
-    fields = {field.name: mapped(getattr(nest, field.name), change) for field in dataclasses.fields(nest)}
-    if all(each is getattr(nest, name) for name, each in fields.items()):
-        return nest
-    made = copy.copy(nest)
-    for name, each in fields.items():
-        object.__setattr__(made, name, each)
-    return made
+    old = children(nest)
+    return nest if old is None else with_children(nest, [mapped(child, change) for child in old])
 
 
 def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
@@ -74,7 +82,3 @@ def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     for key, each in entries.items():
         made[key] = each
     return made
-
-
-def _is_record(nest: Any) -> bool:
-    return dataclasses.is_dataclass(nest) and not isinstance(nest, type)

@@ -1,19 +1,186 @@
-"""The target of one image of a batch, for any number of passes of that image."""
+"""Rows of a model's output: which part belongs to which image of a batch, and whether the images affect each other."""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from .errors import TargetError
-from .nests import mapped
-from .targets import ClassScore, Contrast, Probability, Target
+from .errors import TargetError, warn
+from .model import parts, run
+from .nests import children, with_children
+from .tape.replay import agree, rounding
+from .targets import OutputTarget, Target
+
+COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 
 
-def for_rows(target: Target, images: int, image: int, count: int) -> Target:
+@dataclass(frozen=True, slots=True)
+class _PerImage:
+    """A list with one entry per image."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unclear:
+    """A part of the output whose size changes with the batch in a way that does not show what belongs to an image."""
+
+
+_SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | None
+
+# For a tensor, the dimension of the images; for a container, the division of each child; None for what all share.
+_Division = int | list["_Division"] | _PerImage | _Unclear | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """How the output of a model divides into the images of a batch.
+
+    It is read from two outputs, one of one image and one of two, so what belongs to an image is known by how sizes
+    change with the batch. A constant with as many rows as the batch has images is not mistaken for a part of it.
+
+    Attributes:
+        division: For each part of the output, the dimension of the images.
+        one_by_one: Why the model cannot run several images at once without changing the result; empty where it can.
+    """
+
+    division: _Division = None
+    one_by_one: str = ""
+
+    def repeated(self, output: Any, row: int, times: int) -> Any:
+        """The output of a batch that holds one image `times` times.
+
+        Args:
+            output: An output of the model.
+            row: The image's row in it.
+            times: The number of copies.
+
+        Raises:
+            TargetError: It does not show what belongs to the image.
+        """
+        return _repeated(self.division, output, row, times)
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, OutputRows]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_MOST_KNOWN = 32
+
+
+def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
+    """How the output of a model divides into images; remembered while the modules, their hooks and the shape stay.
+
+    The first call runs a batch of two images: the given one, and the same mirrored at half the contrast.
+
+    Args:
+        model: The model, borrowed by the caller.
+        x: (1, C, H, W) one image.
+    """
+    autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    modules = tuple((id(each), *each._forward_hooks, *each._forward_pre_hooks) for each in parts(model))
+    key = tuple(x.shape[1:]), x.dtype, x.device, autocast, modules
+    with _lock:
+        known = _known.setdefault(model, {})
+        rows = known.get(key)
+    if rows is None:
+        rows = _compared(model, x, autocast or x.dtype)
+        with _lock:
+            if len(known) == _MOST_KNOWN:
+                known.clear()
+            known[key] = rows
+    return rows
+
+
+def _compared(model: nn.Module, x: Tensor, dtype: torch.dtype) -> OutputRows:
+    with torch.no_grad():
+        one = run(model, x)
+        try:
+            two = run(model, torch.cat([x, x.flip(-1) / 2]))
+        except Exception as error:  # noqa: BLE001 - whatever the model raises is said in the result
+            return OutputRows(_Unclear(), f"one pass at a time: the model does not run a batch of two images ({error})")
+        division = _divided(one, two)
+        try:
+            alone = agree(one, _repeated(division, two, 0, 1), coarsest=rounding(dtype, x.device))
+        except TargetError:
+            alone = True  # what cannot be divided cannot be compared
+    return OutputRows(division, "" if alone else COUPLED)
+
+
+def _divided(one: Any, two: Any) -> _Division:
+    """How outputs divide, from that of one image and that of two."""
+    if type(one) is not type(two):
+        return _Unclear()
+    if isinstance(one, Tensor):
+        return _dimension(tuple(one.shape), tuple(two.shape))
+    first, second = children(one), children(two)
+    if first is None or second is None:
+        return None if isinstance(one, _SHARED) else _Unclear()
+    if isinstance(one, tuple | list) and (len(first), len(second)) == (1, 2):
+        return _PerImage()
+    if len(first) != len(second):
+        return _Unclear()
+    return [_divided(*pair) for pair in zip(first, second, strict=True)]
+
+
+def _dimension(one: tuple[int, ...], two: tuple[int, ...]) -> _Division:
+    """The dimension of a tensor that has 1 for one image and 2 for two; None for a tensor that stays as it is."""
+    changed = [at for at, sizes in enumerate(zip(one, two, strict=False)) if len({*sizes}) > 1]
+    if one == two:
+        return None
+    is_batch = len(one) == len(two) and len(changed) == 1 and (one[changed[0]], two[changed[0]]) == (1, 2)
+    return changed[0] if is_batch else _Unclear()
+
+
+def _repeated(division: _Division, output: Any, row: int, times: int) -> Any:
+    if division is None:
+        return output
+    if isinstance(division, int) and isinstance(output, Tensor):
+        return torch.cat([output.narrow(division, row, 1)] * times, division)
+    if isinstance(division, _PerImage):
+        return type(output)([output[row]] * times)
+    parts_of_it = children(output)
+    if isinstance(division, list) and parts_of_it is not None and len(parts_of_it) == len(division):
+        pairs = zip(division, parts_of_it, strict=True)
+        return with_children(output, [_repeated(part, each, row, times) for part, each in pairs])
+    came = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise TargetError(
+        f"a {came} in the model's output does not show which part of it belongs to which image; explain one image at a "
+        "time, or let the model return one row, or one entry of a list, per image"
+    )
+
+
+def is_divided(division: _Division) -> bool:
+    """Whether every part of an output is known to belong to one image, or to all."""
+    if isinstance(division, list):
+        return all(map(is_divided, division))
+    return not isinstance(division, _Unclear)
+
+
+def one_by_one(target: Target, rows: OutputRows) -> str:
+    """Why the passes of an image cannot run together under a target; empty where they can."""
+    if rows.one_by_one or isinstance(target, OutputTarget) or is_divided(rows.division):
+        return rows.one_by_one
+    return "one pass at a time: the output does not show which part of it belongs to which image"
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Whether a batch norm takes its statistics from the batch in evaluation mode too."""
+    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in parts(model))
+
+
+def warn_of_coupling() -> None:
+    """Warn that the maps of a batch are not those of its single images."""
+    warn(
+        "the images of a batch affect each other in this model, as in a batch norm without running statistics, so each "
+        "map depends on the other images; explain them one at a time"
+    )
+
+
+def for_rows(target: Target, images: int, image: int, count: int, rows: Callable[[], OutputRows]) -> Target:
     """The target of one image of a batch, as a function of an output whose rows are `count` passes of that image.
 
     Args:
@@ -21,46 +188,32 @@ def for_rows(target: Target, images: int, image: int, count: int) -> Target:
         images: The number of images in the batch.
         image: The image's place in it.
         count: The number of passes.
+        rows: Says how the model's output divides into images; asked where the target is a function.
     """
-    if isinstance(target, ClassScore):
-        return ClassScore((target.classes[image],) * count)
-    if isinstance(target, Probability):
-        return Probability(_class_score(target.score, image, count))
-    if isinstance(target, Contrast):
-        return Contrast(_class_score(target.score, image, count), _class_score(target.against, image, count))
-    return RowByRow(target, images, image, count)
-
-
-def _class_score(score: ClassScore, image: int, count: int) -> ClassScore:
-    return ClassScore((score.classes[image],) * count)
+    if isinstance(target, OutputTarget):
+        return target.repeated(image, count)
+    return RowByRow(target, images, image, count, rows())
 
 
 @dataclass(frozen=True, slots=True)
 class RowByRow:
     """Any function of a batch's output, asked for one of its images.
 
-    What it does with the rows is its own business, so each pass is put before it as a whole batch of its rows.
+    A function may do anything with the rows of a batch, so each pass is presented to it as a whole batch of copies.
     """
 
     target: Target
     images: int
     image: int
     count: int
+    rows: OutputRows
 
     def __call__(self, output: Any) -> Tensor:
         """The scores (k,) of an output of k passes. Raises TargetError where it gives no score per image."""
-        scores: list[Any] = [self.target(self._batch(output, row)) for row in range(self.count)]
+        if self.images == self.count == 1:
+            return self.target(output)
+        scores: list[Any] = [self.target(self.rows.repeated(output, row, self.images)) for row in range(self.count)]
         for each in scores:
             if not isinstance(each, Tensor) or each.shape != (self.images,):
                 raise TargetError(f"the target gives no score per image: expected a tensor ({self.images},) every time")
         return torch.stack([each[self.image] for each in scores])
-
-    def _batch(self, output: Any, row: int) -> Any:
-        """An output as that of a batch, each image of which is one pass."""
-
-        def repeated(tensor: Tensor) -> Tensor:
-            if not tensor.dim() or len(tensor) != self.count:
-                return tensor
-            return tensor[row : row + 1].expand(self.images, *tensor.shape[1:])
-
-        return mapped(output, repeated)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .classes import Categories, class_probabilities, class_scores
 from .errors import NonFiniteError, TargetError
-from .rows import for_rows
+from .rows import OutputRows, for_rows
 from .targets import ClassScore, OutputTarget, TargetLike, as_target
 
 
@@ -58,11 +58,17 @@ class Selection:
             return self.target.names(self.images, self.categories)
         return (getattr(self.target, "__name__", type(self.target).__name__).strip("<>"),) * self.images
 
-    def rows(self, image: int, count: int) -> Selection:
-        """The settled target of one image, for an output whose rows are `count` passes of that image."""
+    def rows(self, image: int, count: int, rows: Callable[[], OutputRows]) -> Selection:
+        """The settled target of one image, for an output whose rows are `count` passes of that image.
+
+        Args:
+            image: The image's place in the batch.
+            count: The number of passes.
+            rows: Says how the model's output divides into images; asked where the target is a function.
+        """
         if not self._settled:
             raise ValueError("the target has seen no output yet: run the batch as it is first")
-        selection = Selection(for_rows(self.target, self.images, image, count), count, self.categories)
+        selection = Selection(for_rows(self.target, self.images, image, count, rows), count, self.categories)
         selection._settled = True
         return selection
 

@@ -50,6 +50,10 @@ class OutputTarget(ABC):
         """The scores (N,) of an output."""
 
     @abstractmethod
+    def repeated(self, image: int, count: int) -> OutputTarget:
+        """The settled target of one image, for an output whose rows are `count` passes of that image."""
+
+    @abstractmethod
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """What is explained, in words, one per image."""
 
@@ -96,6 +100,10 @@ class ClassScore(OutputTarget):
         index = torch.tensor(self.classes, device=scores.device)
         return scores.gather(1, index[:, None]).squeeze(1)
 
+    def repeated(self, image: int, count: int) -> ClassScore:
+        """The class of one image."""
+        return ClassScore((self.classes[image],) * count)
+
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """The class names; `class 7` where the model carries none."""
         if self.classes is None:
@@ -124,6 +132,10 @@ class Probability(OutputTarget):
     def __call__(self, output: Any) -> Tensor:
         """The probabilities (N,), 0 to 1."""
         return self.score(class_probabilities(output))
+
+    def repeated(self, image: int, count: int) -> Probability:
+        """The probability of the class of one image."""
+        return replace(self, score=self.score.repeated(image, count))
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """For example `probability of espresso`."""
@@ -156,6 +168,10 @@ class Contrast(OutputTarget):
     def __call__(self, output: Any) -> Tensor:
         """The differences (N,) of the two scores."""
         return self.score(output) - self.against(output)
+
+    def repeated(self, image: int, count: int) -> Contrast:
+        """The two classes of one image."""
+        return Contrast(self.score.repeated(image, count), self.against.repeated(image, count))
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """For example `tiger cat rather than tabby`."""
@@ -211,6 +227,11 @@ class Region(OutputTarget):
         # Picked rather than multiplied by a mask, which would look like a ReLU written by hand.
         return torch.stack([each[where].mean() for each, where in zip(scores, self.where, strict=True)])
 
+    def repeated(self, image: int, count: int) -> Region:
+        """The pixels of one image."""
+        assert self.where is not None  # noqa: S101 - settle() comes first
+        return replace(self, where=self.where[image].expand(count, *self.where.shape[1:]))
+
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """For example `region of cat`."""
         return (f"region of {class_name(int(self.label), categories)}",) * images
@@ -249,6 +270,10 @@ class Value(OutputTarget):
         for index in reversed(self.index):
             values = values[..., index]
         return values
+
+    def repeated(self, image: int, count: int) -> Value:
+        """Itself: the place is the same in every row."""
+        return self
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """For example `value 3`."""

@@ -97,14 +97,15 @@ def test_scores_and_gradients_are_those_of_single_calls(chunk: Any) -> None:
 
 
 def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[int, bool]] = []
     model = tiny_model()
-    model.register_forward_hook(lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())))
+    model.register_forward_hook(lambda module, inputs, output: seen.append((len(output), torch.is_grad_enabled())))
     with borrowed(model), passes_on(model, chunk=2) as passes:
         seen.clear()
         made = list(passes.forwards(brighter(passes.x), 5))
-    # The first chunk of a size is not run for inference, where the model may keep something for it.
-    assert seen == [(False, False), (True, False), (False, False)]
+    one_and_two_images, chunks = seen[:2], seen[2:]
+    assert one_and_two_images == [(1, False), (2, False)]
+    assert chunks == [(2, False), (2, False), (1, False)]
     for done in made:
         assert not done.scores.is_inference()
         assert not done.inputs.is_inference()
@@ -445,7 +446,8 @@ def test_one_interrupt_ends_the_work_on_all_images(by_signal: bool) -> None:
 
 
 def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
-    found = Noisy(Interrupting(3, by_signal=True), passes=4, chunk=2, on_interrupt="return").attribute(images(2), 0)
+    # Forwards: the batch, one and two images to see how they divide, and two chunks.
+    found = Noisy(Interrupting(5, by_signal=True), passes=4, chunk=2, on_interrupt="return").attribute(images(2), 0)
     assert [(each.stopped, each.passes) for each in found.effort] == [("complete", 4), ("interrupt", 2)]
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from ..effort import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
 from ..errors import TargetError
 from ..model import leaf, run
 from ..rectifiers import INDEPENDENT, refuse_checkpoints
+from ..rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
 from ..selection import Selection
 from .estimates import Estimate
 from .pace import fits, is_out_of_memory, pace_of
@@ -131,7 +133,23 @@ class Passes:
 
     def target(self, count: int) -> Selection:
         """The target, for an output of `count` passes of the image."""
-        return self._selection.rows(self._image, count)
+        return self._selection.rows(self._image, count, lambda: self._rows)
+
+    @cached_property
+    def _rows(self) -> OutputRows:
+        """How the model's output divides into images: run where a chunk or a function as the target needs it."""
+        with torch.no_grad(), torch.autocast(**self._autocast):
+            return output_rows(self.model, self.x)
+
+    @cached_property
+    def _single(self) -> bool:
+        """Whether passes must run one by one."""
+        reason = one_by_one(self._selection.target, self._rows)
+        if reason:
+            self.notes.append(reason)
+        if reason == COUPLED and self._selection.images > 1:
+            warn_of_coupling()
+        return bool(reason)
 
     def forwards(self, make: Make, count: int) -> Iterator[Done]:
         """The scores of `count` inputs, chunk by chunk. They are made as they are needed.
@@ -142,17 +160,14 @@ class Passes:
             count: How many inputs there are.
         """
         runner = self._runner(backward=False)
-        before = 0
 
         def compute(start: int, stop: int) -> Done:
-            nonlocal before
             with torch.no_grad(), plainly(self.x):
                 inputs = make(start, stop)
-            # What a model keeps for a new batch size could never be trained on again, if it were made for inference.
-            with torch.inference_mode() if len(inputs) == before else torch.no_grad():
-                before = len(inputs)
+            # Not inference_mode: neither worker threads of the model nor what it caches could use such tensors.
+            with torch.no_grad():
                 scores = self.target(len(inputs))(runner(inputs))
-            return Done(start, inputs, scores.clone(), inputs[:0])
+            return Done(start, inputs, scores.detach(), inputs[:0])
 
         yield from self.chunks(compute, count, "forward")
 
@@ -239,6 +254,8 @@ class Passes:
 
     def _size(self, wanted: int, at: int, most: int, grown: _Growth) -> int:
         size = min(wanted, most - at)
+        if size > 1 and self._single:
+            return 1
         if self._chunk == "auto":
             size = min(size, grown.fitting())
         if self.limits.tolerance is not None:

@@ -19,6 +19,7 @@ from ..layouts import Layout, layout_from
 from ..model import leaf, run
 from ..nests import tensors_in
 from ..rectifiers import INDEPENDENT, refuse_checkpoints
+from ..rows import output_rows
 from ..selection import Selection
 from ..survey import survey
 from ..trace import widened
@@ -90,7 +91,7 @@ class FullGrad(Attribution):
             began = time.perf_counter()
             terms = _Terms(self.model, x[image : image + 1])
             for at, target in enumerate(targets):
-                own = target if len(x) == 1 else target.rows(image, 1)
+                own = target if len(x) == 1 else target.rows(image, 1, lambda: output_rows(self.model, x[:1]))
                 found[at].append(terms.read(own, keep=at + 1 < len(targets), began=began))
         return [_gathered(each) for each in found]
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,61 @@ def _named_outputs(subject: Subject) -> None:
         require_same_explanation(found, expected, f"a model that returns {name}")
 
 
+def _function_targets(subject: Subject) -> None:
+    """A function of any output means the same as a class, whatever lengths the constants in the output have."""
+    model, x = subject.model(), images(2)
+    method = subject.on(model)
+    try:
+        expected = method.attribute(x, lambda output: output[[0, 1], [0, 1]])
+    except NotApplicableError:  # it explains classes only
+        return
+    for name, pack, target in _packed_outputs():
+        handle = model.register_forward_hook(lambda module, inputs, output, pack=pack: pack(output))
+        try:
+            found = subject.on(model).attribute(x, target)
+        finally:
+            handle.remove()
+        require_same(found.values, expected.values, f"a function of {name} against the same of a tensor")
+
+
+def _packed_outputs() -> Iterator[tuple[str, Callable[[Tensor], Any], Callable[[Any], Tensor]]]:
+    """Outputs that hold scores: the name, how it is made, and a target that reads class 0 and 1 of two images."""
+    yield (
+        "a list of one dictionary per image",
+        lambda scores: [{"scores": each, "size": torch.ones(2)} for each in scores],
+        lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
+    )
+    yield (
+        "a tensor with the images second",
+        lambda scores: torch.stack([scores, -scores]).contiguous(),
+        lambda output: output[0, [0, 1], [0, 1]],
+    )
+    for length in (1, 2, 3, 4, 8, 16):
+        # All rows of the constant count, so one that is cut shows.
+        constant = torch.full((length, 3), 1 / length)
+        yield (
+            f"a dictionary with a constant of {length} rows",
+            partial(_with_constant, constant),
+            lambda output: output["scores"][[0, 1], [0, 1]] * output["constant"][:, 0].sum(),
+        )
+
+
+def _with_constant(constant: Tensor, scores: Tensor) -> dict[str, Tensor]:
+    return {"scores": scores, "constant": constant.to(scores)}
+
+
+def _images_that_affect_each_other(subject: Subject) -> None:
+    """Passes of one image run one by one where the images of a batch change each other's scores."""
+    if "chunk" not in subject.method.options():
+        return
+    model, x = subject.precise_model(), images(1, dtype=torch.float64)
+    model.register_forward_hook(lambda module, inputs, output: output - output.mean(0) / 2)
+    expected = subject.on(model, chunk=1).attribute(x, 0)
+    for chunk in (3, "auto"):
+        found = subject.on(model, chunk=chunk).attribute(x, 0)
+        require_same(found.values, expected.values, f"chunks of {chunk} on a model whose images affect each other")
+
+
 def _wrapped_model(subject: Subject) -> None:
     model, x = subject.model(), images(2)
     expected = subject.on(model).attribute(x, [0, 1])
@@ -266,6 +322,8 @@ VALUE_CHECKS: dict[str, Check] = {
     "frozen_model": _frozen_model,
     "callers_modes": _callers_modes,
     "named_outputs": _named_outputs,
+    "function_targets": _function_targets,
+    "images_that_affect_each_other": _images_that_affect_each_other,
     "wrapped_model": _wrapped_model,
     "nested_in_the_target": _nested_in_the_target,
     "nested_in_the_model": _nested_in_the_model,

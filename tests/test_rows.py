@@ -1,0 +1,167 @@
+"""What of an output belongs to which image, and passes that run one by one where images affect each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saliency
+from saliency import METHODS, SaliencyWarning, TargetError
+from saliency.rows import output_rows
+from saliency.testing import tiny_model
+
+named: dict[str, Any] = dict(METHODS)
+SHAPE = (1, 3, 16, 16)
+
+
+class Packed(nn.Module):
+    """The small classifier with its scores packed into some output."""
+
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.pack = tiny_model(), pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self.inner(x))
+
+
+def one_image() -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("name", ["rise", "integrated_gradients", "occlusion", "smooth_grad"])
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+def test_a_constant_in_the_output_is_never_cut_with_default_options(name: str, rows: int) -> None:
+    prototypes = torch.randn(rows, 5, generator=torch.Generator().manual_seed(rows))
+    model = Packed(lambda scores: {"scores": scores, "prototypes": prototypes})
+    options = {"passes": 40} if "passes" in named[name].options() else {}
+
+    def similarity(output: dict[str, Tensor]) -> Tensor:
+        return (output["scores"] @ output["prototypes"].T).sum(1)
+
+    found = named[name](model, **options).attribute(one_image(), similarity)
+    expected = named[name](model, **options, chunk=1).attribute(one_image(), similarity)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-4 * float(expected.values.abs().max()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_a_list_with_one_entry_per_image_is_read_as_rows(count: int, chunk: int) -> None:
+    model = Packed(lambda scores: [{"scores": each, "labels": torch.arange(5)} for each in scores])
+    x = torch.randn(count, *SHAPE[1:], generator=torch.Generator().manual_seed(4))
+    method = saliency.SmoothGrad(model, passes=6, chunk=chunk)
+    found = method.attribute(x, lambda output: torch.stack([each["scores"][1] for each in output]))
+    expected = saliency.SmoothGrad(model.inner, passes=6, chunk=1).attribute(x, 1)
+    torch.testing.assert_close(found.values, expected.values)
+
+
+def test_each_image_of_a_batch_keeps_its_own_part_of_a_function() -> None:
+    model = Packed(lambda scores: (scores, torch.ones(2, 5)))
+    x = torch.randn(2, *SHAPE[1:], generator=torch.Generator().manual_seed(4))
+    method = saliency.RISE(model, passes=12, chunk=2)
+    found = method.attribute(x, lambda output: (output[0] * output[1])[[0, 1], [3, 1]])
+    torch.testing.assert_close(found.values, saliency.RISE(model.inner, passes=12, chunk=2).attribute(x, [3, 1]).values)
+
+
+def test_an_output_that_does_not_divide_runs_one_by_one_and_says_so() -> None:
+    model = Packed(lambda scores: {"scores": scores, "similarities": scores @ scores.T})
+    found = saliency.RISE(model, passes=12, chunk=4).attribute(one_image(), lambda output: output["scores"][:, 1])
+    expected = saliency.RISE(model.inner, passes=12, chunk=1).attribute(one_image(), 1)
+    assert torch.equal(found.values, expected.values)
+    assert "does not show which part of it belongs to which image" in found.effort[0].note
+
+
+def test_an_output_that_does_not_divide_is_an_error_for_a_batch() -> None:
+    model = Packed(lambda scores: {"scores": scores, "similarities": scores @ scores.T})
+    with pytest.raises(TargetError, match=r"\(1, 1\).* explain one image at a time"):
+        saliency.RISE(model, passes=4).attribute(one_image().repeat(2, 1, 1, 1), lambda output: output["scores"][:, 1])
+
+
+def test_a_class_needs_no_division_of_the_output() -> None:
+    model = Packed(lambda scores: {"logits": scores, "similarities": scores @ scores.T})
+    found = saliency.RISE(model, passes=12, chunk=4).attribute(one_image(), 1)
+    assert found.effort[0].note == ""
+    torch.testing.assert_close(found.values, saliency.RISE(model.inner, passes=12).attribute(one_image(), 1).values)
+
+
+# Images that affect each other.
+
+
+def batch_coupled() -> nn.Module:
+    torch.manual_seed(2)
+    norm = nn.BatchNorm2d(6, track_running_stats=False)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4)
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    "name", ["rise", "occlusion", "integrated_gradients", "smooth_grad", "score_cam", "recipro_cam", "ablation_cam"]
+)
+@pytest.mark.parametrize("chunk", [4, "auto"])
+def test_the_chunk_does_not_show_on_a_model_whose_images_affect_each_other(name: str, chunk: Any) -> None:
+    model, options = batch_coupled(), dict(named[name].trial)
+    found = named[name](model, **{**options, "chunk": chunk}).attribute(one_image(), 1)
+    expected = named[name](model, **{**options, "chunk": 1}).attribute(one_image(), 1)
+    assert torch.equal(found.values, expected.values)
+    if chunk == 4:  # "auto" begins with single passes, and may need no more
+        assert "the images of a batch affect each other" in found.effort[0].note
+
+
+@pytest.mark.parametrize("name", ["vanilla_gradient", "grad_cam", "rise"])
+def test_a_batch_of_images_that_affect_each_other_is_warned_of(name: str) -> None:
+    method = named[name](batch_coupled(), **named[name].trial)
+    with pytest.warns(SaliencyWarning, match="explain them one at a time"):
+        method.attribute(one_image().repeat(2, 1, 1, 1), 1)
+
+
+def test_a_norm_that_is_swapped_is_seen_in_the_next_call() -> None:
+    model = batch_coupled()
+    assert output_rows(model, one_image()).one_by_one
+    model[1] = nn.BatchNorm2d(6).eval()
+    assert not output_rows(model, one_image()).one_by_one
+
+
+def test_a_model_of_single_images_runs_one_by_one() -> None:
+    model = Packed(lambda scores: scores.reshape(1, 5))
+    found = saliency.RISE(model, passes=8).attribute(one_image(), 1)
+    assert "does not run a batch of two images" in found.effort[0].note
+    torch.testing.assert_close(found.values, saliency.RISE(model.inner, passes=8).attribute(one_image(), 1).values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_not_taken_for_images_that_affect_each_other(dtype: torch.dtype) -> None:
+    model, x = tiny_model().to(dtype), one_image().to(dtype)
+    model.register_forward_hook(lambda module, inputs, output: output.float())
+    assert output_rows(model, x).one_by_one == ""
+
+
+# Threads of the model's own.
+
+
+class InAThread(nn.Module):
+    """A model that runs its network in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(self.inner(x)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+@pytest.mark.parametrize("name", ["rise", "occlusion", "kernel_shap", "feature_ablation", "sobol"])
+def test_a_model_with_threads_of_its_own_is_explained_by_forwards(name: str) -> None:
+    model, options = InAThread(), named[name].trial
+    found = named[name](model, **options, chunk=2).attribute(one_image(), 1)
+    expected = named[name](model.inner, **options, chunk=2).attribute(one_image(), 1)
+    torch.testing.assert_close(found.values, expected.values)
