@@ -92,7 +92,7 @@ def test_a_class_needs_no_division_of_the_output() -> None:
 # Images that affect each other.
 
 
-def batch_coupled() -> nn.Module:
+def batch_coupled() -> nn.Sequential:
     torch.manual_seed(2)
     norm = nn.BatchNorm2d(6, track_running_stats=False)
     return nn.Sequential(
