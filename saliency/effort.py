@@ -20,7 +20,9 @@ class Running(TypedDict, total=False):
     """The options that all methods of many passes share. None of the first five changes what is estimated.
 
     Attributes:
-        chunk: How many passes run at once; "auto" finds out while running and remembers it for the process.
+        chunk: How many passes run at once; "auto" finds the fastest number while running and remembers it for the
+            process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
+            a number, calls on one machine agree bit for bit.
         precision: "exact" runs the model itself; "fast" a private copy with batch norms folded into convolutions and
             channels last in memory (the same to about 1 %); "bf16" that in bfloat16, which is meant for methods that
             only need forwards. Both are measured on the first passes, and dropped where they lose.
