@@ -13,9 +13,9 @@ from ..errors import LayerError
 from ..hooks import HookManager
 from ..layers import find
 from ..model import run
-from ..nests import first_tensor, mapped
+from ..nests import agree, first_tensor, mapped
 from .operations import Escapes
-from .replay import Program, Unlike, agree
+from .replay import Program, Unlike
 from .tape import Tape
 
 ONLY_BEHIND = "behind the layer only"

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ..engine.pace import is_out_of_memory
 from ..errors import MethodError
 from ..model import run
+from ..nests import agree
 from .localops import Call, Still, pointwise, way_of
 from .operations import Escapes
 from .patches import Patch, Rectangles, whole
-from .replay import Move, Program, Rows, Unlike, agree, slots_among
+from .replay import Move, Program, Rows, Unlike, slots_among
 from .tape import Given, Slot, Tape
 
 ONLY_WHERE_REACHED = "only where the window reaches"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nests import mapped, tensors_in
+from ..nests import agree, mapped
 from .operations import Op
 from .tape import Given, Slot, Step, Tape
 
@@ -232,40 +232,3 @@ def _part(one: Tensor, other: Tensor, overwritten: bool, rows: int) -> Part:
         if agree(part.at(rows), one) and agree(part.at(rows + 1), other):
             return part
     raise Unlike("what is used beside the tensor that is followed is not the same for each row")
-
-
-def agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
-    """Whether two nests hold the same tensors up to rounding, which is taken relative to the largest value of each.
-
-    Args:
-        one: The first nest.
-        two: The second nest.
-        coarsest: The rounding of what they were computed in, where that is coarser than the tensors are.
-    """
-    first, second = list(tensors_in(one)), list(tensors_in(two))
-    return len(first) == len(second) and all(_agree(*pair, coarsest) for pair in zip(first, second, strict=True))
-
-
-def _agree(one: Tensor, two: Tensor, coarsest: float) -> bool:
-    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device:
-        return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, two)
-    finite = torch.isfinite(two)
-    if not torch.equal(finite, torch.isfinite(one)):
-        return False
-    if not finite.all():
-        odd = ~finite
-        if not torch.equal(one[odd].nan_to_num(nan=0.5), two[odd].nan_to_num(nan=0.5)):
-            return False
-    first, second = (torch.where(finite, each, 0).to(torch.float64) for each in (one, two))
-    allowed = max(rounding(two.dtype, two.device), coarsest)
-    return bool((first - second).abs().max() <= allowed * second.abs().max())
-
-
-def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """How far two ways to compute the same may lie apart, relative to the largest value."""
-    eps = torch.finfo(dtype).eps
-    if device.type == "cuda" and dtype is torch.float32:  # convolutions and products may round to ten bits
-        eps = 2.0**-11
-    return float(4 * eps ** (2 / 3))
