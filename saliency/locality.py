@@ -61,7 +61,9 @@ def _changed(x: Tensor, centre: tuple[float, float]) -> Tensor:
     height, width = x.shape[-2:]
     rows, columns = max(1, round(height * _PATCH)), max(1, round(width * _PATCH))
     top, left = round(centre[0] * height - rows / 2), round(centre[1] * width - columns / 2)
-    noise = torch.randn(*x.shape[:2], rows, columns, generator=torch.Generator().manual_seed(0), device="cpu")
+    noise = torch.randn(
+        *x.shape[:2], rows, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     changed = x.clone()
     strength = x.std() if x.numel() > 1 and bool(x.std() > 0) else 1.0
     changed[..., top : top + rows, left : left + columns] += strength * noise.to(x)
@@ -76,7 +78,9 @@ def _signatures(model: nn.Module, x: Tensor, places: Sequence[Place]) -> dict[st
         tensor = first_tensor(output)
         if tensor is not None:
             maps = place.layout(tensor.detach())[0].float()  # (K, h, w)
-            directions = torch.randn(_PROJECTIONS, len(maps), generator=torch.Generator().manual_seed(0), device="cpu")
+            directions = torch.randn(
+                _PROJECTIONS, len(maps), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+            )
             found[place.name] = torch.einsum("pk,khw->phw", directions.to(maps), maps)
 
     with HookManager() as hooks, torch.no_grad():

@@ -65,7 +65,7 @@ class Sites(NamedTuple):
 def _node_type(function: Callable[[Tensor], Tensor]) -> type:
     with torch.inference_mode(mode=False), torch.enable_grad():
         # A clone, since the probe may work in place.
-        return type(function(torch.ones(1, requires_grad=True).clone()).grad_fn)
+        return type(function(torch.ones(1, requires_grad=True, dtype=torch.float32, device="cpu").clone()).grad_fn)
 
 
 def _is_zero(bound: Any) -> bool:
@@ -95,20 +95,20 @@ _RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
     ],
     "clamp": [
         (lambda t: t.clamp(min=0), lambda node: _is_zero(node._saved_min)),
-        (lambda t: t.clamp(min=torch.zeros(1)), lambda node: _is_zero(node._saved_min)),
+        (lambda t: t.clamp(min=torch.zeros_like(t)), lambda node: _is_zero(node._saved_min)),
         (lambda t: t.clamp_min(0), lambda node: _is_zero(node._saved_min)),
-        (lambda t: torch.clamp_min(t, torch.zeros(1)), lambda node: _is_zero(node._saved_min)),
+        (lambda t: torch.clamp_min(t, torch.zeros_like(t)), lambda node: _is_zero(node._saved_min)),
     ],
     "maximum": [
-        (lambda t: torch.maximum(t, torch.zeros(1)), _constant_operand_is_zero),
-        (lambda t: torch.fmax(t, torch.zeros(1)), _constant_operand_is_zero),
+        (lambda t: torch.maximum(t, torch.zeros_like(t)), _constant_operand_is_zero),
+        (lambda t: torch.fmax(t, torch.zeros_like(t)), _constant_operand_is_zero),
     ],
 }
 
 # The other nonlinearities. Some have a class of their own where they work in place.
 _OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "leaky_relu": [F.leaky_relu, F.leaky_relu_],
-    "prelu": [lambda t: F.prelu(t, torch.full((1,), 0.25))],
+    "prelu": [lambda t: F.prelu(t, torch.full_like(t, 0.25))],
     "rrelu": [F.rrelu, F.rrelu_],
     "elu": [F.elu, F.elu_],
     "celu": [F.celu, F.celu_],
@@ -123,9 +123,9 @@ _OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
 _MASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda t: torch.where(t > 0, t, 0.0),
     "masked_fill": lambda t: t.masked_fill(t < 0, 0.0),
-    "masked_scatter": lambda t: t.masked_scatter(t < 0, torch.zeros(1)),
-    "minimum with 0": lambda t: torch.minimum(t, torch.zeros(1)),
-    "fmin with 0": lambda t: torch.fmin(t, torch.zeros(1)),
+    "masked_scatter": lambda t: t.masked_scatter(t < 0, torch.zeros_like(t)),
+    "minimum with 0": lambda t: torch.minimum(t, torch.zeros_like(t)),
+    "fmin with 0": lambda t: torch.fmin(t, torch.zeros_like(t)),
     "clamp from above at 0": lambda t: t.clamp(max=0),
     "product with a mask": lambda t: t * (t > 0),
 }

@@ -73,7 +73,7 @@ def survey(model: nn.Module, x: Tensor) -> Survey:
         known = _surveys.get(model, {}).get(shape)
     if known is not None and known.modules == modules:
         return known
-    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
     # What the user records or edits meanwhile is not this: the layer that is found is that of the model itself.
     with HookManager(alone=True), torch.enable_grad():
         made = _survey(model, noise, modules)

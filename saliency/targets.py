@@ -315,7 +315,8 @@ def region(label: int | str, where: Any = None) -> Target:
     if where is None:
         return Region(label)
     try:
-        return Region(label, where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.asarray(where)))
+        given = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.asarray(where), device="cpu")
+        return Region(label, given)
     except TypeError as error:
         raise TargetError(f"the region's pixels are an array of true and false, got {type(where).__name__}") from error
 

@@ -387,6 +387,26 @@ def test_the_library_prints_nothing_and_asserts_nothing_of_the_user(name: str) -
             assert not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "print"
 
 
+CONSTRUCTORS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+)
+WHOLE_OR_AS_GIVEN = ("arange", "as_tensor", "asarray", "randint", "randperm", "tensor")
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_every_new_tensor_names_its_device_and_type(name: str) -> None:
+    """The defaults of `torch.set_default_device` and `torch.set_default_dtype` are for the user's tensors."""
+    for node in ast.walk(PARSED[name]):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in [f"torch.{each}" for each in CONSTRUCTORS]:
+            continue
+        named = {each.arg for each in node.keywords}
+        lacking = {"device", "dtype"} - named
+        if ast.unparse(node.func).removeprefix("torch.") in WHOLE_OR_AS_GIVEN:
+            lacking -= {"dtype"}
+        assert not lacking, f"{name}, line {node.lineno}: {ast.unparse(node)} does not name its {lacking}"
+
+
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward(name: str) -> None:
     """No other code calls `.eval()`, and none `.backward()` or `requires_grad_()` on what is not its own."""

@@ -60,12 +60,14 @@ class Kept:
         probability = about["probability"]
         return Explanation(
             values=torch.from_numpy(self.values.astype(np.float32) * np.float32(about["scale"]))[None],
-            scores=torch.tensor([about["score"]]),
+            scores=torch.tensor([about["score"]], dtype=torch.float32, device="cpu"),
             method=about["method"],
             settings=about["settings"],
             target=(about["target"],),
             target_names=(about["name"],),
-            probabilities=None if probability is None else torch.tensor([probability]),
+            probabilities=None
+            if probability is None
+            else torch.tensor([probability], dtype=torch.float32, device="cpu"),
             layer=about["layer"],
             input_size=(about["input_height"], about["input_width"]),
             frames=(None,),

@@ -160,7 +160,7 @@ def _has_shape(each: Prepared, shape: tuple[int, ...]) -> bool:
 
 
 def _tensor(each: Prepared, shape: tuple[int, ...], sound: bool) -> Tensor:
-    return each.tensor if sound and each.tensor is not None else torch.zeros(shape)
+    return each.tensor if sound and each.tensor is not None else torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -29,7 +29,7 @@ class TotalOrder(Estimate):
     def __init__(self, cells: int, rounding: float) -> None:
         super().__init__()
         self._rounding = rounding
-        self._rows = torch.zeros(0, cells + 2, dtype=torch.float64)
+        self._rows = torch.zeros(0, cells + 2, dtype=torch.float64, device="cpu")
 
     def add(self, samples: Tensor) -> None:
         """Take in rows of scores (k, cells + 2)."""
@@ -126,14 +126,14 @@ class Dependence(Estimate):
         """The rank correlation of what every other sample says and those between; None below eight samples."""
         if self.count < 8:
             return None
-        bits, scores = self._bits(0, self.count), torch.tensor(self._scores, dtype=torch.float64)
+        bits, scores = self._bits(0, self.count), torch.tensor(self._scores, dtype=torch.float64, device="cpu")
         width = self._width(scores)
         halves = (criterion(bits[start::2], scores[start::2], width).value[None] for start in (0, 1))
         return rank_correlation(*halves)
 
     def _criterion(self) -> _Criterion:
         if self.count not in self._known:
-            bits, scores = self._bits(0, self.count), torch.tensor(self._scores, dtype=torch.float64)
+            bits, scores = self._bits(0, self.count), torch.tensor(self._scores, dtype=torch.float64, device="cpu")
             self._known = {self.count: criterion(bits, scores, self._width(scores))}
         return self._known[self.count]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -53,12 +52,12 @@ def rule(name: str, count: int) -> Nodes:
         nodes, weights = np.polynomial.legendre.leggauss(count)
         return Nodes(torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / weights.sum()))
     if name == "trapezoid":
-        even = torch.full((count,), 1 / (count - 1), dtype=torch.float64)
+        even = torch.full((count,), 1 / (count - 1), dtype=torch.float64, device="cpu")
         even[[0, -1]] /= 2
-        return Nodes(torch.linspace(0, 1, count, dtype=torch.float64), even)
+        return Nodes(torch.linspace(0, 1, count, dtype=torch.float64, device="cpu"), even)
     shift = {"riemann_left": 0.0, "midpoint": 0.5, "riemann_right": 1.0}[name]
-    at = (torch.arange(count, dtype=torch.float64) + shift) / count
-    return Nodes(at, torch.full((count,), 1 / count, dtype=torch.float64))
+    at = (torch.arange(count, dtype=torch.float64, device="cpu") + shift) / count
+    return Nodes(at, torch.full((count,), 1 / count, dtype=torch.float64, device="cpu"))
 
 
 class Adaptive:
@@ -98,10 +97,10 @@ class Adaptive:
         """What the slope at each node counts (n,), in the order in which they came; float64, of sum 1."""
         order = self._order()
         if len(order) == 1:
-            return torch.ones(1, dtype=torch.float64)
+            return torch.ones(1, dtype=torch.float64, device="cpu")
         shares, _ = self._mixed()
-        widths = torch.tensor([self.at[b] - self.at[a] for a, b in pairwise(order)]).double()
-        sorted_weights = torch.zeros(len(order), dtype=torch.float64)
+        widths = torch.tensor([self.at[i] for i in order], dtype=torch.float64, device="cpu").diff()
+        sorted_weights = torch.zeros(len(order), dtype=torch.float64, device="cpu")
         sorted_weights[:-1] += widths * shares
         sorted_weights[1:] += widths * (1 - shares)
         weights = torch.empty_like(sorted_weights)
@@ -131,7 +130,7 @@ class Adaptive:
         """For each interval, the share of the slope at its left end (n - 1,), and what it misses (n - 1,)."""
         order = self._order()
         at, values, slopes = (
-            torch.tensor([numbers[i] for i in order], dtype=torch.float64)
+            torch.tensor([numbers[i] for i in order], dtype=torch.float64, device="cpu")
             for numbers in (self.at, self._values, self._slopes)
         )
         left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()

@@ -125,7 +125,7 @@ def _moved(nest: Any, like: Tensor | None) -> Any:
 
 
 def _noise(shape: tuple[int, ...], like: Tensor | None) -> Tensor:
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     return noise if like is None else noise.to(like)
 
 

@@ -153,7 +153,8 @@ def _later(numbers: Tensor) -> Callable[[], Moments]:
 def _in_a_row(tensor: Tensor) -> Tensor:
     """The numbers in whatever order they lie in memory, without a copy where they are dense."""
     if tensor.is_nested:
-        tensor = torch.cat([torch.empty(0, device=tensor.device), *(each.reshape(-1) for each in tensor.unbind())])
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor = torch.cat([nothing, *(each.reshape(-1) for each in tensor.unbind())])
     elif tensor.is_quantized:
         tensor = tensor.dequantize()
     elif tensor.layout != torch.strided:

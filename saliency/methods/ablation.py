@@ -203,7 +203,7 @@ class ReciproCAM(MultiPassAttribution):
         def compute(start: int, stop: int) -> tuple[int, Tensor]:
             with torch.no_grad():
                 shares = torch.zeros(stop - start, 1 + count, device=scores.device, dtype=reading.maps.dtype)
-                shares[torch.arange(stop - start), torch.arange(start, stop)] = 1
+                shares[torch.arange(stop - start, device="cpu"), torch.arange(start, stop, device="cpu")] = 1
                 rows = reading.at_places(self._faded(shares[:, 1:].view(-1, height, width)))
                 return start, passes.target(stop - start)(behind(rows))
 

@@ -96,10 +96,11 @@ class FeatureAblation(MultiPassAttribution):
         """The fall in the score for each part; parts that an interrupt kept from being hidden have 0."""
         parts = Parts(self, passes.x)
         passes.notes.append(f"{parts.count} segments")
-        falls = torch.zeros(parts.count, dtype=torch.float64)
+        falls = torch.zeros(parts.count, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
-            return parts.images(torch.arange(parts.count) != torch.arange(start, stop)[:, None])
+            every, hidden = (torch.arange(*span, device="cpu") for span in ((parts.count,), (start, stop)))
+            return parts.images(every != hidden[:, None])
 
         for done in passes.forwards(make, parts.count):
             falls[done.start : done.start + len(done.scores)] = (score - done.scores).cpu().double()

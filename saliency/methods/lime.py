@@ -90,11 +90,14 @@ class _Regression(Coalitions):
         super().__init__(parts, score, seed)
         self._width, self._penalty = width, penalty
         self.explained = 0.0
-        self._rows = [torch.ones(1, parts.count, dtype=torch.bool)]
+        self._rows = [torch.ones(1, parts.count, dtype=torch.bool, device="cpu")]
 
     def shown(self, start: int, stop: int) -> Tensor:
         """Every part with probability 1/2."""
-        draws = [torch.rand(self.parts.count, generator=generator(self.seed, each)) for each in range(start, stop)]
+        draws = [
+            torch.rand(self.parts.count, generator=generator(self.seed, each), dtype=torch.float32, device="cpu")
+            for each in range(start, stop)
+        ]
         return torch.stack(draws) < 0.5
 
     def take(self, scores: Tensor) -> None:
@@ -113,8 +116,8 @@ class _Regression(Coalitions):
         free = count - many - 1
         if free <= 0:
             return Solution(coefficients, None)
-        design = torch.cat([shown, torch.ones(count, 1, dtype=torch.float64)], 1)
-        ridge = torch.diag(torch.tensor([self._penalty] * many + [0.0], dtype=torch.float64))
+        design = torch.cat([shown, torch.ones(count, 1, dtype=torch.float64, device="cpu")], 1)
+        ridge = torch.diag(torch.tensor([self._penalty] * many + [0.0], dtype=torch.float64, device="cpu"))
         inverse = torch.linalg.pinv(design.T @ (weights[:, None] * design) + ridge, hermitian=True, rtol=1e-10)
         pull = (weights * left)[:, None] * design @ inverse  # what each sample adds to the coefficients
         return Solution(coefficients, (pull[:, :many].square().sum(0) * (count / free)).sqrt())
@@ -131,7 +134,7 @@ class _Regression(Coalitions):
         """What is shown (n, M), the scores less that of the picture (n,), and the weights (n,); the picture first."""
         shown = torch.cat(self._rows).double()
         self._rows = [shown.bool()]
-        scores = torch.cat([torch.zeros(1, dtype=torch.float64), self.scores - self.full])
+        scores = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), self.scores - self.full])
         distance = 1 - shown.mean(1).sqrt()
         return shown, scores, torch.exp(-distance.square() / (2 * self._width**2))
 

@@ -75,7 +75,7 @@ class ScoreCAM(MultiPassAttribution):
         reading = self._reader(passes.x)
         masks = Masks(reading, passes.x, self.channels, align_corners=self.align_corners)
         passes.notes.append(masks.note)
-        scores = torch.full((masks.groups,), math.nan, dtype=torch.float64)
+        scores = torch.full((masks.groups,), math.nan, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
             return passes.x * masks(torch.arange(start, stop, device=passes.x.device))
@@ -138,7 +138,7 @@ class ISCAM(MultiPassAttribution):
         steps, varied = self.steps, len(masks.varied)
         # Channel by channel, so that what an interrupt leaves is whole; the empty image is the same in every step.
         count = varied * steps + (masks.groups - varied)
-        every = torch.full((count,), math.nan, dtype=torch.float64)
+        every = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")
 
         def make(start: int, stop: int) -> Tensor:
             numbers = torch.arange(start, stop, device=passes.x.device)
@@ -212,11 +212,11 @@ class SSCAM(SampledAttribution):
 
         def make(start: int, stop: int) -> Tensor:
             noise = [
-                torch.randn(1, *x.shape[-2:], generator=generator(self.seed, i), dtype=torch.float64).to(x)
+                torch.randn(1, *x.shape[-2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
                 for i in range(start, stop)
             ]
             shown = masks(torch.arange(start, stop, device=x.device) % groups)
-            return x * (shown + self.noise * torch.stack(noise))
+            return x * (shown + self.noise * torch.stack(noise).to(x))
 
         for done in passes.forwards(make, self._count(groups)):
             before = len(scores) // groups
@@ -257,7 +257,7 @@ def _table(scores: list[float], groups: int) -> Tensor:
     """Scores in the order of the passes as a table (draws, groups); NaN for what is not drawn yet."""
     draws = max(1, math.ceil(len(scores) / groups))
     missing = draws * groups - len(scores)
-    return torch.tensor(scores + [math.nan] * missing, dtype=torch.float64).view(draws, groups)
+    return torch.tensor(scores + [math.nan] * missing, dtype=torch.float64, device="cpu").view(draws, groups)
 
 
 def _estimated(table: Tensor, reading: Reading, masks: Masks, clean: Tensor) -> Found:
@@ -269,7 +269,7 @@ def _estimated(table: Tensor, reading: Reading, masks: Masks, clean: Tensor) -> 
         variance = (table - table.nanmean(0)).square().nansum(0) / (counts - 1) / counts  # of the mean scores
         shares = masks.weights(table.nanmean(0), clean)
         # A weight's slope: the map moves by share * (channel's map - map) for each unit of the channel's score.
-        own = torch.zeros(len(shares), *reading.maps.shape[1:], dtype=torch.float64)
+        own = torch.zeros(len(shares), *reading.maps.shape[1:], dtype=torch.float64, device="cpu")
         own[: len(masks.varied)] = reading.maps[masks.varied].double().cpu()
         slopes = shares[:, None, None] * (own - found.values.double().cpu())
         error = (slopes.square() * variance[:, None, None]).sum(0).sqrt()[None].to(found.values)

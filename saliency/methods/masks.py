@@ -71,7 +71,7 @@ class OptimisedMask(MultiPassAttribution):
         passes.least = passes.used + len(at)
 
         def shift(step: int) -> tuple[int, int]:
-            drawn = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step)).tolist()
+            drawn = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu").tolist()
             return int(drawn[0]), int(drawn[1])
 
         def make(start: int, stop: int) -> Tensor:

@@ -79,7 +79,7 @@ class Occlusion(MultiPassAttribution):
         size = (min(_pair(self.window)[0], height), min(_pair(self.window)[1], width))
         steps = _pair(self.stride)
         places = [(y, x) for y in _starts(height, size[0], steps[0]) for x in _starts(width, size[1], steps[1])]
-        total = torch.zeros(height, width, dtype=torch.float64)
+        total = torch.zeros(height, width, dtype=torch.float64, device="cpu")
         covered = torch.zeros_like(total)
         for start, scores in self._runs(passes, places, size):
             falls = (score - scores).tolist()

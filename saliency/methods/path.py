@@ -134,7 +134,7 @@ class IDGI(MultiPassAttribution):
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
         risen = 0.0
         open_share, open_score = torch.zeros_like(values), 0.0  # of the station that the last chunk ended at
-        at = torch.linspace(0, 1, stations, dtype=torch.float64)
+        at = torch.linspace(0, 1, stations, dtype=torch.float64, device="cpu")
         for done in passes.gradients(on_paths(passes.x, references, at), len(references) * stations):
             shares = _squared_shares(done.gradients.to(values.dtype))
             for place, (share, here) in enumerate(zip(shares, done.scores.tolist(), strict=True), start=done.start):
@@ -191,11 +191,11 @@ class ExpectedGradients(SampledAttribution):
         def draw(sample: int) -> tuple[Tensor, float]:
             """A sample's baseline (C, H, W) and its place on the path."""
             random = generator(self.seed, sample)
-            place = float(torch.rand((), generator=random, dtype=torch.float64))
+            place = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
             if not drawn:
-                return given[int(torch.randint(len(given), (), generator=random))], place
+                return given[int(torch.randint(len(given), (), generator=random, device="cpu"))], place
             shape = (x.shape[1], 1, 1) if self.references == "colours" else x.shape[1:]
-            return torch.randn(shape, generator=random, dtype=torch.float64).to(x).expand_as(x[0]), place
+            return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), place
 
         def make(start: int, stop: int) -> Tensor:
             drawings = [draw(sample) for sample in range(start, stop)]
@@ -220,7 +220,7 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Make:
     """
 
     def make(start: int, stop: int) -> Tensor:
-        places = torch.arange(start, stop)
+        places = torch.arange(start, stop, device="cpu")
         shares = at[places % len(at)].to(x).view(-1, 1, 1, 1)
         return torch.lerp(references[(places // len(at)).to(x.device)], x, shares)
 
@@ -233,7 +233,7 @@ def mean_gradients(passes: Passes, references: Tensor, rule_name: Rule, steps: i
     Of an interrupted run, the mean over what was done. For `exact` see `weighted_gradients`.
     """
     nodes = rule_of(rule_name, steps)
-    repeated = torch.kron(torch.eye(len(references)), nodes.weights)  # (K, K * n)
+    repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), nodes.weights)  # (K, K * n)
     weights = repeated.to(passes.x.device, wide(passes.x))
     total, counted = weighted_gradients(passes, on_paths(passes.x, references, nodes.at), weights, exact=exact)
     return total / counted.clamp(min=torch.finfo(counted.dtype).tiny).view(-1, 1, 1, 1)

@@ -128,7 +128,7 @@ class Masks:
         self._grid, self._shown, self._seed = grid, shown, seed
         self._cell = tuple(math.ceil(edge / grid) for edge in self._size)
         # Enlarging is linear along each edge: one matrix (enlarged, grid) for each.
-        unit = torch.eye(grid, dtype=torch.float64)[None]
+        unit = torch.eye(grid, dtype=torch.float64, device="cpu")[None]
         enlarged = [F.interpolate(unit, size=(grid + 1) * cell, mode="linear")[0].T for cell in self._cell]
         self._down, self._across = (each.to(x) for each in enlarged)
         spread = [
@@ -142,7 +142,8 @@ class Masks:
         height, width = self._size
         cells, down, across = [], [], []
         for number in range(start, stop):
-            draws = torch.rand(self._grid * self._grid + 2, generator=generator(self._seed, number))
+            drawn_from = generator(self._seed, number)
+            draws = torch.rand(self._grid**2 + 2, generator=drawn_from, dtype=torch.float32, device="cpu")
             top, left = (int(draws[i - 2] * self._cell[i]) for i in range(2))
             cells.append(draws[:-2] < self._shown)
             down.append(self._down[top : top + height])

@@ -214,17 +214,17 @@ class _SobolDesign:
 
         self.cells = cells
         self._engine = qmc.Sobol(2 * cells, scramble=True, rng=seed & (2**63 - 1))
-        self._points = torch.zeros(0, 2 * cells, dtype=torch.float64)
+        self._points = torch.zeros(0, 2 * cells, dtype=torch.float64, device="cpu")
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """The masks (k, cells) of passes `start` to `stop`."""
-        at = torch.arange(start, stop)
+        at = torch.arange(start, stop, device="cpu")
         row, place = at // (self.cells + 2), at % (self.cells + 2)
         while len(self._points) <= int(row[-1]):  # by powers of two, for which the points are most even
             drawn = torch.from_numpy(self._engine.random(max(32, len(self._points))))
             self._points = torch.cat([self._points, drawn])
         first, second = self._points[row, : self.cells], self._points[row, self.cells :]
-        swapped = (torch.arange(self.cells) == place[:, None] - 2) | (place[:, None] == 1)
+        swapped = (torch.arange(self.cells, device="cpu") == place[:, None] - 2) | (place[:, None] == 1)
         return torch.where(swapped, second, first)
 
 
@@ -246,7 +246,9 @@ class _HypercubeDesign:
         return torch.cat(blocks)[start - first * self.block : stop - first * self.block]
 
     def _block(self, number: int) -> Tensor:
-        drawn = torch.rand(self.block, self.cells, generator=generator(self.seed, number), dtype=torch.float64)
+        drawn = torch.rand(
+            self.block, self.cells, generator=generator(self.seed, number), dtype=torch.float64, device="cpu"
+        )
         return (drawn.argsort(0) < self.block // 2).double()
 
 
@@ -257,7 +259,7 @@ def _taken(passes: Passes, make: Make, count: int, estimate: Estimate, together:
         for score in done.scores.tolist():
             waiting.append(score)
             if len(waiting) == together:
-                estimate.add(torch.tensor([waiting], dtype=torch.float64))
+                estimate.add(torch.tensor([waiting], dtype=torch.float64, device="cpu"))
                 waiting = []
                 yield
 

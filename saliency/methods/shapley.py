@@ -82,11 +82,11 @@ class _Kernel(Coalitions):
         super().__init__(parts, score, seed)
         self._every = every
         self._rows: list[Tensor] = []  # what the first of each pair shows
-        sizes = torch.arange(1, parts.count, dtype=torch.float64)
+        sizes = torch.arange(1, parts.count, dtype=torch.float64, device="cpu")
         self._until = (1 / (sizes * (parts.count - sizes))).cumsum(0)
         # In any order, so that what comes before an interrupt is a fair part of it.
         pairs = 2 ** (parts.count - 1) - 1 if every else 0
-        self._order = torch.randperm(pairs, generator=generator(seed))
+        self._order = torch.randperm(pairs, generator=generator(seed), device="cpu")
 
     @property
     def is_exact(self) -> bool:
@@ -97,18 +97,18 @@ class _Kernel(Coalitions):
         """Nothing in pass 0, then combinations and their complements by turns."""
         rows = [self._combination((each - 1) // 2) for each in range(start, stop) if each]
         flipped = [row if each % 2 else ~row for each, row in zip(range(max(start, 1), stop), rows, strict=True)]
-        nothing = [torch.zeros(self.parts.count, dtype=torch.bool)] * (start == 0)
+        nothing = [torch.zeros(self.parts.count, dtype=torch.bool, device="cpu")] * (start == 0)
         return torch.stack(nothing + flipped)
 
     def _combination(self, pair: int) -> Tensor:
         many = self.parts.count
         if self._every:  # all without the last part; the complements are all with it
-            return (self._order[pair] + 1 >> torch.arange(many)) & 1 == 1
+            return (self._order[pair] + 1 >> torch.arange(many, device="cpu")) & 1 == 1
         draws = generator(self.seed, pair)
-        at = torch.rand((), generator=draws, dtype=torch.float64) * self._until[-1]
+        at = torch.rand((), generator=draws, dtype=torch.float64, device="cpu") * self._until[-1]
         size = min(int(torch.searchsorted(self._until, at, right=True)), many - 2) + 1
-        row = torch.zeros(many, dtype=torch.bool)
-        row[torch.randperm(many, generator=draws)[:size]] = True
+        row = torch.zeros(many, dtype=torch.bool, device="cpu")
+        row[torch.randperm(many, generator=draws, device="cpu")[:size]] = True
         return row
 
     def take(self, scores: Tensor) -> None:
@@ -145,7 +145,7 @@ class _Kernel(Coalitions):
         many, pairs = self.parts.count, len(self._rows)
         scores = self.scores
         if not pairs:
-            return torch.zeros(0, many, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+            return scores.new_zeros(0, many), scores.new_zeros(0)
         rows = torch.stack(self._rows)
         shown = rows.double() - 0.5
         scored = scores[1 : 2 * pairs + 1].view(pairs, 2)
@@ -153,8 +153,8 @@ class _Kernel(Coalitions):
         shown = shown - shown.mean(1, keepdim=True)
         if not self._every:
             return shown, halves
-        weights = torch.tensor([1 / (math.comb(many, int(k)) * int(k) * (many - int(k))) for k in rows.sum(1)])
-        root = weights.double().sqrt()
+        weights = [1 / (math.comb(many, k) * k * (many - k)) for k in rows.sum(1).tolist()]
+        root = scores.new_tensor(weights).sqrt()
         return shown * root[:, None], halves * root
 
     def _fitted(self, shown: Tensor, halves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +221,7 @@ class _Orders(Coalitions):
 
     def shown(self, start: int, stop: int) -> Tensor:
         """The first 1 to M - 1 parts of an order, then the last 1 to M - 1."""
-        shown = torch.zeros(stop - start, self.parts.count, dtype=torch.bool)
+        shown = torch.zeros(stop - start, self.parts.count, dtype=torch.bool, device="cpu")
         for row, number in zip(shown, range(start, stop), strict=True):
             if number:
                 pair, at = divmod(number - 1, self.per_pair)
@@ -230,7 +230,7 @@ class _Orders(Coalitions):
         return shown
 
     def _order(self, pair: int) -> Tensor:
-        return torch.randperm(self.parts.count, generator=generator(self.seed, pair))
+        return torch.randperm(self.parts.count, generator=generator(self.seed, pair), device="cpu")
 
     def solve(self) -> Solution:
         """The mean over the pairs and its standard error."""
@@ -258,7 +258,7 @@ class _Orders(Coalitions):
         if not pairs:
             return self._first_order(scores)[None]
         orders = torch.stack([self._order(pair) for pair in range(pairs)])  # (n, M)
-        ends = torch.tensor([float(scores[0]), self.full], dtype=torch.float64).expand(pairs, 2)
+        ends = torch.tensor([float(scores[0]), self.full], dtype=torch.float64, device="cpu").expand(pairs, 2)
         paths = scores[1 : 1 + pairs * self.per_pair].view(pairs, 2, many - 1)
         forth, back = (torch.cat([ends[:, :1], paths[:, i], ends[:, 1:]], 1).diff(dim=1) for i in range(2))
         return torch.empty_like(forth).scatter_(1, orders, (forth + back.flip(1)) / 2)
@@ -268,6 +268,6 @@ class _Orders(Coalitions):
         many = self.parts.count
         path = scores[:many]  # nothing shown, then the first parts of the order
         reached = len(path) - 1
-        gains = torch.full((many,), (self.full - float(path[-1])) / (many - reached), dtype=torch.float64)
+        gains = torch.full((many,), (self.full - float(path[-1])) / (many - reached), dtype=torch.float64, device="cpu")
         gains[self._order(0)[:reached]] = path.diff()
         return gains

@@ -176,5 +176,5 @@ class BlurIG(MultiPassAttribution):
             change = image.derivative(sigmas[rows]).to(values.dtype)  # (k, C, H, W)
             weights = (nodes.weights[rows] * self.max_sigma).to(values)
             values -= torch.einsum("k,kchw,kchw->chw", weights, change, done.gradients.to(values.dtype))
-        blurred = scores_of(passes, image(torch.tensor([self.max_sigma], dtype=torch.float64)))
+        blurred = scores_of(passes, image(torch.tensor([self.max_sigma], dtype=torch.float64, device="cpu")))
         return Found(values, residual=residual_of(values, score, blurred))

@@ -181,7 +181,7 @@ def _changed(activation: Tensor) -> Tensor:
     scale = activation.abs().max().clamp(min=torch.finfo(activation.dtype).tiny)
 
     def drawn() -> Tensor:
-        return torch.rand(activation.shape, generator=random, dtype=torch.float64).to(activation)
+        return torch.rand(activation.shape, generator=random, dtype=torch.float64, device="cpu").to(activation)
 
     some = activation * (drawn() < 0.5).to(activation) + 0.1 * scale * drawn()
     return torch.cat([activation * drawn(), some, activation * drawn() - 0.1 * scale * drawn()])

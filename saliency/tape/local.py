@@ -272,6 +272,6 @@ def _trial(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
     high, wide = max(1, x.shape[-2] // 7), max(1, x.shape[-1] // 7)
     down, across = x.shape[-2] - high, x.shape[-1] - wide
     random = torch.Generator().manual_seed(0)
-    noise = torch.rand(3, x.shape[1], high, wide, generator=random, dtype=torch.float64).to(x)
+    noise = torch.rand(3, x.shape[1], high, wide, generator=random, dtype=torch.float64, device="cpu").to(x)
     scale = x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
     return (2 * noise - 1) * scale, [0, down // 2 + down % 2, down], [0, across // 3, across]

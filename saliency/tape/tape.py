@@ -111,7 +111,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refusal = self.refusal or self._objection_to_reading(tensors)
         if not self.refusal:
             self.outputs = [self._place(each) for each in tensors]
-            self.output = mapped(output, lambda each: torch.empty(0))
+            self.output = mapped(output, lambda each: torch.empty(0, dtype=torch.float32, device="cpu"))
         self._known.clear()
         self._held.clear()
         self._memories.clear()

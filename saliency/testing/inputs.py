@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..attribution import Attribution
 from ..errors import ImageError, NonFiniteError, SaliencyError, TargetError
 from ..explanation import Explanation
-from .subject import SIZE, Check, Subject, images, require, require_raises
+from .subject import Check, Subject, images, require, require_raises
 
 
 def _answer(method: Attribution, x: Tensor, target: Any, what: str) -> Explanation | None:
@@ -30,7 +30,7 @@ def _answer(method: Attribution, x: Tensor, target: Any, what: str) -> Explanati
 def _constant_image(subject: Subject) -> None:
     for level in (0.0, 0.5, -2.0):
         method = subject.on(subject.model())
-        _answer(method, torch.full((2, 3, *SIZE), level), [0, 1], f"an image of {level} everywhere")
+        _answer(method, torch.full_like(images(2), level), [0, 1], f"an image of {level} everywhere")
 
 
 def _zero_gradient(subject: Subject) -> None:
@@ -108,7 +108,12 @@ def _empty_batch(subject: Subject) -> None:
 def _bad_targets(subject: Subject) -> None:
     method, x = subject.on(subject.model()), images(2)
     bad: list[Any] = [-1, 2.5, math.nan, 10**6, [0, 10**6], [0], [0, 1, 0], [], "espresso", True, b"a", {"a": 1}]
-    bad += [torch.tensor([0.5, 1.0]), lambda output: output.sum(), lambda output: output.argmax(1), lambda output: 1.0]
+    bad += [
+        torch.tensor([0.5, 1.0], device="cpu"),
+        lambda output: output.sum(),
+        lambda output: output.argmax(1),
+        lambda output: 1.0,
+    ]
     for target in bad:
         what = "a target function that gives no score per image" if callable(target) else f"target {target!r}"
         require_raises(TargetError, partial(method.attribute, x, target), what)

@@ -68,7 +68,7 @@ def tiny_model(seed: int = 0) -> nn.Module:
 
 def images(count: int, size: tuple[int, int] = SIZE, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
     """A batch of noise (N, 3, H, W), the same at every call."""
-    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed), dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _chunks_do_not_show(subject: Subject) -> None:
 def _other_random_states() -> Iterator[None]:
     """The global random states elsewhere than they were, and back."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - the global one
-    torch.rand(3), np.random.rand(3), random.random()  # noqa: NPY002, S311
+    torch.rand(3, dtype=torch.float32, device="cpu"), np.random.rand(3), random.random()  # noqa: NPY002, S311
     try:
         yield
     finally:
@@ -126,6 +126,26 @@ def _callers_modes(subject: Subject) -> None:
         require_same_explanation(subject.on(model).attribute(images(2), [0, 1]), expected, "under inference_mode")
     found = subject.on(lived_in(subject.model(), training=True)).attribute(x, [0, 1])
     require_same_explanation(found, expected, "a model in training mode")
+
+
+def _default_device(subject: Subject) -> None:
+    model, x = subject.model(), images(2)
+    expected = subject.on(subject.model()).attribute(x, [0, 1])
+    with torch.device("meta"):  # what torch.set_default_device sets; a tensor made there holds no numbers
+        found = subject.on(model).attribute(x, [0, 1])
+    require_same_explanation(found, expected, "under another default device than the model's")
+
+
+def _default_dtype(subject: Subject) -> None:
+    model, x = subject.model(), images(2)
+    expected = subject.on(subject.model()).attribute(x, [0, 1])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = subject.on(model).attribute(x, [0, 1])
+    finally:
+        torch.set_default_dtype(before)
+    require_same_explanation(found, expected, "under another default type than the model's")
 
 
 def _named_outputs(subject: Subject) -> None:
@@ -321,6 +341,8 @@ VALUE_CHECKS: dict[str, Check] = {
     "top_class": _top_class,
     "frozen_model": _frozen_model,
     "callers_modes": _callers_modes,
+    "default_device": _default_device,
+    "default_dtype": _default_dtype,
     "named_outputs": _named_outputs,
     "function_targets": _function_targets,
     "images_that_affect_each_other": _images_that_affect_each_other,

@@ -118,7 +118,7 @@ def _one(kept: Kept, x: Tensor, preprocess: Prepare, seed: int, place: int) -> T
     if kept == "blur":
         return blurred(x, BLUR * min(x.shape[-2:]))
     if kept == "noise":
-        return torch.randn(x.shape, generator=generator(seed, place), dtype=torch.float64).to(x)
+        return torch.randn(x.shape, generator=generator(seed, place), dtype=torch.float64, device="cpu").to(x)
     return colour(kept, x, preprocess).expand_as(x).clone()
 
 
@@ -134,7 +134,7 @@ def colour(name: str, x: Tensor, preprocess: Prepare) -> Tensor:
 
 def blurred(x: Tensor, sigma: float) -> Tensor:
     """An image (..., H, W) under a Gaussian of standard deviation `sigma` pixels; see `Diffusion`."""
-    return Diffusion(x)(torch.tensor([sigma], dtype=torch.float64))[0]
+    return Diffusion(x)(torch.tensor([sigma], dtype=torch.float64, device="cpu"))[0]
 
 
 class Diffusion:
@@ -155,7 +155,7 @@ class Diffusion:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         self._rows, self._columns = (_cosines(size, wide) for size in x.shape[-2:])
         self._coefficients = self._rows @ wide @ self._columns.mT
-        frequencies = [torch.pi / n * torch.arange(n, dtype=torch.float64) for n in x.shape[-2:]]
+        frequencies = [torch.pi / n * torch.arange(n, dtype=torch.float64, device="cpu") for n in x.shape[-2:]]
         self._decay = (frequencies[0][:, None].square() + frequencies[1].square()) / 2  # (H, W)
 
     def __call__(self, sigmas: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _column(sigmas: Tensor) -> Tensor:
 
 def _cosines(size: int, like: Tensor) -> Tensor:
     """The orthonormal matrix (size, size) that takes values to the coefficients of their cosines."""
-    at = torch.arange(size, dtype=torch.float64)
+    at = torch.arange(size, dtype=torch.float64, device="cpu")
     matrix = torch.cos(torch.pi / size * at[:, None] * (at + 0.5)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     return matrix.to(like)

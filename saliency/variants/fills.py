@@ -106,7 +106,7 @@ class Filler:
         # Painting looks at the near surroundings only, so the rest of the picture can stay away.
         above, before = max(top - 2 * _REACH, 0), max(left - 2 * _REACH, 0)
         around = self.x[0, :, above : top + height + 2 * _REACH, before : left + width + 2 * _REACH]
-        hidden = torch.zeros(around.shape[1:], dtype=torch.bool)
+        hidden = torch.zeros(around.shape[1:], dtype=torch.bool, device="cpu")
         inside = (slice(top - above, top - above + height), slice(left - before, left - before + width))
         hidden[inside] = True
         return self._painted(around, hidden)[:, inside[0], inside[1]]

@@ -126,7 +126,9 @@ def segmented(x: Tensor, by: SegmentsBy, preprocess: object = None) -> Segments:
 
 
 def _grid(size: tuple[int, int], cells: tuple[int, int]) -> Tensor:
-    rows, columns = (torch.arange(edge) * min(many, edge) // edge for edge, many in zip(size, cells, strict=True))
+    rows, columns = (
+        torch.arange(edge, device="cpu") * min(many, edge) // edge for edge, many in zip(size, cells, strict=True)
+    )
     return rows[:, None] * cells[1] + columns[None]
 
 

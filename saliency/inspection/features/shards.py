@@ -63,7 +63,7 @@ class Rows:
         if isinstance(index, tuple | bool):
             raise IndexError(f"rows take one index, and what they give takes others; got {index}")
         if isinstance(index, Iterable) and not isinstance(index, str):
-            wanted = torch.as_tensor(index)
+            wanted = torch.as_tensor(index, device="cpu")
             if wanted.dtype == torch.bool:
                 if wanted.shape != (len(self),):
                     raise IndexError(
@@ -104,7 +104,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._empty()
 
     def _empty(self) -> Tensor:
-        return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device="cpu")
 
     def __repr__(self) -> str:
         return f'Rows("{self.name}", shape={self.shape}, dtype={self.dtype}, {len(self._shards)} files)'
