@@ -181,9 +181,44 @@ def test_a_score_that_never_changes_has_an_empty_map(cls: type[GridAttribution])
     constant = Cells(lambda cells: 0 * cells.sum(1) + 3)
     found = cls(constant, grid=3, passes=44).attribute(ones(), 0)
     assert not found.values.any()
+    assert found.effort[0].note == "the score varied by no more than rounding"
     # Hidden pixels that look like the rest leave nothing but rounding.
     same = cls(tiny_model(), grid=3, passes=44, fill=0.3).attribute(torch.full((1, 3, 16, 16), 0.3), 0)
     assert not same.values.any()
+
+
+class Halved(Cells):
+    """A score of half precision around 11, handed on as `out`."""
+
+    def __init__(self, score: Callable[[Tensor], Tensor], out: torch.dtype) -> None:
+        super().__init__(score)
+        self.out = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (11 + super().forward(x.double())).to(x.dtype).to(self.out)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", ["same", "float32"])
+def test_half_precision_hides_no_effect_above_its_rounding(
+    cls: type[GridAttribution], half: torch.dtype, head: str
+) -> None:
+    """The scores of the bundled network spread by about 4 % of the largest, 5 eps of bfloat16."""
+    out = half if head == "same" else torch.float32
+
+    def found(score: Callable[[Tensor], Tensor]) -> Tensor:
+        method = cls(Halved(score, out), grid=3, passes=11 * 64, chunk=352)
+        return of_cells(method.attribute(ones().to(half), 0).values).double()
+
+    def precise(score: Callable[[Tensor], Tensor]) -> Tensor:
+        method = cls(Cells(lambda cells: 11 + score(cells)), grid=3, passes=11 * 64, chunk=352)
+        return of_cells(method.attribute(ones(), 0).values)
+
+    expected = precise(lambda cells: weighted(cells) / 3)
+    assert torch.allclose(found(lambda cells: weighted(cells) / 3), expected, atol=0.05 * float(expected.max()))
+    last_bit = 0.4 * 11 * torch.finfo(half).eps
+    assert not found(lambda cells: last_bit * (cells.sum(1) * 1e4).sin()).any()
 
 
 @pytest.mark.parametrize("cls", BOTH)

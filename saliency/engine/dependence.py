@@ -20,7 +20,7 @@ class TotalOrder(Estimate):
 
     Args:
         cells: How many numbers there are.
-        rounding: The spread of the scores, as a share of the largest, that counts as none.
+        rounding: The standard deviation of the scores, as a share of the largest, that counts as none.
 
     Source: Jansen, "Analysis of variance designs for model output" (1999),
         https://doi.org/10.1016/S0010-4655(98)00154-4.
@@ -93,7 +93,7 @@ class Dependence(Estimate):
 
     Args:
         bits: Gives the bits (k, cells) of samples `start` to `stop`.
-        rounding: The range of the scores, as a share of the largest, that counts as none.
+        rounding: The standard deviation of the scores, as a share of the largest, that counts as none.
 
     Source: Gretton et al., "Measuring Statistical Dependence with Hilbert-Schmidt Norms" (2005),
         https://doi.org/10.1007/11564089_7; Song et al., "Feature Selection via Dependence Maximization" (2012),
@@ -139,7 +139,7 @@ class Dependence(Estimate):
 
     def _width(self, scores: Tensor) -> float:
         """The median distance of two scores, or the mean one where most are the same; 0 for scores without a spread."""
-        if float(scores.max() - scores.min()) <= self._rounding * float(scores.abs().max()):
+        if float(scores.std(correction=0)) <= self._rounding * float(scores.abs().max()):
             return 0.0
         first = scores[:_BLOCK]
         distances = torch.pdist(first[:, None])
