@@ -46,6 +46,8 @@ class Finding(NamedTuple):
     error: Tensor | None = None  # as the values
     agreement: Tensor | None = None  # (N,)
     effort: tuple[Effort, ...] = ()
+    selection: Selection | None = None
+    """What was explained, where that is not the target as it was given."""
 
 
 class Attribution(ABC):
@@ -197,6 +199,7 @@ class Attribution(ABC):
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{self.name} gave {bad} values that are NaN or infinite, of {values.numel()}")
+        selection = finding.selection or selection
         return Explanation(
             values=values,
             scores=finding.scores.detach(),

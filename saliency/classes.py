@@ -95,7 +95,10 @@ def class_probabilities(output: Any) -> Tensor:
     """
     scores = class_scores(output)
     if scores.shape[1] == 1:
-        raise TargetError("the model gives one number per image, which has no softmax; explain the number itself")
+        raise TargetError(
+            "the model gives one number per image, which has no softmax; explain the number itself: "
+            "saliency.value(0), or saliency.value() for an output of shape (N,)"
+        )
     known = scores.detach().float()
     sums_to_one = float(known.min()) >= 0 and bool(((known.sum(1) - 1).abs() < 1e-3).all())
     is_distribution = sums_to_one or not scores.is_floating_point()

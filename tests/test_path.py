@@ -13,7 +13,7 @@ from captum.attr import IntegratedGradients as Captums
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saliency import METHODS
+from saliency import METHODS, GradCAM, contrast, explain_together, probability, value
 from saliency.engine.pullback import stem_of
 from saliency.engine.quadrature import FIRST_NODES, RULES, Adaptive, Rule
 from saliency.engine.quadrature import rule as rule_of
@@ -211,12 +211,12 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 # --- the other paths
 
 
-@pytest.mark.parametrize("name", ["integrated_gradients", "idgi", "guided_ig"])
+@pytest.mark.parametrize("name", ["integrated_gradients", "guided_ig"])
 def test_the_residual_is_what_the_values_miss(name: str) -> None:
     model, x = tiny_model().double(), image(count=2)
     with torch.no_grad():
         rise = (model(x) - model(torch.full_like(x, 0.3)))[:, 1]
-    found = METHODS[name](model, baseline=0.3, steps=7).attribute(x, 1)  # type: ignore[call-arg] # these three have both
+    found = METHODS[name](model, baseline=0.3, steps=7).attribute(x, 1)  # type: ignore[call-arg] # these two have both
     assert found.residual is not None
     torch.testing.assert_close(found.residual, rise - found.values.sum((1, 2, 3)), atol=1e-12, rtol=0)
 
@@ -225,7 +225,8 @@ def test_idgi_is_complete() -> None:
     model, x = tiny_model().double(), image(count=2)
     found = IDGI(model, steps=7, baseline=[0.0, -1.0]).attribute(x, 1)
     with torch.no_grad():
-        baseline = (model(torch.zeros_like(x)) + model(-torch.ones_like(x)))[:, 1] / 2
+        baseline = sum(model(torch.full_like(x, each)).softmax(1)[:, 1] for each in (0.0, -1.0)) / 2
+        torch.testing.assert_close(found.scores, model(x).softmax(1)[:, 1])
     rise = found.scores - baseline
     assert bool(((found.values.sum((1, 2, 3)) - rise).abs() < 1e-4 * rise.abs()).all())
     assert found.residual is not None
@@ -235,8 +236,34 @@ def test_idgi_is_complete() -> None:
 def test_idgi_of_a_linear_model_deals_out_by_the_squared_weight() -> None:
     model, weight = linear()
     x = image()
-    found = IDGI(model, steps=5).attribute(x, 0).values[0]
+    found = IDGI(model, steps=5).attribute(x, value(0)).values[0]
     torch.testing.assert_close(found, weight.square() / weight.square().sum() * (weight * x[0]).sum())
+
+
+def test_idgi_explains_a_class_by_its_probability_and_any_other_target_as_it_is() -> None:
+    model, x = tiny_model().double(), image(count=2)
+    method = IDGI(model, steps=4)
+    expected = method.attribute(x, probability([1, 3]))
+    for found in (method.attribute(x, [1, 3]), explain_together([GradCAM(model), method], x, [1, 3])[1]):
+        assert found.target_names == ("probability of class 1", "probability of class 3")
+        assert found.target == (1, 3)
+        assert torch.equal(found.scores, expected.scores)
+        assert torch.equal(found.scores.float(), found.probabilities)
+        torch.testing.assert_close(found.values, expected.values)
+    assert method.attribute(x).target_names == expected_names(model, x)
+    with torch.no_grad():
+        output = model(x)
+    for target, score in (
+        (value(1), output[:, 1]),
+        (contrast(1, 3), output[:, 1] - output[:, 3]),
+        (lambda output: output[:, 1], output[:, 1]),
+    ):
+        torch.testing.assert_close(method.attribute(x, target).scores, score)
+
+
+def expected_names(model: nn.Module, x: Tensor) -> tuple[str, ...]:
+    with torch.no_grad():
+        return tuple(f"probability of class {each}" for each in model(x).argmax(1).tolist())
 
 
 def test_expected_gradients_of_a_linear_model_are_exact_for_a_single_reference() -> None:

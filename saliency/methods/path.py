@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
+from ..attribution import Finding
 from ..effort import Limits, Running, Sampling
 from ..engine.estimates import Estimate
 from ..engine.passes import Make, Passes
@@ -15,6 +16,8 @@ from ..engine.pullback import weighted_gradients
 from ..engine.quadrature import Adaptive, Rule
 from ..engine.quadrature import rule as rule_of
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
+from ..selection import Selection
+from ..targets import ClassScore, Probability
 from ..variants.baselines import BaselineLike, Kept, baselines, settled
 
 MOST_NODES = 256
@@ -97,7 +100,9 @@ class IDGI(MultiPassAttribution):
     cancels in the sum alone. So each step's rise is given to the pixels by their share in the gradient's square, which
     makes the values add up exactly, but for steps that begin where the gradient is zero.
 
-    The authors explain probabilities: pass `saliency.Probability(class)` as the target for that.
+    As in the authors' code, a class is explained by its probability, and the result's `target_names` say so. Any other
+    target is explained as it is: `saliency.value(281)` gives the logit of class 281. On the bundled network and photos
+    the outer 16 pixels, next to the padding, hold 16 % of the map on average, and 21 % where the logit is explained.
 
     Args:
         model: As for every method.
@@ -105,11 +110,13 @@ class IDGI(MultiPassAttribution):
         steps: The number of steps on each path.
         **running: See `saliency.effort.Running`.
 
-    Values: (N, C, H, W), signed, in score units; they sum to the score less that of the baseline.
+    Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
+    less that of the baseline.
 
     Raises:
         MethodError: An option that is none, or a baseline that does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input.
+        TargetError: The target does not fit the model's output, or does not depend on the input; or the target is a
+            class, and the model gives one number per image.
 
     Source: Yang et al., "IDGI: A Framework to Eliminate Explanation Noise from Integrated Gradients" (2023),
         https://arxiv.org/abs/2303.14242.
@@ -126,6 +133,12 @@ class IDGI(MultiPassAttribution):
         self.baseline = settled("baseline", baseline, self.preprocess)
         self.steps = steps
         rule_of("midpoint", steps)
+
+    def explain(self, x: Tensor, target: Selection) -> Finding:
+        """The findings of all images; a class is explained by its probability."""
+        if isinstance(target.target, ClassScore):
+            target = Selection(Probability(target.target), target.images, target.categories)
+        return super().explain(x, target)._replace(selection=target)
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The steps' rises, dealt out."""

@@ -45,7 +45,9 @@ def _result(subject: Subject) -> None:
     found = method.attribute(x, [0, 1])
     with torch.no_grad():
         output = model(x)
-    require_same(found.scores, output[[0, 1], [0, 1]], "the scores against the model's output")
+    by_probability = all(name.startswith("probability of ") for name in found.target_names)
+    explained = output.softmax(1) if by_probability else output
+    require_same(found.scores, explained[[0, 1], [0, 1]], "the scores against the model's output")
     probabilities = found.probabilities
     require(probabilities is not None, "no probabilities for classes")
     if probabilities is not None:
