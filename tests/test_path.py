@@ -383,6 +383,8 @@ def has_stem(model: nn.Module, x: Tensor) -> bool:
         (True, lambda x: x, False, {"padding": 1}),
         (True, lambda x: x, False, {"stride": 2, "dilation": 2, "groups": 3}),
         (True, lambda x: nn.functional.pad(x, (0, 1, 2, 3)), False, {"stride": 2}),
+        (True, lambda x: nn.functional.pad(x, (-1, -1, -1, -1)), False, {"padding": 1}),
+        (True, lambda x: nn.functional.pad(x, (-2, 1)), False, {"stride": 2}),
         (False, lambda x: x * 2, False, {}),
         (False, lambda x: x.relu_(), False, {}),
         (False, lambda x: x, True, {"padding": 1}),

@@ -29,7 +29,7 @@ class Stem:
     dilation: list[int]
     groups: int
     margins: list[int]
-    """How much was padded ahead of it: left, right, top, bottom."""
+    """How much was padded ahead of it: left, right, top, bottom; negative where it was cropped."""
 
     def pulled_back(self, signal: Tensor, shape: torch.Size) -> Tensor:
         """The gradient at the inputs (P, C, H, W) = `shape`, of one at the convolution's outputs (P, K, h, w)."""
@@ -72,8 +72,8 @@ def stem_of(scores: Tensor, at: Tensor) -> tuple[Stem, GradientEdge] | None:
             stem = _stem(node, margins)
             return None if stem is None else (stem, GradientEdge(node, 0))
         if kind == "ConstantPadNdBackward0":
-            pad = [int(each) for each in _saved(node, "pad")]
-            if any(margins) or len(pad) > 4 or min(pad) < 0:
+            pad = [_signed(each) for each in _saved(node, "pad")]
+            if any(margins) or len(pad) > 4:
                 return None
             margins = pad + [0] * (4 - len(pad))
         elif kind != "CloneBackward0":
@@ -110,6 +110,11 @@ def _stem(node: Any, margins: list[int]) -> Stem | None:
         [int(each) for each in _saved(node, name)] for name in ("stride", "padding", "dilation")
     )
     return Stem(weight.detach(), stride, padding, dilation, int(_saved(node, "groups")), margins)
+
+
+def _signed(saved: int) -> int:
+    """A saved whole number as it was given: PyTorch hands out negative ones as unsigned numbers of 64 bits."""
+    return saved - 2**64 if saved >= 2**63 else saved
 
 
 def _saved(node: Any, name: str) -> Any:
