@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from saliency.errors import MethodError
+from saliency.errors import MethodError, SaliencyWarning
 from saliency.methods.lime import LIME
 from tests.games import SIZE, Game, Linear, coverage, interplay, per_cell, picture
 
@@ -44,7 +46,8 @@ def test_the_coefficients_are_those_of_a_weighted_regression_near_the_picture(pe
     weights = np.exp(-((1 - np.array(similar)) ** 2) / (2 * width**2))
     oracle = Ridge(alpha=max(penalty, 1e-10), solver="svd").fit(shown.numpy(), scores.numpy(), weights)
     torch.testing.assert_close(per_cell(found.values, (2, 5)), torch.from_numpy(oracle.coef_), rtol=1e-6, atol=1e-8)
-    assert f"explains {oracle.score(shown.numpy(), scores.numpy(), weights):.0%}" in found.effort[0].note
+    left = 1 - oracle.score(shown.numpy(), scores.numpy(), weights)
+    assert f"explains {1 - left * (121 - 1) / (121 - 11):.0%}" in found.effort[0].note
     assert 0.4 < float(shown[1:].mean()) < 0.6
 
 
@@ -59,10 +62,24 @@ def test_the_intervals_hold_a_long_run_as_often_as_they_claim() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 3, 10, 11, 12])
-def test_few_passes_give_values_and_no_error_until_there_are_more_than_unknowns(passes: int) -> None:
-    found = LIME(Linear(), segments=(2, 5), passes=passes).attribute(picture(), 0)
+def test_few_passes_give_values_and_a_warning_until_there_are_more_than_unknowns(passes: int) -> None:
+    few = passes + 1 <= 11
+    with pytest.warns(SaliencyWarning, match="10 segments; allow for at least 11") if few else nullcontext():
+        found = LIME(Linear(), segments=(2, 5), passes=passes).attribute(picture(), 0)
     assert torch.isfinite(found.values).all()
-    assert (found.error is None) == (passes + 1 <= 11)
+    assert (found.error is None) == few
+    assert ("explains" in found.effort[0].note) != few
+
+
+def test_the_explained_variance_does_not_grow_with_fewer_samples() -> None:
+    def explained(passes: int, seed: int = 0) -> float:
+        model, x = Game(interplay(8), (2, 4)), torch.ones(1, 3, 4, 8, dtype=torch.float64)
+        note = LIME(model, segments=(2, 4), passes=passes, chunk=passes, seed=seed).attribute(x, 0).effort[0].note
+        return float(re.search(r"explains (-?\d+)%", note)[1]) / 100  # type: ignore[index] # no match is a failure
+
+    expected = explained(5000)
+    assert 0.1 < expected < 0.5
+    assert sum(explained(18, seed) for seed in range(60)) / 60 == pytest.approx(expected, abs=0.15)  # unadjusted: .64
 
 
 def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk() -> None:

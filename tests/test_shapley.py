@@ -10,6 +10,7 @@ import torch
 from captum.attr import KernelShap, ShapleyValueSampling
 from torch import Tensor
 
+from saliency.errors import SaliencyWarning
 from saliency.methods.shapley import KernelSHAP, ShapleySampling
 from saliency.testing import tiny_model
 from tests.games import SIZE, Game, Linear, coverage, interplay, noise, per_cell, picture, shapley_values
@@ -52,6 +53,16 @@ def test_with_all_combinations_kernel_shap_is_the_definition(many: int) -> None:
     assert not found.error.any()
 
 
+def test_the_errors_of_kernel_shap_are_right_for_few_pairs_too() -> None:
+    """19 pairs for 12 parts: the fit takes more than half of what the residuals were."""
+    model, x = Game(interplay(12), (3, 4)), torch.ones(1, 3, 6, 8, dtype=torch.float64)
+    runs = [KernelSHAP(model, segments=(3, 4), passes=39, chunk=39, seed=seed).attribute(x, 0) for seed in range(150)]
+    values = torch.stack([per_cell(run.values, (3, 4)) for run in runs])
+    errors = torch.stack([per_cell(run.error, (3, 4)) for run in runs if run.error is not None])
+    assert float((errors.square().mean() / values.var(0).mean()).sqrt()) == pytest.approx(1, abs=0.08)
+
+
+@pytest.mark.filterwarnings("ignore:.* do not determine")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("passes", [1, 2, 3, 7, 12, 13, 40, 101])
 def test_however_many_passes_the_values_sum_to_what_the_picture_adds(method: Any, passes: int) -> None:
@@ -136,12 +147,16 @@ def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk(method: A
     torch.testing.assert_close(found[1].values, found[0].values)
 
 
-def test_less_than_one_order_is_said_to_be_too_little() -> None:
-    found = ShapleySampling(Linear(), segments=(4, 5), passes=6).attribute(picture(), 0)
+@pytest.mark.parametrize(("method", "least"), [(KernelSHAP, 41), (ShapleySampling, 39)])
+def test_passes_that_do_not_determine_the_values_are_said_to_be_too_few(method: Any, least: int) -> None:
+    with pytest.warns(SaliencyWarning, match=f"20 segments; allow for at least {least}"):
+        found = method(Linear(), segments=(4, 5), passes=least - 1).attribute(picture(), 0)
     assert "far too few" in found.effort[0].note
-    assert found.error is None
-    enough = ShapleySampling(Linear(), segments=(4, 5), passes=100).attribute(picture(), 0)
+    enough = method(Linear(), segments=(4, 5), passes=least).attribute(picture(), 0)
     assert "far too few" not in enough.effort[0].note
+    if method is KernelSHAP:
+        assert found.error is None
+        assert enough.error is not None
 
 
 def test_an_interrupt_gives_back_what_was_found_so_far() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..effort import Running, Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
+from ..errors import warn
 from ..explanation import Sign
 from ..multipass import Found, MultiPassAttribution, SampledAttribution
 from ..variants.fills import Filler, FillLike, as_fill
@@ -112,6 +113,27 @@ class Solution(NamedTuple):
 
     values: Tensor  # (M,) in float64 on the CPU
     errors: Tensor | None  # as the values
+
+
+def standard_errors(design: Tensor, weights: Tensor, left: Tensor, inverse: Tensor) -> Tensor:
+    """The standard errors (K,) of a regression's coefficients, under any distribution of its residuals.
+
+    White's sandwich, with each residual over the root of 1 less its leverage (HC2). That makes up for what the fit took
+    from the residual, exactly so where all residuals are spread alike.
+
+    Args:
+        design: (n, K) what the scores were regressed on.
+        weights: (n,) what each sample counts.
+        left: (n,) the residuals.
+        inverse: (K, K) the inverse of the normal equations.
+
+    Source: MacKinnon and White, "Some Heteroskedasticity-consistent Covariance Matrix Estimators with Improved Finite
+        Sample Properties" (1985), https://doi.org/10.1016/0304-4076(85)90158-7.
+    """
+    pulled = design @ inverse
+    leverage = weights * (pulled * design).sum(1)
+    residuals = left / (1 - leverage).clamp(min=1e-6).sqrt()
+    return ((weights * residuals)[:, None] * pulled).square().sum(0).sqrt()
 
 
 class Coalitions(Estimate):
@@ -227,6 +249,15 @@ class CoalitionSampling(SampledAttribution):
         parts = Parts(self, passes.x)
         passes.notes.append(f"{parts.count} segments")
         return parts
+
+    def warn_of_few(self, passes: Passes, parts: Parts, least: int) -> None:
+        """Warn of fewer passes than determine the values; `least` are those that do."""
+        if passes.used < least:
+            passes.notes.append(f"far too few passes for {parts.count} segments")
+            warn(
+                f"{self.name}: {passes.used} passes do not determine the values of {parts.count} segments; allow for "
+                f"at least {least}, and several times as many to be precise, or take fewer segments"
+            )
 
     @staticmethod
     def fill_in(estimate: Coalitions, passes: Passes, count: int) -> None:
