@@ -248,6 +248,7 @@ def test_idgi_explains_a_class_by_its_probability_and_any_other_target_as_it_is(
         assert found.target_names == ("probability of class 1", "probability of class 3")
         assert found.target == (1, 3)
         assert torch.equal(found.scores, expected.scores)
+        assert found.probabilities is not None
         assert torch.equal(found.scores.float(), found.probabilities)
         torch.testing.assert_close(found.values, expected.values)
     assert method.attribute(x).target_names == expected_names(model, x)
