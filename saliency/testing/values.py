@@ -184,7 +184,7 @@ def _packed_outputs() -> Iterator[tuple[str, Callable[[Tensor], Any], Callable[[
     """Outputs that hold scores: the name, how it is made, and a target that reads class 0 and 1 of two images."""
     yield (
         "a list of one dictionary per image",
-        lambda scores: [{"scores": each, "size": torch.ones(2)} for each in scores],
+        lambda scores: [{"scores": each, "size": each[:2]} for each in scores],
         lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
     )
     yield (
@@ -194,7 +194,7 @@ def _packed_outputs() -> Iterator[tuple[str, Callable[[Tensor], Any], Callable[[
     )
     for length in (1, 2, 3, 4, 8, 16):
         # All rows of the constant count, so one that is cut shows.
-        constant = torch.full((length, 3), 1 / length)
+        constant = torch.full((length, 3), 1 / length, dtype=torch.float32, device="cpu")
         yield (
             f"a dictionary with a constant of {length} rows",
             partial(_with_constant, constant),
