@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from saliency import (
     CAM,
+    AblationCAM,
     Attribution,
     GradCAM,
     GradCAMPlusPlus,
@@ -146,6 +147,21 @@ def test_cam_reads_a_head_that_is_a_convolution_of_single_points(x: Tensor) -> N
     found = CAM(model, "features").attribute(x, 2)
     grad_cam = GradCAM(model, "features").attribute(x, 2).values
     assert torch.allclose(found.values, grad_cam * 35, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", [CAM, AblationCAM])
+def test_cam_reads_the_head_in_half_precision(
+    method: type[CAM | AblationCAM], dtype: torch.dtype, autocast: bool, x: Tensor
+) -> None:
+    model, x = Pooled(), x.float()
+    expected = method(model, "features").attribute(x, CLASSES).values
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        given = (model, x) if autocast else (model.to(dtype), x.to(dtype))
+        found = method(given[0], "features").attribute(given[1], CLASSES)
+    assert torch.allclose(found.values.float(), expected, atol=0.03 * float(expected.abs().max()))
+    assert all("closed form" in each.note for each in found.effort)  # the linear head was found
 
 
 @pytest.mark.parametrize("make", [Flattened, Deep])

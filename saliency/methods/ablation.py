@@ -109,13 +109,11 @@ class AblationCAM(MultiPassAttribution):
         if len(tensors) != 1:
             return None
         try:
-            weight = _linear_head(
-                self.model, reading.maps[None].to(reading.raw), reading.output, reading.layer
-            )  # (classes, K)
+            weight = _linear_head(self.model, reading.maps[None], reading.output, reading.layer)  # (classes, K)
         except (NotApplicableError, TargetError):  # the latter where only the target knows the scores in the output
             return None
         clean = tensors[0]
-        losses = (weight.to(reading.maps) * reading.maps.mean((1, 2)))[:, order]  # (classes, m)
+        losses = (weight * reading.maps.mean((1, 2)))[:, order]  # (classes, m)
         half = order[::2]
 
         def check(start: int, stop: int) -> bool:

@@ -275,9 +275,10 @@ def _linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) 
         if isinstance(module, nn.Linear | nn.Conv2d) and isinstance(weight, Tensor):
             flat = weight.detach().flatten(1)
             if scores.dim() == 2 and flat.shape == (scores.shape[1], pooled.shape[1]):
-                made = F.linear(pooled, flat, None if module.bias is None else module.bias.detach())
+                flat = flat.to(pooled)
+                made = F.linear(pooled, flat, None if module.bias is None else module.bias.detach().to(pooled))
                 tolerance = 1e-3 if scores.dtype in (torch.float32, torch.float64) else 3e-2
-                if torch.allclose(made, scores, rtol=tolerance, atol=tolerance * float(scores.abs().max())):
+                if torch.allclose(made, scores.to(pooled), rtol=tolerance, atol=tolerance * float(scores.abs().max())):
                     return flat
     raise NotApplicableError(
         f'cam: no linear layer makes the output of {type(model).__name__} from the mean activations of "{layer}"; '
