@@ -236,8 +236,8 @@ class TracedAttribution(Attribution):
     backwards: ClassVar[int | None] = None
     """How many backward passes the method asks for, at most; None where it does not say."""
 
-    def layers(self, x: Tensor) -> tuple[str, ...]:
-        """The names of the layers that the method reads on a batch; none by default."""
+    def layers(self, x: Tensor, target: Selection) -> tuple[str, ...]:
+        """The names of the layers that the method reads on a batch, for a target; none by default."""
         return ()
 
     @abstractmethod
@@ -259,7 +259,7 @@ def read_one_forward(
     """What several methods find in one forward, for each of several targets."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupling()
-    layers = [method.layers(x) for method in methods]
+    layers = [method.layers(x, targets[0]) for method in methods]
     depths = {method.gradients for method in methods}
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
     backwards = [method.backwards for method in methods]

@@ -42,17 +42,31 @@ def output_tensor(output: Any) -> Tensor:
     came = ", ".join(f"{name!r}: {type(each).__name__}" for name, each in named.items()) or "nothing in it"
     raise TargetError(
         f"the model returned a {type(output).__name__} ({came}), and it is not clear which tensor holds the scores; "
-        f"pass a function as the target, for example target=lambda output: {_written(output, named)}.flatten(1).sum(1)"
+        f"pass a function as the target, for example target=lambda output: {_example(output)}"
     )
 
 
-def _written(output: Any, named: Mapping[Any, Any]) -> str:
-    """How one writes the first of an output's parts."""
-    first = next(iter(named), "boxes")
-    if isinstance(output, Mapping) or not named:
-        return f"output[{first!r}]"
-    plain = isinstance(output, tuple | list) and not hasattr(output, "_fields")
-    return f"output[{first}]" if plain else f"output.{first}"
+def _example(output: Any) -> str:
+    """A target for an output in which it is not clear which tensor holds the scores."""
+    if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping) and output[0]:  # one per image
+        return f"torch.stack([each[{_key(output[0])!r}].sum() for each in output])"
+    return f"{_written(output, 'output')}.flatten(1).sum(1)"
+
+
+def _written(output: Any, path: str) -> str:
+    """How one writes the first tensor, or the scores, of an output."""
+    if isinstance(output, Mapping) and output:
+        return _written(output[_key(output)], f"{path}[{_key(output)!r}]")
+    if isinstance(output, tuple | list) and output:
+        fields = getattr(output, "_fields", None)
+        return _written(output[0], f"{path}.{fields[0]}" if fields else f"{path}[0]")
+    return path if isinstance(output, Tensor) or path != "output" else "output['scores']"
+
+
+def _key(named: Mapping[Any, Any]) -> Any:
+    """The key of an output whose name or value most looks like scores."""
+    tensors = [key for key, each in named.items() if isinstance(each, Tensor)]
+    return next((key for key in ("scores", "logits") if key in tensors), (tensors or list(named))[0])
 
 
 def as_categories(like: Any) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,7 +41,7 @@ class Survey:
     spatial: tuple[Spatial, ...]
     candidates: tuple[Spatial, ...]  # those that a CAM may be read at by default
     misplaced: frozenset[str]  # layers that look like maps, but whose places are not the picture's
-    chosen: str | None
+    chosen: str | None  # None also where only a target finds the scores in the output, as for a detector
     alive: bool  # whether the score has a gradient at the chosen layer
 
     def stages(self, most: int = 3) -> tuple[str, ...]:
@@ -61,27 +62,46 @@ _surveys: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Survey]] = WeakKeyD
 _surveys_lock = threading.Lock()
 
 
-def survey(model: nn.Module, x: Tensor) -> Survey:
+def survey(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None = None) -> Survey:
     """What one forward shows of the model's layers; remembered per model and input shape.
 
     It is a forward of noise in the shape of `x`, so that the layer that is found does not depend on the image that
-    comes first. The model is expected to be borrowed.
+    comes first. Only where the output does not say which tensor holds the scores (a detector, which finds nothing in
+    noise), the layer is found with `target` on `x` itself, in up to three more forwards. The model is expected to be
+    borrowed.
+
+    Raises:
+        TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
     shape = tuple(x.shape[1:])
     modules = tuple(map(id, parts(model)))
     with _surveys_lock:
         known = _surveys.get(model, {}).get(shape)
-    if known is not None and known.modules == modules:
+    if known is not None and known.modules == modules and (known.chosen is not None or target is None):
         return known
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
     # What the user records or edits meanwhile is not this: the layer that is found is that of the model itself.
     with HookManager(alone=True), torch.enable_grad():
-        made = _survey(model, noise, modules)
-    # Where no layer has a gradient, as under a head of zeros, the next call may know better.
-    if made.alive:
-        with _surveys_lock:
-            _surveys.setdefault(model, {})[shape] = made
-    return made
+        if known is None or known.modules != modules:
+            known = _survey(model, noise, modules)
+        # Where no layer has a gradient, as under a head of zeros, the next call may know better.
+        if known.alive:
+            with _surveys_lock:
+                _surveys.setdefault(model, {})[shape] = known
+        if known.chosen is None and known.candidates and target is not None:
+            return _chosen_for(model, x, known, target)
+    return known
+
+
+def _chosen_for(model: nn.Module, x: Tensor, known: Survey, target: Callable[[Any], Tensor]) -> Survey:
+    """The survey with the last layer at which the score of every image has a gradient."""
+    chosen = _last_alive(model, x, known.candidates, target)
+    if chosen is None:
+        raise TargetError(
+            "the score has no gradient at any layer with an extent in space: the target or the model detaches it, "
+            "takes an argmax or a number of it, or nothing was detected in one of the images"
+        )
+    return replace(known, chosen=chosen.name)
 
 
 def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
@@ -115,11 +135,17 @@ def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
         model, x, [Place(each.name, each.layout) for each in candidates if each.layout.kind != "NCHW"]
     )
     candidates = _in_place(candidates, elsewhere)
-    alive = _last_alive(model, x, candidates)
+    found = Survey(modules, shapes, grids, spatial, candidates, elsewhere, None, True)
+    try:
+        alive = _last_alive(model, x, candidates, _top_score)
+    except TargetError:
+        return replace(found, candidates=tuple(each for each in candidates if each.name not in elsewhere))
     chosen = alive or (candidates[-1] if candidates else None)
-    return Survey(
-        modules, shapes, grids, spatial, candidates, elsewhere, chosen.name if chosen else None, alive is not None
-    )
+    return replace(found, chosen=chosen.name if chosen else None, alive=alive is not None)
+
+
+def _top_score(output: Any) -> Tensor:
+    return output_tensor(output).flatten(1).max(1).values
 
 
 def _candidates(model: nn.Module, spatial: tuple[Spatial, ...], classes: int | None) -> tuple[Spatial, ...]:
@@ -165,33 +191,46 @@ def _in_place(candidates: tuple[Spatial, ...], elsewhere: frozenset[str]) -> tup
     return kept if any(each.layout.kind != "NCHW" for each in kept) else candidates
 
 
-def _last_alive(model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...]) -> Spatial | None:
-    """The last candidate at whose places the top score has a gradient.
+def _last_alive(
+    model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...], target: Callable[[Any], Tensor]
+) -> Spatial | None:
+    """The last candidate at whose places the score of every image has a gradient.
 
     In a vision transformer with a class token the patches of the last block's output have none: the layer in front of
     its attention has. One more forward decides, mostly: recording begins at the last candidate, and further back only
     where that one fails.
     """
     for part in (candidates[-1:], candidates[-24:-1], candidates[:-24]):
-        alive = _with_gradient(model, x, part) if part else []
+        alive = _with_gradient(model, x, part, target) if part else []
         if alive:
             return alive[-1]
     return None
 
 
-def _with_gradient(model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...]) -> list[Spatial]:
+def _with_gradient(
+    model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...], target: Callable[[Any], Tensor]
+) -> list[Spatial]:
     with HookManager() as hooks:
         captured = [(each, hooks.capture(model.get_submodule(each.name), record=True)) for each in candidates]
         with torch.no_grad():
             output = run(model, x)
-    try:
-        score = output_tensor(output).reshape(len(x), -1).max(1).values.sum()
-    except TargetError:
-        return list(candidates)
-    if not score.requires_grad:
+    score = target(output).sum()
+    last = [
+        (each, calls[-1]) for each, calls in captured if calls and calls[-1].requires_grad and not _is_one_of(calls)
+    ]
+    if not last or not score.requires_grad:
         return []
-    last = [(each, calls[-1]) for each, calls in captured if calls and calls[-1].requires_grad]
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, [tensor for _, tensor in last], allow_unused=True)
     return [
-        each for (each, _), grad in zip(last, grads, strict=True) if grad is not None and bool(each.layout(grad).any())
+        each
+        for (each, _), grad in zip(last, grads, strict=True)
+        if grad is not None and bool(each.layout(grad).flatten(1).any(1).all())
     ]
+
+
+def _is_one_of(calls: list[Tensor]) -> bool:
+    """Whether the last call is one of several side by side, as a detector's head runs at each level of its features."""
+    first, last = calls[0], calls[-1]
+    if first.shape == last.shape or not first.requires_grad:
+        return False
+    return torch.autograd.grad(last.sum(), first, retain_graph=True, allow_unused=True)[0] is None

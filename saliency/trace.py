@@ -42,6 +42,7 @@ class Trace:
         backwards: int | None = None,
     ) -> None:
         self.model = model
+        self.recorded = gradients
         self._backwards_left = backwards
         self.x = leaf(x) if gradients == "input" else x.detach()
         with HookManager() as hooks:
@@ -114,7 +115,7 @@ class Evidence:
                 for name, gradient in zip(kept, gradients, strict=True)
             }
             if all(gradient is None for gradient in gradients):
-                raise LayerError(f'the score does not depend on layer "{layer}", so it has no gradient there')
+                raise LayerError(independent_of(layer))
         return widened(layout(self._layer_gradients[layer]))
 
     def input_gradient(self) -> Tensor:
@@ -125,7 +126,7 @@ class Evidence:
 
     def sites(self) -> Sites:
         """The nonlinearities between the scores and the input."""
-        self._require_gradient()
+        self.require_gradient()
         if self._sites is None:
             self._sites = find_sites(self._scores, self.trace.x)
         return self._sites
@@ -143,14 +144,36 @@ class Evidence:
         return gradient
 
     def _gradients(self, at: list[Tensor]) -> list[Tensor | None]:
-        self._require_gradient()
+        self.require_gradient()
         return self.trace.gradients(self._scores.sum(), at)
 
-    def _require_gradient(self) -> None:
-        if not self._scores.requires_grad:
-            raise TargetError(
-                "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
-            )
+    def require_gradient(self) -> None:
+        """Raise where the scores have no gradient.
+
+        Raises:
+            LayerError: They have one, but not at the layers that gradients are recorded from.
+            TargetError: They have none at all.
+        """
+        if self._scores.requires_grad:
+            return
+        if self.trace.recorded == "layers" and self._has_gradient():
+            raise LayerError(independent_of(*self.trace.layers))
+        raise TargetError(
+            "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
+        )
+
+    def _has_gradient(self) -> bool:
+        """Whether the scores have a gradient when it is recorded from the input on: one more forward, for an error."""
+        return self.selection(Trace(self.trace.model, self.trace.x).output).requires_grad
+
+
+def independent_of(*layers: str) -> str:
+    """What to say of layers that the score does not depend on."""
+    names = ", ".join(f'"{each}"' for each in layers)
+    return (
+        f"the score does not depend on layer {names}, so it has no gradient there; choose a layer that the score is "
+        "computed from, or name none, and the last such layer is found"
+    )
 
 
 def widened(maps: Tensor) -> Tensor:

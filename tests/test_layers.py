@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import EigenCAM, FusedCAM, GradCAM, LayerError
+from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
 from saliency.layers import find, layout_of
 from saliency.layouts import Layout
 from saliency.model import borrowed
@@ -463,3 +463,88 @@ def test_a_segmentation_model_is_read_before_its_class_scores() -> None:
     cam = (gradient.mean((2, 3), keepdim=True) * by_hand.detach()).sum(1, keepdim=True)
     ratio = found.values / cam
     assert torch.allclose(ratio, ratio.flatten()[0].expand_as(ratio), rtol=1e-2), "the region's sum or mean"
+
+
+# Detectors: one dictionary per image, and a head that does not lie on the way to the score.
+
+
+class Pyramid(nn.Module):
+    """Two levels of features, the coarse one added to the fine one."""
+
+    out_channels = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.ReLU())
+        self.deep = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        fine = self.body(x)
+        deep = self.deep(fine)
+        return {"0": fine + nn.functional.interpolate(deep, fine.shape[-2:]), "1": deep}
+
+
+def detector(name: str) -> nn.Module:
+    """A detector of torchvision with random weights, which finds boxes in any image."""
+    from torchvision.models import detection
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+    anchors = AnchorGenerator(((16,), (32,)), ((0.5, 0.75, 1.0, 2.0),) * 2)
+    size = {"min_size": 64, "max_size": 64}
+    if name == "retinanet":
+        model = detection.RetinaNet(Pyramid(), 3, anchor_generator=anchors, score_thresh=0.0, **size)
+    else:
+        model = detection.FasterRCNN(Pyramid(), 3, rpn_anchor_generator=anchors, box_score_thresh=0.0, **size)
+    made: nn.Module = model.eval()
+    return made
+
+
+def summed(key: str) -> Callable[[Any], Tensor]:
+    return lambda output: torch.stack([each[key].sum() for each in output])
+
+
+@pytest.mark.parametrize("key", ["scores", "boxes"])
+@pytest.mark.parametrize("name", ["retinanet", "faster_rcnn"])
+@pytest.mark.parametrize("method", [GradCAM, FusedCAM])
+def test_the_layer_of_a_detector_is_the_last_one_that_the_score_is_computed_from(
+    method: type[GradCAM | FusedCAM], name: str, key: str
+) -> None:
+    model, x = detector(name), torch.rand(2, 3, 64, 64)
+    found = method(model).attribute(x, summed(key))
+    assert found.layer == ("backbone, backbone.deep" if method is FusedCAM else "backbone")
+    assert found.values.flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("method", [GradCAM, saliency.ShapleyCAM])
+def test_a_layer_that_the_score_is_not_computed_from_is_named_and_the_target_is_not_blamed(
+    method: type[GradCAM],
+) -> None:
+    model, x = detector("retinanet"), torch.rand(1, 3, 64, 64)
+    # It runs after the scores: nothing is recorded where they are computed.
+    with pytest.raises(LayerError, match=r'depend on layer "head\.regression_head\.conv".*name none'):
+        method(model, "head.regression_head.conv").attribute(x, summed("scores"))
+    with pytest.raises(LayerError, match=r'depend on layer "head\.classification_head\.conv"'):
+        method(model, "head.classification_head.conv").attribute(x, summed("boxes"))
+    for layer in (None, "backbone"):
+        with pytest.raises(TargetError, match="detaches"):
+            method(model, layer).attribute(x, lambda output: summed("scores")(output).detach())
+
+
+def test_a_detector_that_found_nothing_has_no_layer() -> None:
+    model, x = detector("retinanet"), torch.rand(1, 3, 64, 64)
+    model.score_thresh = 1.0  # type: ignore[assignment]
+    with pytest.raises(TargetError, match="nothing was detected"):
+        GradCAM(model).attribute(x, summed("scores"))
+
+
+def test_the_example_of_a_target_for_a_detector_works_as_it_is_written() -> None:
+    model, x = detector("faster_rcnn"), torch.rand(2, 3, 64, 64)
+    with pytest.raises(TargetError, match="for example") as caught:
+        GradCAM(model).attribute(x)
+    example = eval(str(caught.value).partition("example target=")[2], {"torch": torch})  # noqa: S307
+    assert GradCAM(model).attribute(x, example).scores.shape == (2,)
+
+
+def test_shapley_cam_says_that_a_detectors_pooling_has_no_second_derivative() -> None:
+    with pytest.raises(NotApplicableError, match=r"roi_align.*grad_cam"):
+        saliency.ShapleyCAM(detector("faster_rcnn")).attribute(torch.rand(1, 3, 64, 64), summed("scores"))

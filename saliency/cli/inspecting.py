@@ -124,7 +124,7 @@ class Subject:
     def taken(self) -> str:
         """Which layer CAMs read."""
         chosen = self.survey.chosen
-        return f'"{chosen}" is taken by CAMs (->)' if chosen else "no layer has an extent in space"
+        return f'"{chosen}" is taken by CAMs (->)' if chosen else "CAMs take no layer by themselves"
 
     def parts(self, screen: Screen) -> Iterator[Part]:
         """The tables that were asked for, each made when it is due."""

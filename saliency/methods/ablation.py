@@ -70,7 +70,7 @@ class AblationCAM(MultiPassAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
-        reading = self._reader(passes.x)
+        reading = self._reader(passes.x, passes.target(1))
         energy = reading.maps.square().flatten(1).sum(1)
         order = torch.tensor(
             strongest(energy, self.channels, energy.nonzero().flatten().tolist()),
@@ -190,7 +190,7 @@ class ReciproCAM(MultiPassAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
-        reading = self._reader(passes.x)
+        reading = self._reader(passes.x, passes.target(1))
         behind = Behind(self.model, reading.layer, passes.x)
         passes.notes.append(behind.how)
         height, width = reading.maps.shape[1:]

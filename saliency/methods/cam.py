@@ -7,7 +7,7 @@ themselves.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +30,10 @@ class LayerAttribution(TracedAttribution):
     Args:
         model: As for every method.
         layer: A dotted name, the module itself, or None for the last layer with an extent in space at which the score
-            has a gradient, found by one forward of the first image. In a module that is used many times the last use
-            is read. Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin)
-            are read as maps by themselves.
+            has a gradient, found by one forward of noise, or, where only a target finds the scores in the output (a
+            detector), by forwards of the images. In a module that is used many times the last use is read. Tokens
+            (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as maps
+            by themselves.
         preprocess: As for every method.
         categories: As for every method.
     """
@@ -52,11 +53,11 @@ class LayerAttribution(TracedAttribution):
         super().__init__(model, preprocess=preprocess, categories=categories)
         self.layer = None if layer is None else find(self.model, layer)[0]
 
-    def layers(self, x: Tensor) -> tuple[str, ...]:
+    def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """The layer that was named, or the one that is found by itself."""
         if self.layer is not None:
             return (self.layer,)
-        chosen = survey(self.model, x).chosen
+        chosen = survey(self.model, x, target).chosen
         if chosen is None:
             raise LayerError(
                 f"no layer of {type(self.model).__name__} has an output with an extent in space for an input of "

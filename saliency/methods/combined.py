@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -129,9 +129,9 @@ class FusedCAM(TracedAttribution):
         self.gamma = gamma
         self._cam = _FUSABLE[cam](model)
 
-    def layers(self, x: Tensor) -> tuple[str, ...]:
+    def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """The layers that were named, or the ends of the last three resolutions."""
-        layers = self.fused if self.fused is not None else survey(self.model, x).stages()
+        layers = self.fused if self.fused is not None else survey(self.model, x, target).stages()
         if not layers:
             raise LayerError(
                 f"no layer of {type(self.model).__name__} has an extent in space; name some with layers=[...]"

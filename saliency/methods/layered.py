@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -75,13 +75,17 @@ class LayerReader:
         self._finder = GradCAM(model, layer)
         self.layer = self._finder.layer
 
-    def __call__(self, x: Tensor) -> Reading:
+    def __call__(self, x: Tensor, target: Callable[[Any], Tensor]) -> Reading:
         """What one forward of one image (1, C, H, W) shows of the layer.
+
+        Args:
+            x: The image.
+            target: The scores (1,) of an output.
 
         Raises:
             LayerError: The layer is not run, or has no extent in space.
         """
-        (name,) = self._finder.layers(x)
+        (name,) = self._finder.layers(x, target)
         with HookManager() as hooks, torch.no_grad():
             calls = hooks.capture(self._model.get_submodule(name))
             output = run(self._model, x)

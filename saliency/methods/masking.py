@@ -72,7 +72,7 @@ class ScoreCAM(MultiPassAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
-        reading = self._reader(passes.x)
+        reading = self._reader(passes.x, passes.target(1))
         masks = Masks(reading, passes.x, self.channels, align_corners=self.align_corners)
         passes.notes.append(masks.note)
         scores = torch.full((masks.groups,), math.nan, dtype=torch.float64, device="cpu")
@@ -132,7 +132,7 @@ class ISCAM(MultiPassAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
-        reading = self._reader(passes.x)
+        reading = self._reader(passes.x, passes.target(1))
         masks = Masks(reading, passes.x, self.channels, align_corners=False)
         passes.notes.append(masks.note)
         steps, varied = self.steps, len(masks.varied)
@@ -203,7 +203,7 @@ class SSCAM(SampledAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
-        reading = self._reader(passes.x)
+        reading = self._reader(passes.x, passes.target(1))
         masks = Masks(reading, passes.x, self.channels, align_corners=False)
         passes.notes.append(masks.note)
         around = reading, masks, score

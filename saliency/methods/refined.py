@@ -19,7 +19,7 @@ from ..options import chosen, is_whole
 from ..preprocess import PreprocessLike
 from ..selection import Selection
 from ..targets import ClassScore
-from ..trace import Evidence, Trace
+from ..trace import Evidence, Trace, independent_of
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .combined import FusedCAM
 
@@ -82,10 +82,11 @@ class ShapleyCAM(LayerAttribution):
     def _slopes(self, evidence: Evidence, layer: str) -> Tensor:
         """The slopes g - H A / 2, as the layer's output lies in memory."""
         trace = evidence.trace
+        evidence.require_gradient()
         try:
             return self._curved(trace.output, trace.layers[layer], evidence.selection, layer)
         except (RuntimeError, NotImplementedError) as error:
-            if "derivative" not in str(error):
+            if "derivative" not in str(error) and "double backward" not in str(error):
                 raise
         # Attention in one piece has no second derivative; step by step it has.
         with sdpa_kernel(SDPBackend.MATH):
@@ -99,13 +100,9 @@ class ShapleyCAM(LayerAttribution):
 
     def _curved(self, output: Any, at: Tensor, selection: Selection, layer: str) -> Tensor:
         utility = self._utility(output, selection)
-        if not utility.requires_grad:
-            raise TargetError(
-                "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
-            )
         gradient = _gradient(utility.sum(), at, again=True)
         if gradient is None:
-            raise LayerError(f'the score does not depend on layer "{layer}", so it has no gradient there')
+            raise LayerError(independent_of(layer))
         if not gradient.requires_grad:
             return gradient.detach()
         # The gradient of <gradient, A>, with this A held still, is H A.

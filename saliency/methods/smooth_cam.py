@@ -69,7 +69,7 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The clean activations, weighted by what the noisy gradients make of them."""
         x = passes.x
-        (layer,) = self._cam.layers(x)
+        (layer,) = self._cam.layers(x, passes.target(1))
         activation = self._evidence(passes, x, layer, "none").activation(layer)[0]  # (K, h, w)
 
         def compute(start: int, stop: int) -> Tensor:
