@@ -144,6 +144,7 @@ def small(name: str) -> tuple[nn.Module, str, Tensor]:
     return model.double().eval(), layer, torch.randn(1, 3, size, size, dtype=torch.float64)
 
 
+@pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
 @pytest.mark.parametrize("name", ["resnet18", "densenet", "vit", "swin"])
 def test_both_are_one_changed_forward_after_the_other(name: str) -> None:
     model, layer, x = small(name)

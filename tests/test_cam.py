@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from saliency import (
     CAM,
+    METHODS,
     AblationCAM,
     Attribution,
     GradCAM,
@@ -254,10 +255,37 @@ def test_grad_cam_plus_plus_is_the_powers_of_the_gradient(x: Tensor) -> None:
     assert torch.allclose(GradCAMPlusPlus(model, "features").attribute(x, CLASSES).values, expected, rtol=1e-10)
 
 
-def test_grad_cam_plus_plus_says_where_it_is_not_defined(x: Tensor) -> None:
-    with pytest.warns(SaliencyWarning, match="behind a ReLU"):
-        values = GradCAMPlusPlus(Pooled(rectified=False).double(), "features").attribute(x, CLASSES).values
-    assert values.isfinite().all()
+SMALL: dict[str, dict[str, Any]] = {"score_cam": {}, "is_cam": {"steps": 2}, "ss_cam": {"draws": 2}}
+SMALL |= {"ablation_cam": {}, "xgrad_cam": {}, "grad_cam_plus_plus": {}, "smooth_grad_cam_plus_plus": {"passes": 2}}
+
+
+def transformer() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5)
+    nn.init.normal_(model.heads[0].weight)
+    made: nn.Module = model.eval()
+    return made
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("layer", ["encoder.layers.encoder_layer_0", None])
+def test_what_takes_activations_for_evidence_warns_at_the_tokens_of_a_transformer(name: str, layer: str | None) -> None:
+    with pytest.warns(SaliencyWarning, match=rf"^{name}: .*signed.*use grad_cam") as caught:
+        found = METHODS[name](transformer(), layer=layer, **SMALL[name]).attribute(torch.randn(1, 3, 32, 32), 1)  # type: ignore[call-arg]
+    assert len(caught) == 1
+    assert found.values.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.GELU, nn.ELU])
+def test_slightly_negative_activations_of_a_convolution_are_not_worth_a_warning(
+    name: str, act: type[nn.Module]
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with torch.no_grad():
+        model[1].weight.fill_(3)  # type: ignore[operator]
+    METHODS[name](model, layer="2", **SMALL[name]).attribute(torch.randn(1, 3, 9, 9), 1)  # type: ignore[call-arg]
 
 
 def test_xgrad_cam_is_the_gradient_weighted_by_the_share_of_the_activation(x: Tensor) -> None:
@@ -273,6 +301,7 @@ def test_xgrad_cam_is_the_gradient_weighted_by_the_share_of_the_activation(x: Te
     assert torch.allclose(found.sum((1, 2)), (g * a).sum((1, 2, 3))), "the paper's axioms: the map sums to g times a"
 
 
+@pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
 def test_xgrad_cam_does_not_explode_where_the_activations_of_a_channel_cancel() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:

@@ -172,6 +172,7 @@ def test_where_no_mask_changes_the_score_nothing_is_said(model: Net, x: Tensor) 
     assert not found.values.any()
 
 
+@pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
 @pytest.mark.parametrize("kind", ["tokens", "channels last"])
 def test_tokens_and_channels_last_are_read_as_maps(kind: str, x: Tensor) -> None:
     model = Turned(kind).double()

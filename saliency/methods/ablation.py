@@ -19,7 +19,7 @@ from ..model import run
 from ..multipass import Found, MultiPassAttribution
 from ..nests import first_tensor, mapped, tensors_in
 from ..tape.behind import Behind
-from .cam import _linear_head
+from .cam import _linear_head, warn_if_signed
 from .layered import LayerReader, Reading, channel_count, strongest
 
 
@@ -41,6 +41,9 @@ class AblationCAM(MultiPassAttribution):
         **running: See `saliency.effort.Running`.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no extent in space.
@@ -71,6 +74,7 @@ class AblationCAM(MultiPassAttribution):
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
+        warn_if_signed(self.name, reading.maps[None])
         energy = reading.maps.square().flatten(1).sum(1)
         order = torch.tensor(
             strongest(energy, self.channels, energy.nonzero().flatten().tolist()),

@@ -17,6 +17,7 @@ from ..explanation import Sign
 from ..layers import LayerLike
 from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
 from ..options import whole_number
+from .cam import warn_if_signed
 from .layered import LayerReader, Masks, Reading, channel_count
 
 
@@ -41,6 +42,9 @@ class ScoreCAM(MultiPassAttribution):
         **running: See `saliency.effort.Running`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no extent in space.
@@ -73,6 +77,7 @@ class ScoreCAM(MultiPassAttribution):
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
+        warn_if_signed(self.name, reading.maps[None])
         masks = Masks(reading, passes.x, self.channels, align_corners=self.align_corners)
         passes.notes.append(masks.note)
         scores = torch.full((masks.groups,), math.nan, dtype=torch.float64, device="cpu")
@@ -100,6 +105,9 @@ class ISCAM(MultiPassAttribution):
         **running: See `saliency.effort.Running`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no extent in space.
@@ -133,6 +141,7 @@ class ISCAM(MultiPassAttribution):
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
+        warn_if_signed(self.name, reading.maps[None])
         masks = Masks(reading, passes.x, self.channels, align_corners=False)
         passes.notes.append(masks.note)
         steps, varied = self.steps, len(masks.varied)
@@ -167,6 +176,9 @@ class SSCAM(SampledAttribution):
         **sampling: See `saliency.effort.Sampling`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no extent in space.
@@ -204,6 +216,7 @@ class SSCAM(SampledAttribution):
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
+        warn_if_signed(self.name, reading.maps[None])
         masks = Masks(reading, passes.x, self.channels, align_corners=False)
         passes.notes.append(masks.note)
         around = reading, masks, score

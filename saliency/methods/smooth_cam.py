@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ..effort import Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
-from ..errors import MethodError, warn
+from ..errors import MethodError
 from ..layers import LayerLike
 from ..multipass import Found, SampledAttribution, estimated
 from ..trace import Evidence, Trace
-from .cam import GradCAM
+from .cam import GradCAM, warn_if_signed
 from .smoothing import noisy_copies
 
 _GROUPS = 10
@@ -40,7 +40,7 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
     jackknife's, over ten groups of samples.
 
     Warns:
-        SaliencyWarning: A channel's summed activation is negative. Choose a layer behind a ReLU.
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
 
     Raises:
         MethodError: The noise is negative.
@@ -71,12 +71,13 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
         x = passes.x
         (layer,) = self._cam.layers(x, passes.target(1))
         activation = self._evidence(passes, x, layer, "none").activation(layer)[0]  # (K, h, w)
+        warn_if_signed(self.name, activation[None])
 
         def compute(start: int, stop: int) -> Tensor:
             noisy = noisy_copies(x, self.noise, self.seed, start, stop)
             return self._evidence(passes, noisy, layer, "layers").gradient(layer)  # (k, K, h, w)
 
-        estimate = _SmoothMap(activation, self.name)
+        estimate = _SmoothMap(activation)
         for gradients in passes.chunks(compute, self.most_passes, f"gradient at {layer}"):
             estimate.add(gradients)
             if passes.enough(estimate):
@@ -91,15 +92,10 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
 class _SmoothMap(Estimate):
     """The map that the means of the gradients and of their powers give, with the jackknife's error over groups."""
 
-    def __init__(self, activation: Tensor, name: str) -> None:
+    def __init__(self, activation: Tensor) -> None:
         super().__init__()
         self._activation = activation  # (K, h, w)
         self._mass = activation.sum((1, 2), keepdim=True)
-        if bool((self._mass < 0).any()):
-            warn(
-                f"{name}: some channels of this layer sum to less than 0, where Grad-CAM++ is not defined; their sums "
-                "count as 0 (choose a layer behind a ReLU)"
-            )
         self._sums = activation.new_zeros(_GROUPS, 3, *activation.shape)
 
     def add(self, samples: Tensor) -> None:
