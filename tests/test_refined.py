@@ -168,12 +168,12 @@ def test_finer_names_references_and_refuses_what_it_cannot_compare(x: Tensor) ->
 def test_refine_is_the_product_of_the_scaled_layers(x: Tensor) -> None:
     model = Net().double()
     found = RefineCAM(model, ["first", "second"]).attribute(x, 3)
-    fine, coarse = (GradCAM(model, layer).attribute(x, 3).values.clamp(min=0) for layer in ("first", "second"))
+    fine, coarse = (LayerCAM(model, layer).attribute(x, 3).values.clamp(min=0) for layer in ("first", "second"))
     fine, coarse = (each / each.amax((1, 2, 3), keepdim=True) for each in (fine, coarse))
     expected = fine * F.interpolate(coarse, fine.shape[-2:], mode="bilinear")
     torch.testing.assert_close(found.values, expected)
     assert found.layer == "first, second"
-    assert dict(found.settings) == {"cam": "grad_cam"}
+    assert dict(found.settings) == {"cam": "layer_cam"}
     with pytest.raises(LayerError):
         RefineCAM(model, [])
 

