@@ -17,6 +17,19 @@ Gradients = tuple[Tensor | None, ...]
 """Of the operands, or of the results, of one operation."""
 
 
+def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
+    """The operations that a node passes gradient on to, each with the number of its result.
+
+    Every node that Python code looks at is to be passed through here. PyTorch frees a graph without recursion, but a
+    node with a Python object is freed inside the freeing of the node before it, so that a deep graph overflows the
+    stack. Here the metadata of a node holds the next ones: Python frees nested dictionaries and tuples of any depth.
+    """
+    found: tuple[tuple[Node | None, int], ...] = node.next_functions
+    if found:
+        node.metadata["saliency.next_functions"] = found
+    return found
+
+
 class Exit(NamedTuple):
     """An operation that passes gradient on to an input: its node, and the operands that are that input."""
 
@@ -26,7 +39,11 @@ class Exit(NamedTuple):
 
 def edge(tensor: Tensor) -> GradientEdge | None:
     """Where the gradient of a tensor goes to; None for tensors that have none."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
+    if not tensor.requires_grad:
+        return None
+    found = get_gradient_edge(tensor)
+    next_functions(found.node)
+    return found
 
 
 def now() -> int:
@@ -37,7 +54,11 @@ def now() -> int:
 
 def is_recorded_since(tensor: Tensor, since: int) -> bool:
     """Whether a tensor is the result of an operation that was recorded after `since`."""
-    return tensor.grad_fn is not None and age(tensor.grad_fn) >= since
+    node = tensor.grad_fn
+    if node is None:
+        return False
+    next_functions(node)
+    return age(node) >= since
 
 
 def exits(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], since: int) -> list[list[Exit]]:
@@ -61,7 +82,7 @@ def exits(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], sinc
             continue
         seen.add(node)
         operands: dict[int, list[int]] = {}
-        for operand, (function, number) in enumerate(node.next_functions):
+        for operand, (function, number) in enumerate(next_functions(node)):
             if function is None:
                 continue
             for at in wanted.get((function, number), ()):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .borders import Exit, Gradients, Like, Meeting, age
+from .borders import Exit, Gradients, Like, Meeting, age, next_functions
 from .calls import Hook, Revision, paired
 from .interrupts import surely
 from .marks import Mark, opened
@@ -169,6 +169,8 @@ class HookManager(ExitStack[None]):
             return see(gradient) if (mark.acts_on_leaves() if is_leaf else not mark.closed) else None
 
         self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        if not is_leaf:
+            next_functions(tensor.grad_fn)
 
     def at_exit(self, tensor: Tensor, at: Exit, see: Callable[[Tensor], None]) -> None:
         """Call `see` with what one operation passes on to `tensor`, an operand of it, in each backward pass."""

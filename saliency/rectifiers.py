@@ -18,6 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from .borders import next_functions
 from .errors import NotApplicableError, TargetError
 
 _REENTRANT = (
@@ -77,7 +78,7 @@ def _is_zero(bound: Any) -> bool:
 
 def _constant_operand_is_zero(node: Any) -> bool:
     """Whether a maximum has exactly one operand with a gradient, and the other is 0."""
-    tracked = [function is not None for function, _ in node.next_functions]
+    tracked = [function is not None for function, _ in next_functions(node)]
     if tracked == [True, False]:
         return _is_zero(node._saved_other)
     return tracked == [False, True] and _is_zero(node._saved_self)
@@ -149,7 +150,7 @@ def _masked_kinds() -> dict[type, str]:
 def _is_masked(node: Any, kind: str) -> bool:
     """Whether a node selects by a mask that is fixed during the backward pass, as a hand-written ReLU does."""
     if kind == "product with a mask":
-        tracked = [function is not None for function, _ in node.next_functions]
+        tracked = [function is not None for function, _ in next_functions(node)]
         factor = node._saved_other if tracked[:1] == [True] and not all(tracked) else None
         factor = node._saved_self if tracked == [False, True] else factor
         # A mask has the shape of what it masks, unlike a scale or a gate, and holds only 0 and 1.
@@ -166,7 +167,7 @@ def _is_masked(node: Any, kind: str) -> bool:
     if kind == "clamp from above at 0":
         return node._saved_min is None and _is_zero(node._saved_max)
     if kind == "where":
-        return sum(function is not None for function, _ in node.next_functions) == 1
+        return sum(function is not None for function, _ in next_functions(node)) == 1
     return True
 
 
@@ -183,7 +184,7 @@ def output_of(node: Any) -> Tensor:
         result: Tensor = node._saved_result
         return result
     if kind == "maximum":
-        x = node._saved_self if node.next_functions[0][0] is not None else node._saved_other
+        x = node._saved_self if next_functions(node)[0][0] is not None else node._saved_other
         return torch.clamp(x, min=0)
     highest = getattr(node, "_saved_max_val", getattr(node, "_saved_max", None))
     return torch.clamp(
@@ -209,7 +210,7 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
     order = list(_postorder(score))
     reaches = {end}
     for node in order:
-        if any(function in reaches for function, _ in node.next_functions):
+        if any(function in reaches for function, _ in next_functions(node)):
             reaches.add(node)
     if score.grad_fn not in reaches:
         raise TargetError(INDEPENDENT)
@@ -229,7 +230,7 @@ def _postorder(score: Tensor) -> Iterator[Node]:
         elif node not in entered:
             entered.add(node)
             stack.append((node, True))
-            stack.extend((function, False) for function, _ in node.next_functions if function is not None)
+            stack.extend((function, False) for function, _ in next_functions(node) if function is not None)
 
 
 def find_sites(score: Tensor, x: Tensor) -> Sites:

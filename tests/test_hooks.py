@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
@@ -396,3 +398,64 @@ def test_a_layer_inside_a_checkpoint_is_read(frozen: bool) -> None:
     for method in (GradCAM, HiResCAM, GuidedGradCAM):
         assert torch.equal(method(model, "body").attribute(x, 1).values, method(plain, "body").attribute(x, 1).values)
     assert torch.equal(GuidedBackprop(model).attribute(x, 1).values, GuidedBackprop(plain).attribute(x, 1).values)
+
+
+_DEEP = """
+import threading
+import torch
+from torch import nn
+import saliency
+from saliency.inspection import edit_gradients, gradient_statistics, record, rules
+
+class Step(nn.Module):
+    def forward(self, x):
+        return torch.relu(x + 1e-6)
+
+class Loop(nn.Module):  # without a module for each step
+    def forward(self, x):
+        for _ in range(1000):
+            x = torch.relu(x + 1e-6)
+        return x
+
+def head():
+    return nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+
+convolution, *end = head()
+loop = nn.Sequential(convolution, Loop(), *end).eval()
+many = nn.Sequential(convolution, *[Step() for _ in range(1000)], *end).eval()
+image = torch.rand(1, 3, 6, 6)
+
+def edited(at):
+    with edit_gradients(many, "*", rules.scale(1.0), at=at):
+        many(image.clone().requires_grad_()).sum().backward()
+
+def recorded():
+    with record(many, "*"):
+        many(image.clone().requires_grad_()).sum().backward()
+
+work = [
+    *(method(loop).attribute for method in (saliency.GuidedBackprop, saliency.DeconvNet, saliency.RectGrad)),
+    saliency.IntegratedGradients(loop, steps=2).attribute,
+    saliency.FullGrad(loop).attribute,
+]
+
+def run():
+    for attribute in work:
+        attribute(image, 0)
+    edited("input")
+    edited("output")
+    recorded()
+    gradient_statistics(many, image, 0)
+    print("done")
+
+threading.stack_size(256 * 1024)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_deep_graph_is_freed_within_a_small_stack() -> None:
+    """PyTorch frees nodes that Python has seen within each other, and a segmentation fault ends the process."""
+    done = subprocess.run([sys.executable, "-c", _DEEP], capture_output=True, text=True, check=False)  # noqa: S603
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

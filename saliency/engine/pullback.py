@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from ..borders import next_functions
 from ..model import leaf, run
 from .passes import Make, Passes, gradient_at
 
@@ -67,7 +68,7 @@ def stem_of(scores: Tensor, at: Tensor) -> tuple[Stem, GradientEdge] | None:
         (node,) = above
         kind = node.name()
         if kind == "ConvolutionBackward0":
-            if node.next_functions[0][0] is not below:  # the picture is its kernel
+            if next_functions(node)[0][0] is not below:  # the picture is its kernel
                 return None
             stem = _stem(node, margins)
             return None if stem is None else (stem, GradientEdge(node, 0))
@@ -92,7 +93,7 @@ def _users(scores: Tensor, at: Tensor) -> tuple[dict[Node, list[Node]], Node | N
         node = waiting.pop()
         if getattr(node, "variable", None) is at:
             start = node
-        for function, _ in node.next_functions:
+        for function, _ in next_functions(node):
             if function is None:
                 continue
             users.setdefault(function, []).append(node)

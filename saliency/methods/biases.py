@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..borders import next_functions
 from ..nests import leaves, mapped, tensors_in
 
 
@@ -208,7 +209,7 @@ class BiasWatch(TorchFunctionMode):
             if at in self._depends:
                 waiting.pop()
                 continue
-            before = [function for function, _ in at.next_functions if function is not None]
+            before = [function for function, _ in next_functions(at) if function is not None]
             unknown = [each for each in before if each not in self._depends]
             if unknown:
                 waiting += unknown
