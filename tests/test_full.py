@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torchvision
 from torch import Tensor, nn
 
 import saliency
-from saliency import SaliencyWarning, TargetError
+from saliency import NotApplicableError, SaliencyWarning, TargetError
 from saliency.methods.biases import BiasWatch
 from saliency.methods.full import FullGrad
 
@@ -186,6 +187,27 @@ def test_what_is_not_seen_is_said_and_is_the_residual() -> None:
     missing = sum(2 * each.sum() for each in torch.autograd.grad(score, [normed, second]))
     assert found.residual is not None
     torch.testing.assert_close(found.residual[0], torch.as_tensor(missing))
+
+
+@pytest.mark.parametrize("act", [F.relu, partial(F.silu, inplace=True), F.hardsigmoid])
+def test_an_exported_model_has_the_map_of_the_model(act: Callable[[Tensor], Tensor]) -> None:
+    model, x = lived_in(Small(act)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(FullGrad(exported).attribute(x, 1).values, FullGrad(model).attribute(x, 1).values)
+
+
+def test_an_exported_model_that_is_decomposed_is_refused() -> None:
+    model, x = lived_in(Small(F.relu)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
+    decomposed = torch.export.export(model, (x,)).run_decompositions().module()
+    with pytest.raises(NotApplicableError, match="run_decompositions"):
+        FullGrad(decomposed).attribute(x, 1)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_traced_model_is_said_to_have_the_input_times_the_gradient_alone() -> None:
+    model, x = lived_in(Small(F.relu)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
+    with pytest.warns(SaliencyWarning, match="input times the gradient alone"):
+        FullGrad(torch.jit.trace(model, x)).attribute(x, 1)
 
 
 def test_several_targets_share_the_forward() -> None:

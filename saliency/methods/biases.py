@@ -125,9 +125,13 @@ POINTWISE = frozenset(
         "hardtanh",
         "hardtanh_",
         "hardswish",
+        "hardswish_",
         "hardsigmoid",
+        "hardsigmoid_",
         "silu",
+        "silu_",
         "gelu",
+        "gelu_",
         "elu",
         "elu_",
         "selu",
@@ -135,6 +139,7 @@ POINTWISE = frozenset(
         "celu",
         "celu_",
         "mish",
+        "mish_",
         "softplus",
         "tanh",
         "tanh_",
@@ -170,7 +175,7 @@ class BiasWatch(TorchFunctionMode):
     ) -> Any:
         """Call a function, and note its bias."""
         given = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
+        name = _name(func)
         if name in _WITHOUT_BIAS or not torch.is_grad_enabled():
             return func(*args, **given)
         signals = self._signals((args, given))
@@ -232,18 +237,27 @@ class BiasWatch(TorchFunctionMode):
                 return [func(torch.zeros_like(args[0][:1, :, :1, :1]), *args[1:], **given)]
         try:
             if name in POINTWISE and len(signals) == 1:
-                return _pointwise_bias(func, args, given, self._is_signal)
+                return _pointwise_bias(func, name, args, given, self._is_signal)
             return _general_biases(func, args, given, self._is_signal)
         except (RuntimeError, NotImplementedError):
             return None
 
 
+def _name(func: Any) -> str:
+    """The name of a function; of an overload, as an exported model calls it, the name without the overload."""
+    return getattr(getattr(func, "overloadpacket", func), "__name__", "")
+
+
 def _pointwise_bias(
-    func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any], is_signal: Callable[[Tensor], bool]
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    given: dict[str, Any],
+    is_signal: Callable[[Tensor], bool],
 ) -> list[Tensor]:
     """The same for a function of each number by itself, whose derivative takes one backward pass."""
     at: list[Tensor] = []
-    works_in_place = func.__name__.endswith("_") or any(each is True for each in (*args, *given.values()))
+    works_in_place = name.endswith("_") or any(each is True for each in (*args, *given.values()))
 
     def shared(tensor: Tensor) -> Tensor:
         at.append(tensor.detach().requires_grad_())

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..attribution import Attribution, Finding
 from ..effort import Effort
-from ..errors import TargetError, warn
+from ..errors import NotApplicableError, TargetError, warn
 from ..explanation import Sign
 from ..layouts import Layout, layout_from
 from ..model import leaf, run
@@ -41,6 +41,9 @@ _IN_THE_MAP = POINTWISE | {
 }
 _CHANNELS_FIRST = ("conv2d", "conv_transpose2d", "batch_norm", "group_norm", "instance_norm")
 
+# What torch.export's decompositions make of those. Of a decomposed linear layer nothing tells the places.
+_DECOMPOSED = {"convolution", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training"}
+
 
 class FullGrad(Attribution):
     """The gradient times the input, and at every operation its gradient times its bias, laid over each other.
@@ -62,6 +65,7 @@ class FullGrad(Attribution):
             those of scripted parts, or has no second derivative.
 
     Raises:
+        NotApplicableError: The model was exported and decomposed (`run_decompositions`).
         TargetError: The target does not fit the model's output, or the score has no gradient at the input.
 
     Source: Srinivas and Fleuret, "Full-Gradient Representation for Neural Network Visualization" (2019),
@@ -122,6 +126,11 @@ class _Terms:
         with BiasWatch(self.x) as watch:
             self.output = run(model, self.x)
         self.biases, self.missed = watch.biases, watch.missed
+        if decomposed := _DECOMPOSED.intersection(each.name for each in self.biases):
+            raise NotApplicableError(
+                f"full_grad: the model calls {', '.join(sorted(decomposed))}, so it was exported and decomposed, and "
+                "the places of its biases are lost; hand over the exported model as it was before run_decompositions"
+            )
         self._layouts = [self._layout(each.shape, each.name) for each in self.biases]
 
     def _layout(self, shape: tuple[int, ...], name: str) -> Layout | None:
@@ -178,7 +187,8 @@ class _Terms:
         if self.missed:
             note += "; no bias of " + ", ".join(f"{name} ({count})" for name, count in self.missed.items())
         if share > TOLERATED and abs(residual) > TOLERATED:
-            warn(f"full_grad: {note} (scripted parts and functions of one's own are not seen)")
+            note_of_map = "" if self.biases else ", and the map is the input times the gradient alone"
+            warn(f"full_grad: {note}{note_of_map} (scripted parts and functions of one's own are not seen)")
         return note
 
 
