@@ -148,6 +148,35 @@ def test_what_is_not_exact_is_left_alone_and_the_rest_is_folded(name: str) -> No
     assert folded(settled(Shaped(UNFOLDABLE[name])), X)[1] == ["last.1"]
 
 
+@pytest.mark.parametrize(
+    "is_bright",
+    [
+        lambda x: x.mean() > 0,
+        lambda x: x.mean().item() > 0,
+        lambda x: x.mean((1, 2, 3)).tolist()[0] > 0,
+        lambda x: x.mean().numpy() > 0,
+        lambda x: len((x.mean((1, 2, 3)) > 0).nonzero()),
+        lambda x: [False, True][(x.mean() > 0).long()],
+    ],
+)
+def test_a_batch_norm_that_only_some_images_take_is_left_alone(is_bright: Callable[[Tensor], Any]) -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            maps = self.conv(x)
+            out: Tensor = self.head((self.norm(maps) if is_bright(x) else maps).mean((2, 3)))
+            return out
+
+    model, bright = settled(Routed()), torch.rand(1, 3, 8, 8, dtype=torch.float64)
+    made = private_copy(model)
+    fold_exactly(made, model, bright)
+    for x in (bright, -bright):
+        assert agreement(made(x), model(x))[0] < 1e-12
+
+
 def test_batch_norms_without_statistics_are_left_alone() -> None:
     assert folded(settled(Shaped(lambda m, x: m.bn(m.conv(x)), track_running_stats=False)), X)[1] == ["last.1"]
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..hooks import HookManager
@@ -28,6 +29,20 @@ MOST_ERROR = 1e-3
 """The most that folding may change the outputs, relative to their norm. Rounding alone is a thousandth of that."""
 
 _MOST_CHECKS = 24
+
+# Functions that take numbers out of tensors.
+_NUMBERS_OF = {
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+    "item",
+    "tolist",
+    "numpy",
+    "equal",
+    "nonzero",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +107,10 @@ def fold_exactly(made: nn.Module, model: nn.Module, x: Tensor, keep: Collection[
 
 
 def foldable(made: nn.Module, x: Tensor, keep: Collection[str] = ()) -> tuple[Pair, ...]:
-    """The pairs of one forward: each called once, and the output of the convolution read by the batch norm alone."""
+    """The pairs of one forward: each called once, and the output of the convolution read by the batch norm alone.
+
+    There are none where the forward takes numbers out of tensors: it may call other layers for other images.
+    """
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return ()
     kept = {id(made.get_submodule(name)) for name in keep}
@@ -101,15 +119,17 @@ def foldable(made: nn.Module, x: Tensor, keep: Collection[str] = ()) -> tuple[Pa
     norms = {name: each for name, each in free.items() if _is_norm(each)}
     if not convolutions or not norms:
         return ()
-    reads = _Reads(each.weight for each in convolutions.values())
+    reads, numbers = _Reads(each.weight for each in convolutions.values()), _Numbers()
     gave: dict[str, list[Tensor]] = {name: [] for name in convolutions}
     took: dict[str, list[Any]] = {name: [] for name in norms}
-    with HookManager(alone=True) as hooks, torch.no_grad(), reads:
+    with HookManager(alone=True) as hooks, torch.no_grad(), reads, numbers:
         for name, each in convolutions.items():
             hooks.observe(each, partial(_see, gave[name], reads))
         for name, each in norms.items():
             hooks.around(each, partial(_note, took[name]), _end)
         run(made, x)
+    if numbers.are_taken:
+        return ()
     by_input = {id(given[0]): name for name, given in took.items() if len(given) == 1}
     return tuple(
         Pair(name, by_input[id(given[0])])
@@ -197,6 +217,18 @@ class _Reads(TorchDispatchMode):
     def exactly_one(self, tensor: Tensor) -> bool:
         """Whether one operation has read the tensor, and no other."""
         return self.counts[id(tensor)] == 1
+
+
+class _Numbers(TorchFunctionMode):
+    """Whether numbers are taken out of tensors, by which a forward may choose what it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_taken = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.are_taken |= getattr(func, "__name__", "") in _NUMBERS_OF
+        return func(*args, **(kwargs or {}))
 
 
 def _see(gave: list[Tensor], reads: _Reads, output: Any) -> None:
