@@ -729,6 +729,29 @@ def test_the_rule_is_part_of_the_graph_of_a_second_derivative() -> None:
     assert second.item() == 36 * 8  # 36 x^3
 
 
+class Cube(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.pow(3)
+
+
+@pytest.mark.parametrize("at", ["input", "output"])
+def test_a_second_derivative_in_the_block_is_refused_rather_than_edited_twice(at: Any) -> None:
+    x = torch.tensor([[2.0]], requires_grad=True)
+    model = nn.Sequential(nn.Linear(1, 1), Cube())
+    nn.init.constant_(model[0].weight, 5)
+    nn.init.zeros_(model[0].bias)
+    with edit_gradients(model, "0", rules.scale(10), at=at) as editing:
+        score = model(x).sum()
+        for _ in range(2):  # two first derivatives of one graph are no second derivative
+            (first,) = torch.autograd.grad(score, x, create_graph=True)
+            assert first.item() == 15000  # 10 * 5 * 3 * (5 x)^2
+        with pytest.raises(NotApplicableError, match="after the block"):
+            torch.autograd.grad(first.sum(), x, retain_graph=True)
+    assert editing.edits == {"0": 2}
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert second.item() == 15000  # 10 * 5 * 6 * (5 x) * 5
+
+
 def test_a_long_block_keeps_no_graph_alive() -> None:
     model = Plain()
     alive: list[weakref.ref[Any]] = []

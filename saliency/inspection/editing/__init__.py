@@ -103,8 +103,9 @@ def edit_gradients(
 
     Of a layer, each call is edited, and of a call each floating-point tensor that has a gradient, however they are
     nested, one by one. Other uses of the same tensors keep their gradient. Under `create_graph=True` the rule is a part
-    of the graph. What a layer computes stays as it is, but where it returns what it was given, or a view, it returns a
-    copy of that: a later operation in place changes the copy only.
+    of the graph; a backward pass through the edited gradient belongs after the block. What a layer computes stays as it
+    is, but where it returns what it was given, or a view, it returns a copy of that: a later operation in place changes
+    the copy only.
 
     Args:
         model: Any module; None where all places are tensors.
@@ -126,7 +127,8 @@ def edit_gradients(
             gradient.
         NotApplicableError: It cannot be edited: a frozen parameter, a tensor without gradient, a layer inside a
             TorchScript module; or (in the forward pass) a named layer that takes or gives integers only, that has no
-            gradient although gradients are on, or that works in place on a view of another tensor.
+            gradient although gradients are on, or that works in place on a view of another tensor; or (in the backward
+            pass) one that goes through an edited gradient.
 
     Warns:
         SaliencyWarning: At the end of a block that nothing interrupted, a named place was not edited.

@@ -24,10 +24,22 @@ _TRANSFORMED = "it runs inside of torch.func, in a transformation such as vmap o
 _NOT_RECORDED = "gradients were switched off when it was called"
 
 
-def _edit(steps: tuple[Rule, ...], place: Place, tensor: Tensor) -> Tensor | None:
+def _edit(hooks: HookManager, steps: tuple[Rule, ...], place: Place, tensor: Tensor) -> Tensor | None:
+    if place.passed == this_backward():
+        raise NotApplicableError(
+            f"{place.words} cannot be edited in a backward pass through its own edited gradient (create_graph=True): "
+            "the rule would act a second time; run that pass after the block, where the rule is a part of the graph"
+        )
     changed = applied(steps, tensor, f"the gradient of {place.words}")
     place.edits += 1
+    if changed is not None and changed.requires_grad:
+        # A backward pass comes by here before it comes to the older operations of the forward.
+        hooks.at_gradient(changed, partial(_pass, place))
     return changed
+
+
+def _pass(place: Place, gradient: Tensor) -> None:
+    place.passed = this_backward()
 
 
 class _Given(NamedTuple):
@@ -85,7 +97,7 @@ def attach_to_input(hooks: HookManager, steps: tuple[Rule, ...], place: Place) -
                 '(x.requires_grad_()), or edit at="output"'
             )
         else:
-            return _edit_inputs(hooks, partial(_edit, steps, place), place, given, output)
+            return _edit_inputs(hooks, partial(_edit, hooks, steps, place), place, given, output)
         return None
 
     hooks.around(place.at, _given, end)
@@ -142,7 +154,7 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
             changed = _with_own(output, lambda each: several or each._is_view() or not is_recorded_since(each, since))
             for each in _different(tensors_in(output if changed is None else changed)):
                 if each.requires_grad:
-                    hooks.at_gradient(each, partial(_edit, steps, place))
+                    hooks.at_gradient(each, partial(_edit, hooks, steps, place))
             return changed
         return None
 
@@ -151,7 +163,7 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
 
 def _attach_to_tensor(hooks: HookManager, steps: tuple[Rule, ...], place: Place, tensor: Tensor) -> None:
     place.obstacle = _NO_BACKWARD
-    hooks.at_gradient(tensor, partial(_edit, steps, place))
+    hooks.at_gradient(tensor, partial(_edit, hooks, steps, place))
 
 
 def attach_to_activation(hooks: HookManager, steps: tuple[Rule, ...], place: Place) -> None:

@@ -27,6 +27,7 @@ class Place:
     named: bool  # one by one, and not by a pattern or a class
     edits: int = 0
     obstacle: str = "it was never called"  # why it was not edited yet
+    passed: int | None = None  # the last backward pass that went through a gradient that was edited here
 
     def refuse(self, reason: str) -> None:
         """Raise NotApplicableError where the place was named; where it only fitted a pattern, keep the reason."""
