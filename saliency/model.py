@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from .errors import ModelError
 from .interrupts import surely
+from .nests import tensors_in
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -218,23 +219,55 @@ def parts(model: nn.Module) -> list[nn.Module]:
 def run(model: nn.Module, x: Tensor) -> Any:
     """The model's output for a batch. The model gets a clone: it may normalise its input in place.
 
-    An error in the model comes out as it is, with a note on what went in.
+    Raises:
+        ModelError: As for `call`.
+    """
+    return call(model, (x.clone(),))
+
+
+def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The model's output. A lack of memory and errors of the user's own kinds come out as they are, with a note.
 
     Raises:
-        ModelError: Parameters or buffers were made under `inference_mode`, and no gradient can pass them.
+        ModelError: The model refused its input, or its parameters or buffers were made under `inference_mode`, and no
+            gradient can pass them. What it raised is the cause.
     """
     try:
-        return model(x.clone())
+        return model(*args, **(kwargs or {}))
     except Exception as error:
-        if any(each.is_inference() for group in (model.parameters(), model.buffers()) for each in group):
+        if "inference" in str(error).lower() and any(
+            each.is_inference() for group in (model.parameters(), model.buffers()) for each in group
+        ):
             raise ModelError(
                 "parameters or buffers of the model were made under torch.inference_mode(), so no gradient can pass "
                 "them; build or load the model outside of it (running it inside is fine)"
             ) from error
-        error.add_note(
-            f"saliency ran {type(model).__name__} on an input of shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
-        )
+        given = " and ".join(map(_described, tensors_in((args, kwargs)))) or "no tensor"
+        if type(error) in _REFUSALS and not is_out_of_memory(error):
+            reason = str(error) or type(error).__name__
+            raise ModelError(f"the model ({type(model).__name__}) refused an input of {given}: {reason}") from error
+        error.add_note(f"saliency ran {type(model).__name__} on an input of {given}")
         raise
+
+
+# What PyTorch and models raise where an input does not fit.
+_REFUSALS = {RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError}
+
+
+def _described(tensor: Tensor) -> str:
+    """For example `1x3x224x224 (float32 on cpu)`."""
+    shape = "x".join(map(str, tensor.shape)) or "one number"
+    return f"{shape} ({str(tensor.dtype).removeprefix('torch.')} on {tensor.device})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
+    )
 
 
 def reference(model: nn.Module) -> Tensor | None:

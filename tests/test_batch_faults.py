@@ -376,8 +376,8 @@ def test_an_error_in_one_batch_costs_only_the_photo_that_caused_it(tmp_path: Pat
     plain(tmp_path / "in" / "06.png", BLACK)
     model = Tiny(error_on_black=True)
     quick(tmp_path / "in", tmp_path / "out", model=model, workers=1)
-    assert kinds(tmp_path / "out") == [None] * 6 + ["RuntimeError", None]
-    assert rows(tmp_path / "out")[6]["error"] == "RuntimeError: a black photo is more than this model can bear"
+    assert kinds(tmp_path / "out") == [None] * 6 + ["ModelError", None]
+    assert rows(tmp_path / "out")[6]["error"].endswith("on cpu): a black photo is more than this model can bear")
     # The batch with the photo was run again one by one, the other one was not.
     assert [size for size in model.sizes if size > 1] == [4, 4]
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, TargetError
+from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
 from saliency.hooks import HookManager
 from saliency.model import borrowed
 from saliency.trace import Trace
@@ -237,7 +237,7 @@ def test_every_hook_is_gone_after_a_call_and_after_an_error() -> None:
         method.attribute(x, 1)
         with pytest.raises(TargetError):
             method.attribute(x, 400)
-        with pytest.raises(RuntimeError, match="channels"):
+        with pytest.raises(ModelError, match="channels"):
             method.attribute(torch.randn(1, 7, 8, 8), 1)
         with pytest.raises(ZeroDivisionError):
             method.attribute(x, lambda output: 1 / 0)  # type: ignore[arg-type, return-value]

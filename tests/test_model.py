@@ -372,10 +372,39 @@ def test_a_model_that_normalises_in_place_changes_no_tensor_of_the_users(
     torch.testing.assert_close(found.values, expected.values * scale)
 
 
-def test_an_error_in_the_model_says_what_went_in() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        VanillaGradient(tiny_model()).attribute(noise(2, 5, 16, 16), 0)
-    assert caught.value.__notes__ == ["saliency ran TinyNet on an input of shape (2, 5, 16, 16), torch.float32, on cpu"]
+@pytest.mark.parametrize("name", ["vanilla_gradient", "grad_cam", "rise", "occlusion", "full_grad", "ablation_cam"])
+def test_an_input_that_the_model_refuses_is_an_error_that_says_what_went_in(name: str) -> None:
+    words = r"TinyNet\) refused an input of \d+x5x16x16 \(float32 on cpu\): Given groups=1"
+    with pytest.raises(ModelError, match=words) as caught:
+        saliency.METHODS[name](tiny_model()).attribute(noise(2, 5, 16, 16), 0)
+    assert type(caught.value.__cause__) is RuntimeError
+
+
+class OwnError(ValueError):
+    """An error of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "error", [OwnError("mine"), ZeroDivisionError(), MemoryError(), RuntimeError("can't allocate memory"), KeyError(3)]
+)
+def test_other_errors_in_the_model_come_out_as_they_are_with_a_note(error: Exception) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        VanillaGradient(Fails()).attribute(noise(2, 3, 4, 4), 0)
+    assert caught.value is error
+    assert error.__notes__ == ["saliency ran Fails on an input of 2x3x4x4 (float32 on cpu)"]
+
+
+def test_an_interrupt_in_the_model_comes_out_as_it_is() -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        VanillaGradient(Interrupted()).attribute(noise(2, 3, 4, 4), 0)
 
 
 def test_the_input_takes_the_models_type() -> None:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.effort import Effort, Limits, Sampling
 from saliency.engine.estimates import Estimate
-from saliency.engine.pace import MOST_ON_A_PROCESSOR, Pace, is_out_of_memory, pace_of
+from saliency.engine.pace import MOST_ON_A_PROCESSOR, Pace, pace_of
 from saliency.engine.passes import Make, Passes
 from saliency.engine.progress import Bar
 from saliency.errors import SaliencyWarning
-from saliency.model import borrowed
+from saliency.model import borrowed, is_out_of_memory
 from saliency.multipass import Found, SampledAttribution, estimated, generator
 from saliency.selection import Selection
 from saliency.testing import tiny_model

@@ -18,7 +18,7 @@ from saliency import METHODS
 from saliency.engine.folding import agreement, fold_exactly, foldable, private_copy
 from saliency.engine.precision import Precision, Runner, runner
 from saliency.engine.tuning import Trial
-from saliency.errors import MethodError
+from saliency.errors import MethodError, ModelError
 from saliency.hooks import HookManager
 from saliency.model import borrowed
 
@@ -394,7 +394,7 @@ def test_what_is_not_exact_enough_or_fails_is_dropped_and_said_so(pace: list[flo
     x = X.float()
     ours = run_with(Picky(), x, "fast")
     assert ours.note == "exact: fast was not exact enough here (cosine -1.0000)"
-    assert run_with(Single(), x, "bf16").note.endswith("bf16 failed here (RuntimeError)")
+    assert run_with(Single(), x, "bf16").note.endswith("bf16 failed here (ModelError)")
     locked = Locked(nn.Conv2d(3, 2, 3))
     ours = run_with(locked, x, "fast")
     assert (ours.model, ours.note) == (locked, "exact: fast failed here (RuntimeError)")
@@ -411,8 +411,8 @@ def test_a_gradient_that_differs_is_not_exact_enough(pace: list[float]) -> None:
 
 def test_the_models_own_error_is_left_to_the_pass_that_is_asked_for(pace: list[float]) -> None:
     ours = run_with(nn.Linear(7, 2), X.float(), "fast")
-    assert ours.note == "exact: the trial of fast failed (RuntimeError)"
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    assert ours.note == "exact: the trial of fast failed (ModelError)"
+    with pytest.raises(ModelError, match="shapes cannot be multiplied"):
         ours(X.float())
 
 

@@ -73,16 +73,6 @@ def pace_of(model: nn.Module, kind: Hashable, x: torch.Tensor) -> Pace:
         return paces[key]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
-    )
-
-
 def fits(bytes_per_pass: int) -> int:
     """How many passes fit into half of the memory that is free, where the system says how much that is."""
     free = _free_memory()

@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge
 
 from ..effort import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
 from ..errors import TargetError
-from ..model import leaf, run
+from ..model import is_out_of_memory, leaf, run
 from ..rectifiers import INDEPENDENT, refuse_checkpoints
 from ..rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
 from ..selection import Selection
 from .estimates import Estimate
-from .pace import fits, is_out_of_memory, pace_of
+from .pace import fits, pace_of
 from .progress import Bar
 
 CHECKED_EVERY = 16

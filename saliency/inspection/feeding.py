@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..classes import Categories, as_categories
 from ..errors import ImageError
 from ..images import read
-from ..model import carried, is_categories, is_preprocess, reference
+from ..model import call, carried, is_categories, is_preprocess, reference
 from ..nests import mapped, tensors_in
 
 
@@ -80,21 +80,14 @@ def feeds(model: nn.Module, data: Any) -> Iterator[Feed]:
 
 
 def called(model: nn.Module, feed: Feed, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-    """What a model returns for a batch; an error comes out as it is, with a note on what went in.
+    """What a model returns for a batch. Raises ModelError where it refuses it.
 
     Args:
         model: Borrowed by the caller.
         feed: The batch.
         change: What the model gets for each tensor: a clone, for it may work on its input in place.
     """
-    try:
-        return model(*mapped(feed.args, change), **mapped(feed.kwargs, change))
-    except Exception as error:
-        came = ", ".join(
-            f"{tuple(each.shape)} of {each.dtype} on {each.device}" for each in tensors_in((feed.args, feed.kwargs))
-        )
-        error.add_note(f"saliency ran {type(model).__name__} on {came or 'no tensor'}")
-        raise
+    return call(model, mapped(feed.args, change), mapped(feed.kwargs, change))
 
 
 def _is_one(data: Any) -> bool:

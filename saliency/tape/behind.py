@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.pace import is_out_of_memory
 from ..errors import LayerError
 from ..hooks import HookManager
 from ..layers import find
-from ..model import run
+from ..model import is_out_of_memory, run
 from ..nests import agree, first_tensor, mapped
 from .operations import Escapes
 from .replay import Program, Unlike

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.pace import is_out_of_memory
 from ..errors import MethodError
-from ..model import run
+from ..model import is_out_of_memory, run
 from ..nests import agree
 from .localops import Call, Still, pointwise, way_of
 from .operations import Escapes

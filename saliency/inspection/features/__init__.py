@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...errors import ImageError, LayerError, MethodError
 from ...hooks import HookManager
 from ...model import borrowed, unwrap
-from ...nests import mapped, tensors_in
-from ..feeding import Feed, feeds
+from ...nests import tensors_in
+from ..feeding import Feed, called, feeds
 from ..selecting import LayersLike, require_seen, selected
 from .shards import RESERVED, Features, Rows
 from .storing import Sink, Store
@@ -142,7 +142,7 @@ def _rows_of(
     with borrowed(model), HookManager() as hooks, torch.no_grad():
         for name, layer in layers.items():
             hooks.observe(layer, keeper(name))
-        model(*mapped(batch.args, Tensor.clone), **mapped(batch.kwargs, Tensor.clone))
+        called(model, batch)
     rows: dict[str, Tensor] = {}
     for name in layers:
         tensor = found.get(name)

@@ -75,7 +75,7 @@ def watched(model: nn.Module, feed: Feed) -> dict[nn.Module, Layer]:
 
     Modules of TorchScript take no hooks, so those inside a model are not seen; their multiply-adds are those of what
     calls them. What the user records or edits meanwhile is left out: the model itself is watched. The model is expected
-    to be borrowed. An error in it comes out as it is, with a note on what went in.
+    to be borrowed. Raises ModelError where it refuses its input.
     """
     modules = parts(model)
     watch = _Watch()
