@@ -99,7 +99,7 @@ def _prepared(image: ImageLike, prepare: Preprocess | TransformPreprocess | None
 
 
 def _checked(image: Tensor, prepare: Preprocess | TransformPreprocess | None, first: int) -> Tensor:
-    """The user's float tensor as (N, C, H, W), detached and otherwise as it is."""
+    """The user's float tensor as (N, C, H, W), detached, a plain tensor, and otherwise as it is."""
     came = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
     if image.ndim not in (3, 4):
         raise ImageError(f"{came}; expected (C, H, W) or (N, C, H, W)")
@@ -109,7 +109,10 @@ def _checked(image: Tensor, prepare: Preprocess | TransformPreprocess | None, fi
         raise ImageError(f"{came} looks like (H, W, C); expected (C, H, W): permute its axes")
     if image.layout != torch.strided or image.is_meta or image.itemsize == 1:
         raise ImageError(f"{came}, {image.layout} on {image.device}; expected an ordinary tensor with values")
-    tensor = image.detach()
+    if type(image).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ImageError(f"{came} is a {type(image).__name__}; expected a plain torch.Tensor")
+    # As the subclass that a data loader made of it, every operation would put views of its own into the graph.
+    tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]
     # One number pair per image and one transfer for all of them: NaN and infinity show in the extremes.
     extremes = torch.stack([torch.stack(torch.aminmax(_in_memory_order(each))) for each in tensor]).tolist()

@@ -25,7 +25,11 @@ _REENTRANT = (
     "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
     "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
 )
-INDEPENDENT = "the score does not depend on the input, so there is nothing to explain"
+CUT = "the gradient is cut on the way, as by a quantised layer, detach, argmax or an operation without a derivative"
+INDEPENDENT = (
+    f"no gradient of the score reaches the input: the score does not depend on the input, or {CUT}; methods that only "
+    "run the model forwards, such as occlusion and rise, need no gradient"
+)
 
 
 @dataclass(frozen=True, slots=True)

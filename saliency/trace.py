@@ -16,7 +16,7 @@ from .hooks import HookManager, Rule
 from .layers import layout_of
 from .layouts import Layout
 from .model import leaf, run
-from .rectifiers import INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
+from .rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
 from .selection import Selection
 
 
@@ -171,8 +171,8 @@ def independent_of(*layers: str) -> str:
     """What to say of layers that the score does not depend on."""
     names = ", ".join(f'"{each}"' for each in layers)
     return (
-        f"the score does not depend on layer {names}, so it has no gradient there; choose a layer that the score is "
-        "computed from, or name none, and the last such layer is found"
+        f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose a "
+        "layer that the score is computed from, or name none, and the last such layer is found"
     )
 
 

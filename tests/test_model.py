@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import GradCAM, GuidedBackprop, ModelError, VanillaGradient
+from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError, TargetError, VanillaGradient
 from saliency.hooks import HookManager
 from saliency.model import borrowed, evaluating, leaf, reference, run, unwrap
 from saliency.testing import tiny_model
@@ -378,6 +378,46 @@ def test_an_input_that_the_model_refuses_is_an_error_that_says_what_went_in(name
     with pytest.raises(ModelError, match=words) as caught:
         saliency.METHODS[name](tiny_model()).attribute(noise(2, 5, 16, 16), 0)
     assert type(caught.value.__cause__) is RuntimeError
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name", ["vanilla_gradient", "guided_backprop", "integrated_gradients", "full_grad", "grad_cam"]
+)
+def test_a_quantised_head_is_not_said_to_be_independent_of_the_input(name: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"layer": "0"} if name == "grad_cam" else {}
+    with pytest.raises((TargetError, LayerError), match=r"or the gradient is cut on the way, as by a quantised layer"):
+        saliency.METHODS[name](quantised, **options).attribute(noise(1, 3, 8, 8), 0)
+
+
+class Tagged(Tensor):
+    """A tensor as data loaders of other libraries give it."""
+
+
+class Wrapper(Tensor):
+    """A tensor that stands for others."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, (1, 3, 8, 8), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "name", ["vanilla_gradient", "guided_backprop", "integrated_gradients", "full_grad", "occlusion"]
+)
+def test_an_input_of_a_subclass_of_tensor_is_explained_as_a_plain_one(name: str) -> None:
+    method, x = saliency.METHODS[name](tiny_model()), noise(1, 3, 16, 16)
+    values = method.attribute(x.as_subclass(Tagged), 0).values
+    assert type(values) is Tensor
+    torch.testing.assert_close(values, method.attribute(x, 0).values)
+    with pytest.raises(ImageError, match=r"is a Wrapper; expected a plain torch\.Tensor"):
+        method.attribute(Wrapper(), 0)
 
 
 class OwnError(ValueError):
