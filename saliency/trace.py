@@ -171,8 +171,8 @@ def independent_of(*layers: str) -> str:
     """What to say of layers that the score does not depend on."""
     names = ", ".join(f'"{each}"' for each in layers)
     return (
-        f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose a "
-        "layer that the score is computed from, or name none, and the last such layer is found"
+        f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose "
+        "a layer that the score is computed from, or name none, and the last such layer is found"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution import explain_together
@@ -218,6 +219,22 @@ def _images_that_affect_each_other(subject: Subject) -> None:
         require_same(found.values, expected.values, f"chunks of {chunk} on a model whose images affect each other")
 
 
+def _half_precision(subject: Subject) -> None:
+    """Half precision changes a map by rounding only: a model in 16 bits, and one under the caller's autocast."""
+    x = images(2)
+    expected = subject.on(subject.model()).attribute(x, [0, 1]).values
+    with torch.autocast("cpu", torch.bfloat16):
+        _require_similar(subject.on(subject.model()).attribute(x, [0, 1]).values, expected, "under autocast")
+    for dtype in (torch.bfloat16, torch.float16):
+        found = subject.on(subject.model().to(dtype)).attribute(x.to(dtype), [0, 1])
+        _require_similar(found.values, expected, f"a model in {dtype}")
+
+
+def _require_similar(found: Tensor, expected: Tensor, what: str) -> None:
+    cosines = F.cosine_similarity(found.flatten(1).float(), expected.flatten(1).float())
+    require(float(cosines.min()) > 0.95, f"{what}: cosine {float(cosines.min()):.3f} with the map in float32")
+
+
 def _wrapped_model(subject: Subject) -> None:
     model, x = subject.model(), images(2)
     expected = subject.on(model).attribute(x, [0, 1])
@@ -346,6 +363,7 @@ VALUE_CHECKS: dict[str, Check] = {
     "named_outputs": _named_outputs,
     "function_targets": _function_targets,
     "images_that_affect_each_other": _images_that_affect_each_other,
+    "half_precision": _half_precision,
     "wrapped_model": _wrapped_model,
     "nested_in_the_target": _nested_in_the_target,
     "nested_in_the_model": _nested_in_the_model,
