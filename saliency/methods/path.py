@@ -38,8 +38,8 @@ class IntegratedGradients(MultiPassAttribution):
     Legendre's rule, asked for more, are all new ones). The weights are never negative and sum to 1 under every rule, so
     the result is always a mean of true gradients.
 
-    A small residual is not a small error of the map: at 1 %, after 10 to 17 passes, maps on the bundled network have a
-    cosine of .98 with those of 1024 nodes, and under 50 nodes one of .998.
+    A small residual is not a small error of the map: at 1 %, after 10 to 17 passes, the maps of the bundled network's
+    top class on five photos have a cosine of .87 to .98 with those of 256 nodes; under 50 nodes .994 to .999.
 
     Args:
         model: As for every method.
