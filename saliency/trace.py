@@ -163,8 +163,10 @@ class Evidence:
         )
 
     def _has_gradient(self) -> bool:
-        """Whether the scores have a gradient when it is recorded from the input on: one more forward, for an error."""
-        return self.selection(Trace(self.trace.model, self.trace.x).output).requires_grad
+        """Whether the scores have a gradient at the input: one more forward and backward, for an error."""
+        whole = Trace(self.trace.model, self.trace.x)
+        scores = self.selection(whole.output)
+        return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
 
 
 def independent_of(*layers: str) -> str:
