@@ -22,7 +22,7 @@ from PIL import Image
 import saliency
 from saliency.batch import Look, Progress, StoppedError, unit
 from saliency.batch.again import draw_again
-from saliency.batch.keeping import read_shard, write_shard
+from saliency.batch.keeping import read_map
 from saliency.batch.table import write_parquet
 from saliency.cli import batching, rendering
 from saliency.cli.arguments import Parser
@@ -229,7 +229,7 @@ def test_maps_drawn_again_are_the_overlays_of_the_run(render: Run, source: Path,
 def test_maps_are_drawn_as_the_library_draws_in_other_colours(render: Run, source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "run", maps=True, batch_size=1)
     words = ("--colormap", "viridis", "--opacity", "map", "--sign", "signed", "--format", "png", "-m", "grad_cam")
-    assert render(tmp_path / "run" / "maps" / "00000.safetensors", "--out", tmp_path / "again", *words)[0] == 0
+    assert render(tmp_path / "run" / "maps" / "01.grad_cam.safetensors", "--out", tmp_path / "again", *words)[0] == 0
     alone = saliency.GradCAM(Tiny()).attribute(source / "01.png")
     drawn = saliency.overlay(alone, colormap="viridis", opacity="map", sign="signed")
     with Image.open(tmp_path / "again" / "01.grad_cam.png") as picture:
@@ -241,11 +241,9 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
     with torch.no_grad():
         model.head.weight *= 1e-9
     quick(source, tmp_path / "run", model=model, methods=("vanilla_gradient",), maps=True, batch_size=1, target=1)
-    kept = dict(read_shard(tmp_path / "run" / "maps" / "00000.safetensors"))
-    assert list(kept) == [f"{index}.vanilla_gradient" for index in range(5)]
     for index in range(5):
         alone = saliency.VanillaGradient(model).attribute(source / f"0{index}.png", 1)
-        again = kept[f"{index}.vanilla_gradient"].explanation()
+        again = read_map(tmp_path / "run" / "maps" / f"0{index}.vanilla_gradient.safetensors").explanation()
         assert float(alone.values.abs().max()) < 1e-8
         assert torch.allclose(again.values, alone.values, rtol=1e-3, atol=float(alone.values.abs().max()) * 1e-6)
         assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
@@ -271,10 +269,10 @@ def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -
     with pytest.raises(saliency.SaliencyError, match="holds no maps; saliency batch --maps"):
         render(tmp_path / "run")
     (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors cannot be read as maps"):
+    with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors cannot be read as a map"):
         render(tmp_path / "x.safetensors", "--out", tmp_path / "again")
     saliency.GradCAM(Tiny()).attribute(source / "00.png").save(tmp_path / "e.safetensors")
-    with pytest.raises(saliency.ExplanationError, match="holds no maps of saliency batch"):
+    with pytest.raises(saliency.ExplanationError, match="is no map of saliency batch"):
         render(tmp_path / "e.safetensors", "--out", tmp_path / "again")
 
 
@@ -302,17 +300,15 @@ def test_maps_that_someone_has_changed_write_nothing_elsewhere(
     render: Run, source: Path, tmp_path: Path, fact: str, value: str | None
 ) -> None:
     quick(source, tmp_path / "run", maps=True)
-    shard = tmp_path / "run" / "maps" / "00000.safetensors"
-    kept = dict(read_shard(shard))
-    about = kept["0.grad_cam"].about
+    file = tmp_path / "run" / "maps" / "00.grad_cam.safetensors"
+    kept = read_map(file)
     if value is None:
-        del about[fact]
+        del kept.about[fact]
     else:
-        about[fact] = value
-    shard.unlink()
-    write_shard(shard, kept)
+        kept.about[fact] = value
+    file.write_bytes(kept.encoded())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(saliency.ExplanationError, match=r"not to be trusted|is damaged: 0\.grad_cam lacks scale"):
+    with pytest.raises(saliency.ExplanationError, match=r"not to be trusted|is damaged: it lacks scale"):
         render(tmp_path / "run", "--out", tmp_path / "again")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tarfile
 import tempfile
@@ -28,10 +29,8 @@ from PIL import Image
 from saliency.batch import BatchError, StoppedError
 from saliency.batch.committing import Committer
 from saliency.batch.drawing import Made
-from saliency.batch.job import Job
-from saliency.batch.keeping import read_shard
+from saliency.batch.keeping import read_map
 from saliency.batch.manifest import Manifest, row
-from saliency.batch.photos import Photo
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -67,7 +66,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
             with Image.open(path) as picture:
                 picture.load()
     for path in (out / "maps").glob("*.safetensors"):
-        assert list(read_shard(path))
+        assert read_map(path).values.size
     for name in ("manifest.json",):
         if (out / name).exists():
             json.loads((out / name).read_text())
@@ -82,30 +81,30 @@ def assert_nothing_is_cut_off(out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_same_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("maps", [False, True])
+def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_same_folder(
+    tmp_path: Path, maps: bool
+) -> None:
     source = tmp_path / "in"
     photos(source, 34)
     (source / "07.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     plain(source / "12.png", WHITE)
     (source / "31.png").unlink()
     (source / "31.png").mkdir()
-    wholes = {}
-    for maps in (False, True):
-        wholes[maps] = tmp_path / f"whole-{maps}"
-        quick(source, wholes[maps], methods=METHODS, maps=maps)
-    child, out = forked(work, source, tmp_path / "slow", {"methods": METHODS}, True), tmp_path / "slow"
+    options = {"methods": METHODS, "maps": maps}
+    quick(source, tmp_path / "whole", **options)
+    child, out = forked(work, source, tmp_path / "slow", options, True), tmp_path / "slow"
     start = locked_by(child, out)
     child.join()
     longest = time.monotonic() - start
     draw = random.Random(5)  # noqa: S311
     killed = at_work = finished = folder = 0
-    while at_work < 20 or finished < 2:
+    while at_work < 10 or finished < 1:
         assert killed < 100
-        maps = bool(folder % 2)
         out = tmp_path / f"out-{folder}"
         begun = time.time_ns()
-        child = forked(work, source, out, {"methods": METHODS, "maps": maps}, at_work < 20)
-        if at_work < 20:
+        child = forked(work, source, out, options, at_work < 10)
+        if at_work < 10:
             locked_by(child, out)
             child.join(draw.uniform(0, longest))
         else:
@@ -118,9 +117,33 @@ def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_sam
         assert_nothing_is_cut_off(out)
         if not alive:
             assert child.exitcode == 0
-            assert_same(out, wholes[maps])
+            assert_same(out, tmp_path / "whole")
             finished += 1
             folder += 1
+
+
+def test_what_was_done_before_a_kill_stays_done_with_its_maps(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 24)
+    quick(tmp_path / "in", tmp_path / "whole", methods=METHODS, maps=True)
+    out = tmp_path / "out"
+    child = forked(work, tmp_path / "in", out, {"methods": METHODS, "maps": True}, True)
+    while child.is_alive() and not ((out / "manifest.jsonl").exists() and len(whole_rows(out)) >= 16):
+        time.sleep(0.001)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    done = {row["index"] for row in whole_rows(out)}
+    assert 8 <= len(done) < 24
+    files = [out / row[key] for row in whole_rows(out) for key in ("overlay", "heat", "map")]
+    written = [path.stat().st_mtime_ns for path in files]
+    assert quick(tmp_path / "in", out, methods=METHODS, maps=True).fresh in (24 - len(done), 25 - len(done))
+    assert [path.stat().st_mtime_ns for path in files] == written
+    assert_same(out, tmp_path / "whole")
+
+
+def whole_rows(out: Path) -> list[dict[str, Any]]:
+    """The rows of the manifest, but for one that is cut off."""
+    return [json.loads(line) for line in (out / "manifest.jsonl").read_bytes().splitlines(True) if line.endswith(b"\n")]
 
 
 def locked_by(child: Any, out: Path) -> float:
@@ -195,7 +218,7 @@ def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.committing.write_shard", full)
+    monkeypatch.setattr("saliency.batch.keeping.Kept.encoded", full)
     with pytest.raises(StoppedError, match="make room"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert rows(tmp_path / "out") == []
@@ -204,8 +227,7 @@ def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pyte
 def test_rows_wait_for_those_of_earlier_photos(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path, METHODS)
     manifest.open()
-    listed = [Photo(f"/{number}.png", f"{number}.png") for number in range(4)]
-    committer = Committer(tmp_path, manifest, listed, Job(model="x", methods=METHODS), strict=False)
+    committer = Committer(tmp_path, manifest, strict=False)
     committer.expect(range(4), [METHODS, METHODS, (), METHODS])
     for number, written in ((3, []), (1, []), (0, [0, 1, 3])):
         committer.add(Made(number, [row(index=number, method=None)]))

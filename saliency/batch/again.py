@@ -16,10 +16,10 @@ from ..pictures import open_picture
 from ..preprocess import Frame
 from ..render import overlay
 from .drawing import write_overlay
-from .folder import MAPS, PREVIEW_SUFFIX
+from .folder import MAP_SUFFIX, MAPS, PREVIEW_SUFFIX
 from .folder import PHOTOS as PREVIEWS
 from .job import Look
-from .keeping import Kept, read_shard
+from .keeping import Kept, read_map
 from .photos import Photo, open_photo
 from .pipeline import cores
 from .problems import BatchError, Failure, stops_everything, unwritable
@@ -52,10 +52,10 @@ def draw_again(
     methods: Sequence[str] = (),
     workers: int | None = None,
 ) -> Iterator[Redrawn]:
-    """Draw every map of some shards again: OUT/SUB/NAME.METHOD.png, one after the other as they are done.
+    """Draw every map of some files again: OUT/SUB/NAME.METHOD.png, one after the other as they are done.
 
     Args:
-        maps: Shards, folders of them, or folders that `batch` made with `maps=True`.
+        maps: Files, folders of them, or folders that `batch` made with `maps=True`.
         out: Where to.
         look: How; by default as `batch` does.
         methods: Only these; all where none is named.
@@ -63,48 +63,53 @@ def draw_again(
 
     Raises:
         BatchError: There are no maps, or none of these methods, or the folder cannot be written to.
-        ExplanationError: A file is no shard of ours, or is damaged.
+        ExplanationError: A file is no map of ours, or is damaged.
     """
     chosen, folder = look or Look(), Path(out)
-    shards = list(_shards([maps] if isinstance(maps, str | os.PathLike) else maps))
+    files = list(_files([maps] if isinstance(maps, str | os.PathLike) else maps))
     there: set[str] = set()
     drawn: set[str] = set()
     with ThreadPoolExecutor(workers or cores(), "saliency-draw") as pool:
-        for shard in shards:
-            for _, group in groupby(read_shard(shard), key=lambda item: item[1].about["index"]):
-                every = [each for _, each in group]
-                there.update(each.about["method"] for each in every)
-                kept = [each for each in every if not methods or each.about["method"] in methods]
-                twice = [each for each in kept if _name(each) in drawn]
-                yield from map(_twice, twice)
-                kept = [each for each in kept if _name(each) not in drawn]
-                drawn.update(map(_name, kept))
-                picture = _picture(shard, kept[0]) if kept else None
-                if picture is not None:
-                    yield from pool.map(lambda each, on=picture: _drawn(each, on, folder, chosen), kept)
+        read = ((file, read_map(file)) for file in files)
+        for (root, _), group in groupby(read, key=lambda item: (_root(*item), item[1].about["id"])):
+            every = [each for _, each in group]
+            there.update(each.about["method"] for each in every)
+            kept = [each for each in every if not methods or each.about["method"] in methods]
+            twice = [each for each in kept if _name(each) in drawn]
+            yield from map(_twice, twice)
+            kept = [each for each in kept if _name(each) not in drawn]
+            drawn.update(map(_name, kept))
+            picture = _picture(root, kept[0]) if kept else None
+            if picture is not None:
+                yield from pool.map(lambda each, on=picture: _drawn(each, on, folder, chosen), kept)
     if not there & set(methods or there):
         raise BatchError(f"no maps of {', '.join(methods)} were kept; there are {', '.join(sorted(there))}")
 
 
-def _shards(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for path in map(Path, paths):
         if not path.is_dir():
             yield path
             continue
         inside = path / MAPS if (path / MAPS).is_dir() else path
-        found = sorted(inside.glob("*.safetensors"))
+        found = sorted(inside.rglob(f"*.{MAP_SUFFIX}"))
         if not found:
             raise BatchError(f"{path} holds no maps; saliency batch --maps (maps=True) keeps them")
         yield from found
 
 
-def _picture(shard: Path, kept: Kept) -> tuple[Image.Image, bool] | Failure:
+def _root(file: Path, kept: Kept) -> Path:
+    """The folder of the run that a map was made by, as long as the map lies where it was written."""
+    return Path(str(file.absolute()).removesuffix(f"{MAPS}/{_name(kept)}.{MAP_SUFFIX}"))
+
+
+def _picture(root: Path, kept: Kept) -> tuple[Image.Image, bool] | Failure:
     """The photo of a map, and whether it is the small one."""
     photo = Photo.from_json(kept.about["entry"])
     try:
         return open_photo(photo), False
     except ImageError as error:
-        preview = shard.parent.parent / PREVIEWS / f"{kept.about['id']}.{PREVIEW_SUFFIX}"
+        preview = root / PREVIEWS / f"{kept.about['id']}.{PREVIEW_SUFFIX}"
         try:
             return open_picture(preview), True
         except ImageError:

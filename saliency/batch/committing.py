@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .drawing import Made
-from .folder import SHARD, map_file
-from .job import Job
-from .keeping import Kept, write_shard
-from .manifest import Manifest, Row
-from .photos import Photo
+from .manifest import Manifest
 from .problems import StoppedError, unwritable
 
 TOLD = 20
@@ -24,19 +20,13 @@ class Committer:
     Args:
         folder: The folder of the run.
         manifest: Its manifest.
-        photos: The listing.
-        job: What is done to each photo.
         strict: Whether a failure stops the run; its row is not written, so that the photo is tried again.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, photos: Sequence[Photo], job: Job, *, strict: bool) -> None:
-        self._folder, self._manifest, self._photos, self._job = folder, manifest, photos, job
-        self._strict = strict
+    def __init__(self, folder: Path, manifest: Manifest, *, strict: bool) -> None:
+        self._folder, self._manifest, self._strict = folder, manifest, strict
         self._expected: deque[int] = deque()  # photos that are under way, in their order
         self._made: dict[int, Made] = {}  # those that are done before an earlier one is
-        self._rows: list[Row] = []  # those that wait for their shard of maps
-        self._maps: dict[str, Kept] = {}
-        self._shard = -1
         self.fresh = 0
         self.failures: list[tuple[str, str, str]] = []
 
@@ -54,10 +44,6 @@ class Committer:
         while self._expected and self._expected[0] in self._made:
             self._commit(self._made.pop(self._expected.popleft()))
 
-    def close(self) -> None:
-        """Write what waits for more photos of its shard. Raises StoppedError where that cannot be."""
-        self._flush()
-
     def _commit(self, made: Made) -> None:
         if made.fatal is not None:
             raise unwritable(self._folder, made.fatal)
@@ -65,25 +51,11 @@ class Committer:
         if bad is not None and self._strict:
             method = f" by {bad['method']}" if bad["method"] else ""
             raise StoppedError(f"{bad['source']}{method}: {bad['error']}; --strict (strict=True) stops at the first")
-        shard = made.index // SHARD
-        if self._shard != shard:
-            self._flush()
-            self._shard = shard
-        self._rows += made.rows
-        self._maps |= made.maps
+        try:
+            self._manifest.append(made.rows)
+        except OSError as error:
+            raise unwritable(self._folder, error) from error
         self.fresh += 1
         for row in made.rows:
             if row["error"] is not None and len(self.failures) < TOLD:
                 self.failures.append((row["source"], row["method"] or "", row["error"]))
-        if not self._job.maps or made.index == len(self._photos) - 1 or (made.index + 1) % SHARD == 0:
-            self._flush()
-
-    def _flush(self) -> None:
-        rows, maps, self._rows, self._maps = self._rows, self._maps, [], {}
-        try:
-            if maps:
-                write_shard(self._folder / map_file(self._shard * SHARD), maps)
-            if rows:
-                self._manifest.append(rows)
-        except OSError as error:
-            raise unwritable(self._folder, error) from error

@@ -19,7 +19,7 @@ from ..preprocess import Frame
 from ..render import save_picture
 from ..render.colors import CENTRE, DIVERGING, SEQUENTIAL
 from ..render.painting import Shade, paint, shade, spread, units, window
-from .folder import heat_file, map_file, map_key, overlay_file, preview_file
+from .folder import heat_file, map_file, overlay_file, preview_file
 from .job import Job, Look
 from .keeping import Kept
 from .manifest import Row, row
@@ -56,13 +56,11 @@ class Made:
     Attributes:
         index: Its number in the listing.
         rows: One row per method, in their order; a single one where the photo could not be read.
-        maps: The maps to keep, by their keys.
         fatal: Why nothing can be written any more.
     """
 
     index: int
     rows: list[Row] = field(default_factory=list)
-    maps: dict[str, Kept] = field(default_factory=dict)
     fatal: OSError | None = None
 
 
@@ -105,7 +103,7 @@ def draw(out: Path, job: Job, task: Task, prepared: Prepared, found: Found, seco
             made.rows.append(_failed({**facts, "method": name}, result))
             continue
         try:
-            drawn = _drawn(out, job, task, replace(result, frames=(frame,)), preview, facts, made.maps)
+            drawn = _drawn(out, job, task, replace(result, frames=(frame,)), preview, facts)
         except Exception as error:  # noqa: BLE001 - an odd map is told of this photo, and the next is due
             if stops_everything(error):
                 made.fatal = _as_os_error(error)
@@ -124,7 +122,6 @@ def _drawn(
     explanation: Explanation,
     preview: tuple[int, int],
     facts: dict[str, Any],
-    maps: dict[str, Kept],
 ) -> Row:
     """The row of one method, whose files are in place."""
     look, method = job.look, explanation.method
@@ -152,10 +149,10 @@ def _drawn(
         "colormap": look.colormap or (DIVERGING if shading.sign == "signed" else SEQUENTIAL),
     }
     if job.maps:
-        key = map_key(task.index, method)
+        files["map"] = map_file(task.photo, method)
         about = {**told, "sign": explanation.sign, "path": shown(task.photo.path), "entry": task.photo.to_json()}
-        maps[key] = Kept.of(explanation, {name: about[name] for name in _KEPT_FACTS})
-        files |= {"map": map_file(task.index), "map_key": key}
+        kept = Kept.of(explanation, {name: about[name] for name in _KEPT_FACTS})
+        _write(out / files["map"], kept.encoded())
     return row(**told, **files)
 
 

@@ -25,9 +25,7 @@ PAGE = "index.html"
 OVERLAYS, PHOTOS, HEAT, MAPS = "overlays", "photos", "heat", "maps"
 FOLDERS = (OVERLAYS, PHOTOS, HEAT, MAPS)
 FILES = (PAGE, PARQUET, MANIFEST, LISTING, ABOUT)
-PREVIEW_SUFFIX, HEAT_SUFFIX = "jpg", "webp"
-SHARD = 64
-"""Photos whose maps lie in one file."""
+PREVIEW_SUFFIX, HEAT_SUFFIX, MAP_SUFFIX = "jpg", "webp", "safetensors"
 
 _LEFT_OVER = re.compile(r"\.[0-9a-f]{32}\.part")
 
@@ -110,8 +108,6 @@ class Folder:
             for name in _all_names(photo, methods):
                 with suppress(OSError):
                     os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - as many as there are files
-        for shard in range(-(-len(photos) // SHARD)):
-            (self.path / map_file(shard * SHARD)).unlink(missing_ok=True)
         for folder, _, _ in reversed(list(self._walk())):
             if Path(folder) != self.path:
                 with suppress(OSError):  # what is not empty holds files of others
@@ -122,10 +118,9 @@ class Folder:
 
     def require_free(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
         """Raise BatchError where a new run would replace a file that is not its own."""
-        top = [*FILES, *(map_file(shard * SHARD) for shard in range(-(-len(photos) // SHARD)))]
         there = [each for each in FOLDERS if (self.path / each).is_dir()]
         names: Iterator[str] = (name for photo in photos for name in _all_names(photo, methods)) if there else iter(())
-        for name in (*top, *names):
+        for name in (*FILES, *names):
             if os.path.lexists(f"{self.path}/{name}"):
                 raise BatchError(
                     f"{self.path} holds files of others: {name} would be replaced; choose another folder for --out"
@@ -196,20 +191,16 @@ def heat_file(photo: Photo, method: str) -> str:
     return f"{HEAT}/{photo.name}.{method}.{HEAT_SUFFIX}"
 
 
-def map_file(index: int) -> str:
-    """The shard that holds the maps of a photo."""
-    return f"{MAPS}/{index // SHARD:05d}.safetensors"
-
-
-def map_key(index: int, method: str) -> str:
-    """The name of a photo's map in its shard."""
-    return f"{index}.{method}"
+def map_file(photo: Photo, method: str) -> str:
+    """Where the raw values lie."""
+    return f"{MAPS}/{photo.name}.{method}.{MAP_SUFFIX}"
 
 
 def _all_names(photo: Photo, methods: Sequence[str]) -> Iterator[str]:
     yield preview_file(photo)
     for method in methods:
         yield heat_file(photo, method)
+        yield map_file(photo, method)
         yield from (overlay_file(photo, method, each) for each in FORMATS)
 
 

@@ -1,10 +1,10 @@
-"""Raw maps in shards: float16, signed, as small as they came, with all that drawing them again takes."""
+"""Raw maps in files of their own: float16, signed, as small as they came, with all that drawing them again takes."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from safetensors.numpy import save
 
 from ..errors import ExplanationError
 from ..explanation import Explanation
-from ..files import replacing
-from .folder import FORMAT
+from .folder import FORMAT, MAP_SUFFIX
 from .photos import leads_out
 
-_HEADER = "saliency"
+_HEADER, _VALUES = "saliency", "values"
 _FACTS = (
     *("index", "source", "id", "entry", "method", "target", "name", "probability", "score", "sign", "layer"),
     *("settings", "scale", "width", "height", "input_width", "input_height", "box"),
@@ -54,6 +53,11 @@ class Kept:
         facts = {"shape": list(values.shape), "scale": scale, "settings": settings, "layer": explanation.layer}
         return cls((values / scale).astype(np.float16), {**about, **facts})
 
+    def encoded(self) -> bytes:
+        """The content of its file."""
+        text = json.dumps({"format": FORMAT, "map": self.about}, sort_keys=True)
+        return save({_VALUES: self.values}, metadata={_HEADER: text})
+
     def explanation(self) -> Explanation:
         """The same as an explanation, without the picture. Raises LookupError where something is missing."""
         about = self.about
@@ -75,43 +79,25 @@ class Kept:
         )
 
 
-def write_shard(path: Path, maps: Mapping[str, Kept]) -> None:
-    """Write maps into a shard, beside those that it holds already. Raises OSError."""
-    if path.is_file():
-        maps = dict(read_shard(path)) | dict(maps)
-    path.parent.mkdir(exist_ok=True)
-    header = {key: maps[key].about for key in sorted(maps)}
-    text = json.dumps({"format": FORMAT, "maps": header}, sort_keys=True)
-    data = save({key: maps[key].values for key in sorted(maps)}, metadata={_HEADER: text})
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
-def read_shard(path: Path) -> Iterator[tuple[str, Kept]]:
-    """The maps of a shard by their keys, one by one, in the order of the photos.
+def read_map(path: Path) -> Kept:
+    """The map in a file.
 
     Raises:
-        ExplanationError: It is no shard of `saliency batch`, or is damaged.
+        ExplanationError: It is no map of `saliency batch`, or is damaged.
     """
     try:
         with safe_open(str(path), framework="numpy") as file:
             header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
             if not isinstance(header, dict) or header.get("format") != FORMAT:
-                raise ExplanationError(f"{path} holds no maps of saliency batch; pass DIR or DIR/maps/*.safetensors")
-            for key in sorted(header["maps"], key=_order):
-                about = header["maps"][key]
-                lacking = [name for name in _FACTS if name not in about]
-                if lacking:
-                    raise ExplanationError(f"{path} is damaged: {key} lacks {', '.join(lacking)}")
-                if leads_out(f"{about['id']}.{about['method']}"):
-                    raise ExplanationError(f"{path} is not to be trusted: {key} would be written to {about['id']!r}")
-                yield key, Kept(file.get_tensor(key), about)
+                raise ExplanationError(f"{path} is no map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
+            about = header["map"]
+            lacking = [name for name in _FACTS if name not in about]
+            if lacking:
+                raise ExplanationError(f"{path} is damaged: it lacks {', '.join(lacking)}")
+            if leads_out(f"{about['id']}.{about['method']}"):
+                raise ExplanationError(f"{path} is not to be trusted: it would be written to {about['id']!r}")
+            return Kept(file.get_tensor(_VALUES), about)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ExplanationError):
             raise
-        raise ExplanationError(f"{path} cannot be read as maps: {error}") from error
-
-
-def _order(key: str) -> tuple[int, str]:
-    index, _, method = key.partition(".")
-    return (int(index) if index.isdecimal() else -1), method
+        raise ExplanationError(f"{path} cannot be read as a map: {error}") from error

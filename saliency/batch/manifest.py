@@ -24,7 +24,7 @@ SYNCED_EVERY = 2.0
 KEYS = (
     *("index", "source", "id", "method", "target", "name", "probability", "score", "layer"),
     *("width", "height", "input_width", "input_height", "box", "settings", "sign", "units", "limit"),
-    *("overlay", "photo", "heat", "map", "map_key", "colormap", "seconds", "error", "error_kind"),
+    *("overlay", "photo", "heat", "map", "colormap", "seconds", "error", "error_kind"),
 )
 FILES = ("overlay", "photo", "heat", "map")
 WHOLE = ("index", "target", "width", "height", "input_width", "input_height")
@@ -206,11 +206,10 @@ class Manifest:
             name = row.get(key)
             if not isinstance(name, str):
                 continue
-            shared = key in ("photo", "map")
-            known = seen.get(name) if shared else None
+            known = seen.get(name)
             if known is None:
                 known = _is_filled(f"{self._folder}/{name}")
-                if shared:
+                if key == "photo":
                     seen[name] = known
             if not known:
                 return False

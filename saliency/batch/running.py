@@ -119,10 +119,10 @@ class Run:
         model = loaded(self.job)
         self._begin(model)
         plan = self._plan(lanes, most)
-        committer = Committer(self.folder.path, self.manifest, self.photos, self.job, strict=self.orders.strict)
+        committer = Committer(self.folder.path, self.manifest, strict=self.orders.strict)
         with interrupts() as stopping:
             work = Work(self.job, self.folder.path, model, plan, self._groups(plan, committer), stopping)
-            with closing(committer), closing(_generator(engine(work))) as results:
+            with closing(_generator(engine(work))) as results:
                 for made in results:
                     self._require_sense(made)
                     self._note(plan)

@@ -16,7 +16,7 @@ EXAMPLES = """\
 examples:
   saliency batch photos/ --out maps --maps
   saliency render maps --colormap viridis --opacity map --out viridis
-  saliency render maps/maps/00000.safetensors --sign signed --out signed
+  saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
 """
 
 
