@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import GradCAM, TargetError, overlay
+from saliency import GradCAM, ImageError, TargetError, overlay
 from saliency.batch import BatchError, Look, Progress, StoppedError, batch, pipeline, running, unit
 from saliency.batch.drawing import Made, Task, draw
 from saliency.batch.job import Job
 from saliency.batch.manifest import KEYS
 from saliency.batch.manifest import row as a_row
-from saliency.batch.photos import Photo
+from saliency.batch.photos import Photo, open_photo
 from saliency.batch.reading import prepare
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
@@ -275,13 +275,19 @@ def test_a_file_of_others_is_never_replaced(source: Path, tmp_path: Path, name: 
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_what_failed_stays_so_until_it_is_tried_again(source: Path, tmp_path: Path) -> None:
+def test_what_failed_stays_so_until_it_is_tried_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(photo: Photo) -> Image.Image:
+        if photo.label == "04.png":
+            raise ImageError("the server is away")
+        return open_photo(photo)
+
     quick(source, tmp_path / "whole")
-    good = (source / "04.png").read_bytes()
-    (source / "04.png").write_bytes(good[:60])
     out = tmp_path / "out"
-    assert quick(source, out).failed == 1
-    (source / "04.png").write_bytes(good)
+    with monkeypatch.context() as patch:
+        patch.setattr("saliency.batch.reading.open_photo", fail)
+        assert quick(source, out).failed == 1
     again = quick(source, out)
     assert (again.fresh, again.failed) == (0, 1)
     mended = quick(source, out, retry=True)
@@ -289,8 +295,89 @@ def test_what_failed_stays_so_until_it_is_tried_again(source: Path, tmp_path: Pa
     assert_same(out, tmp_path / "whole")
 
 
-def test_strict_stops_at_the_first_failure_and_goes_on_when_it_is_mended(source: Path, tmp_path: Path) -> None:
+def change(source: Path) -> None:
+    """Other content in three photos: of another size, of the same size, and none that can be read."""
+    noise(source / "02.png", 102, (31, 17))
+    noise(source / "10.bmp", 110)
+    (source / "04.png").write_bytes(b"no picture")
+
+
+def test_photos_that_have_changed_are_explained_again_and_no_others(source: Path, tmp_path: Path) -> None:
+    noise(source / "10.bmp", 10)
+    out = tmp_path / "out"
+    quick(source, out, methods=BOTH, maps=True)
+    untouched = out / "overlays" / "00.grad_cam.png"
+    stamp = untouched.stat().st_mtime_ns
+    change(source)
+    summary = quick(source, out, methods=BOTH, maps=True)
+    assert (summary.fresh, summary.changed, summary.failed, summary.removed) == (3, 3, 1, ())
+    assert untouched.stat().st_mtime_ns == stamp
+    quick(source, tmp_path / "whole", methods=BOTH, maps=True)
+    assert_same(out, tmp_path / "whole")
+    again = quick(source, out, methods=BOTH, maps=True)
+    assert (again.fresh, again.changed) == (0, 0)
+    noise(source / "04.png", 4)  # a photo that could not be read is another one now: no --retry is needed
+    assert quick(source, out, methods=BOTH, maps=True).failed == 0
+
+
+@pytest.mark.parametrize("step", ["remove", "write_about", "write_listing"])
+def test_changes_are_noticed_again_wherever_a_run_is_cut_short(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def cut_short(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    noise(source / "10.bmp", 10)
+    quick(source, tmp_path / "out")
+    change(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"saliency.batch.folder.Folder.{step}", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            quick(source, tmp_path / "out")
+    assert quick(source, tmp_path / "out").fresh == 3
     quick(source, tmp_path / "whole")
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_the_last_photo_changed_is_a_new_page_and_table(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out")
+    noise(source / "09.png", 109)
+    quick(source, tmp_path / "out")
+    quick(source, tmp_path / "whole")
+    assert_same(tmp_path / "out", tmp_path / "whole")
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    one, two = (
+        parquet.read_table(tmp_path / name / "manifest.parquet").column("score").to_pylist()
+        for name in ("out", "whole")
+    )
+    assert one == two
+
+
+def test_photos_that_were_removed_are_told_and_what_was_made_of_them_is_kept(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    kept, stamp = (source / "05.png").read_bytes(), (source / "05.png").stat()
+    (source / "05.png").unlink()
+    summary = quick(source, tmp_path / "out")
+    assert (summary.fresh, summary.changed, summary.removed) == (0, 0, (str(source / "05.png"),))
+    assert contents(tmp_path / "out") == before
+    (source / "05.png").write_bytes(kept)
+    os.utime(source / "05.png", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    back = quick(source, tmp_path / "out")
+    assert (back.fresh, back.removed) == (0, ())
+
+
+@pytest.mark.parametrize("key", ["overlay", "photo", "heat", "map"])
+def test_a_file_that_was_cut_off_is_made_again(source: Path, tmp_path: Path, key: str) -> None:
+    for out in (tmp_path / "whole", tmp_path / "out"):
+        quick(source, out, methods=BOTH, maps=True)
+    path = tmp_path / "out" / rows(tmp_path / "out")[6][key]
+    os.truncate(path, 100)
+    assert quick(source, tmp_path / "out", methods=BOTH, maps=True).fresh == 1
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_strict_stops_at_the_first_failure_and_goes_on_when_it_is_mended(source: Path, tmp_path: Path) -> None:
     good = (source / "05.png").read_bytes()
     (source / "05.png").write_bytes(b"")
     with pytest.raises(StoppedError, match=r"05\.png: is empty"):
@@ -298,6 +385,7 @@ def test_strict_stops_at_the_first_failure_and_goes_on_when_it_is_mended(source:
     assert [row["index"] for row in rows(tmp_path / "out")] == list(range(5))
     (source / "05.png").write_bytes(good)
     quick(source, tmp_path / "out", strict=True)
+    quick(source, tmp_path / "whole")
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 

@@ -89,6 +89,18 @@ def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp
     assert "--strict" in err
 
 
+def test_photos_that_changed_or_were_removed_are_told(run: Run, source: Path, tmp_path: Path) -> None:
+    run(source, "--out", tmp_path / "out")
+    noise(source / "01.png", 9, (50, 20))
+    (source / "03.png").unlink()
+    code, out, err = run(source, "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "5 of 5 photos; 1 of them now" in out
+    assert "1 photos had changed since they were listed" in out
+    assert f"1 photos are not there any more, and their overlays are kept: {source}/03.png" in out
+    assert "had changed" not in run(source, "--out", tmp_path / "out")[1]
+
+
 def test_options_reach_the_library(run: Run, source: Path, tmp_path: Path) -> None:
     words = ["--target", "bee", "--format", "jpg", "--opacity", "map", "--colormap", "viridis", "--sign", "signed"]
     more = ["--percentile", "90", "--limit", "2", "--maps", "--layer", "features.0", "--set", "smooth=positive"]
@@ -250,18 +262,32 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
 
 
 def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Path, tmp_path: Path) -> None:
-    noise(source / "00.png", 1, (1300, 700))
-    quick(source, tmp_path / "run", maps=True)
+    for name in ("00.png", "sub/a.png"):
+        noise(source / name, 1, (1300, 700))
+    quick(source, tmp_path / "run", maps=True, recursive=True)
     shutil.rmtree(source)
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 0
-    assert "5 of them on the small preview" in out
+    assert "6 of them on the small preview" in out
     with Image.open(tmp_path / "again" / "00.grad_cam.png") as picture:
+        assert picture.size == (640, 345)
+    with Image.open(tmp_path / "again" / "sub" / "a.grad_cam.png") as picture:
         assert picture.size == (640, 345)
     shutil.rmtree(tmp_path / "run" / "photos")
     code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 1
     assert "00.png by grad_cam: cannot be read: No such file" in err
+
+
+def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "run", maps=True)
+    render(tmp_path / "run", "--out", tmp_path / "again")
+    noise(source / "00.png", 1, (1300, 700))
+    code, out, _ = render(tmp_path / "run", "--out", tmp_path / "later")
+    assert code == 0
+    assert "1 of them on the small preview: the photo is gone or has changed" in out
+    with Image.open(tmp_path / "later" / "00.grad_cam.png") as picture:
+        assert picture.size == (40, 30)
 
 
 def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -> None:

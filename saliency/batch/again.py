@@ -20,7 +20,7 @@ from .folder import MAP_SUFFIX, MAPS, PREVIEW_SUFFIX
 from .folder import PHOTOS as PREVIEWS
 from .job import Look
 from .keeping import Kept, read_map
-from .photos import Photo, open_photo
+from .photos import Photo, open_photo, stamp_of
 from .pipeline import cores
 from .problems import BatchError, Failure, stops_everything, unwritable
 
@@ -33,7 +33,7 @@ class Redrawn:
         source: The photo, as it was named.
         method: The method.
         file: The overlay; None where there is a failure.
-        small: Whether it was drawn on the small preview, because the photo is not there any more.
+        small: Whether it was drawn on the small preview, because the photo is gone or has changed.
         failure: Why there is none.
     """
 
@@ -107,7 +107,10 @@ def _picture(root: Path, kept: Kept) -> tuple[Image.Image, bool] | Failure:
     """The photo of a map, and whether it is the small one."""
     photo = Photo.from_json(kept.about["entry"])
     try:
-        return open_photo(photo), False
+        picture = open_photo(photo)
+        if stamp_of(photo) != photo.stamp:
+            raise ImageError("it has changed since it was explained")
+        return picture, False
     except ImageError as error:
         preview = root / PREVIEWS / f"{kept.about['id']}.{PREVIEW_SUFFIX}"
         try:

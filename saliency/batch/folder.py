@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,7 @@ class Folder:
 
     def clear(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
         """Remove what a run has made, or may have made when it was stopped, and nothing else."""
-        for photo in photos:
-            for name in _all_names(photo, methods):
-                with suppress(OSError):
-                    os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - as many as there are files
+        self.remove(photos, methods)
         for folder, _, _ in reversed(list(self._walk())):
             if Path(folder) != self.path:
                 with suppress(OSError):  # what is not empty holds files of others
@@ -115,6 +112,13 @@ class Folder:
         # The head goes last: a run that is stopped before can be cleared again.
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
+
+    def remove(self, photos: Iterable[Photo], methods: Sequence[str]) -> None:
+        """Remove what was made of some photos."""
+        for photo in photos:
+            for name in _all_names(photo, methods):
+                with suppress(OSError):
+                    os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - as many as there are files
 
     def require_free(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
         """Raise BatchError where a new run would replace a file that is not its own."""

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
@@ -96,19 +96,21 @@ class Manifest:
         """The place of a row's method among the run's methods; -1 for a row that speaks for all of them."""
         return self._places.get(str(row["method"]), -1)
 
-    def read(self, *, again: bool = False) -> None:
+    def read(self, *, again: bool = False, changed: Container[int] = ()) -> None:
         """Read what is there, and leave out what has to be done again, what is none of the run's, and what is damaged.
 
         Args:
             again: Whether rows with errors are left out too.
+            changed: Photos whose rows are left out, because they tell of another file.
         """
         self.standing = standing = Standing()
-        seen: dict[str, bool] = {}
+        seen: dict[str, int] = {}
         told: set[tuple[int, int]] = set()
         kept = bytearray()
         for found, end in self._whole():
             standing.end = end
             good = self._is_ours(found) and not (again and found["error"] is not None) and self._has_files(found, seen)
+            good = good and found["index"] not in changed
             kept.append(good and (found["index"], self.place(found)) not in told)
             if kept[-1]:
                 told.add((found["index"], self.place(found)))

@@ -65,6 +65,8 @@ class Summary:
         kinds: How many rows failed, by the class of the error.
         failures: The first failures of this run: source, method, reason.
         seconds: How long this run took.
+        changed: How many photos had changed since they were listed, and were explained again.
+        removed: The sources of those that are not there any more; what was made of them is kept.
     """
 
     folder: Path
@@ -76,6 +78,8 @@ class Summary:
     kinds: Counter[str] = field(default_factory=Counter)
     failures: tuple[tuple[str, str, str], ...] = ()
     seconds: float = 0.0
+    changed: int = 0
+    removed: tuple[str, ...] = ()
 
 
 @contextmanager

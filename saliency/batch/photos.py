@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ class Photo:
         problem: Why there is no photo; empty where there may be one.
         offset: Where in the file it begins; None for the whole file.
         size: How many bytes it takes from there.
+        stamp: The bytes and the modification time (ns) of the file when it was listed; empty where there was none.
     """
 
     path: str
@@ -37,6 +39,7 @@ class Photo:
     problem: str = ""
     offset: int | None = None
     size: int = 0
+    stamp: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -56,7 +59,7 @@ class Photo:
         name = fields.get("name", "")
         if not isinstance(name, str) or leads_out(name):
             raise ValueError(f"an entry that leads out of the folder: {name!r}")
-        return cls(**fields | {"folder": tuple(fields.get("folder", ()))})
+        return cls(**fields | {each: tuple(fields.get(each, ())) for each in ("folder", "stamp")})
 
 
 def leads_out(name: str) -> bool:
@@ -104,6 +107,15 @@ def absolute(path: str) -> str:
 def label_of(path: str) -> str:
     """The file name at the end of a path."""
     return os.path.basename(path) or path  # noqa: PTH119
+
+
+def stamp_of(photo: Photo) -> tuple[int, ...]:
+    """The bytes and the modification time (ns) of a photo's file; empty where there is none."""
+    try:
+        found = os.stat(photo.path)  # noqa: PTH116 - as many as there are photos
+    except (OSError, ValueError):
+        return ()
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) and not photo.problem else ()
 
 
 def exists(photo: Photo) -> bool:

@@ -53,12 +53,15 @@ class Run:
         if about is not None and not listed:
             raise BatchError(f"{folder.path / LISTING} is missing or empty; begin anew with --restart (restart=True)")
         self.fresh = about is None
-        self.photos, self._changed = joined(listed, found)
+        self.listing = joined(listed, found)
+        self.photos = self.listing.photos
         if about is None:
             folder.require_free(self.photos, job.methods)
         self.about = self._checked(about)
         self.manifest = Manifest(folder.path, job.methods, len(self.photos))
-        self.manifest.read(again=orders.retry)
+        # The rows go first and the stamps are written last: wherever this is cut short, changes are noticed again.
+        self.manifest.read(again=orders.retry, changed=self.listing.changed)
+        folder.remove([self.photos[at] for at in self.listing.changed], job.methods)
 
     def _checked(self, about: dict[str, Any] | None) -> dict[str, Any]:
         """The manifest's head, of this run or the one that it goes on with."""
@@ -181,10 +184,11 @@ class Run:
             for each in network.methods
         ]
         self.about["categories"] = None if network.categories is None else len(network.categories)
+        self.about["finished"] = False
         try:
             # The head first: a listing without one is taken for a file of others, a head without rows for nothing.
             self.folder.write_about(self.about)
-            if self._changed:
+            if self.listing.is_new:
                 self.folder.write_listing(self.photos)
             self.manifest.open()
         except OSError as error:
@@ -250,6 +254,8 @@ class Run:
             Counter(standing.kinds),
             tuple(failures),
             time.monotonic() - self._began,
+            len(self.listing.changed),
+            self.listing.removed,
         )
 
 

@@ -165,6 +165,11 @@ def tell(summary: Summary, screen: Screen) -> None:
         screen.say(f"{done}; {summary.fresh} of them now, {speed:.1f} per second, in {_clock(summary.seconds)}")
     else:
         screen.say(f"{done} were done already; nothing was missing")
+    if summary.changed:
+        screen.say(f"{summary.changed} photos had changed since they were listed; what was made of them is made anew")
+    if summary.removed:
+        named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
+        screen.say(f"{len(summary.removed)} photos are not there any more, and their overlays are kept: {named}")
     if summary.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
         screen.say(Text(f"{summary.failed} photos with failures: {kinds}; --retry tries them again", "red"))

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         return 1
     screen.say(f"{counts['whole'] + counts['small']} overlays in {visible(arguments.out)}")
     if counts["small"]:
-        screen.say(Text(f"{counts['small']} of them on the small preview: the photo is not there any more", "dim"))
+        screen.say(Text(f"{counts['small']} of them on the small preview: the photo is gone or has changed", "dim"))
     if counts["failed"]:
         screen.say(Text(f"{counts['failed']} failures", "red"))
     return 1 if counts["failed"] or not counts.total() else 0
