@@ -605,15 +605,33 @@ def test_a_damaged_listing_is_told_and_restart_begins_anew(source: Path, tmp_pat
         {"counts": None},
         {"methods": ["grad_cam"]},
         {"fingerprint": "abc"},
+        b"",
+        b'{"format": "saliency batch 1", "vers',
+        b"\0" * 100,
     ],
 )
-def test_a_damaged_head_is_told(source: Path, tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_damaged_head_is_told_and_restart_begins_anew(
+    source: Path, tmp_path: Path, change: dict[str, object] | bytes
+) -> None:
     out = tmp_path / "out"
-    quick(source, out)
+    quick(source, out, methods=BOTH, maps=True)
     head = json.loads((out / "manifest.json").read_text("utf-8"))
-    (out / "manifest.json").write_text(json.dumps(head | change), "utf-8")
-    with pytest.raises(BatchError, match=r"manifest\.json is damaged; choose another folder"):
+    (out / "manifest.json").write_bytes(change if isinstance(change, bytes) else json.dumps(head | change).encode())
+    with pytest.raises(BatchError, match=r"manifest\.json is damaged; choose another folder.*--restart"):
         quick(source, out)
+    assert quick(source, out, restart=True).fresh == 10
+    quick(source, tmp_path / "other")
+    assert_same(out, tmp_path / "other")
+
+
+@pytest.mark.parametrize("content", [b'{"name": "my page"}', b"", b"no JSON"])
+def test_a_manifest_of_others_is_never_taken_for_a_damaged_one(source: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_bytes(content)
+    for restart in (False, True):
+        with pytest.raises(BatchError, match=r"manifest\.json is none of this version"):
+            quick(source, tmp_path / "out", restart=restart)
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == content
 
 
 def test_maps_of_others_are_neither_replaced_nor_added_to(source: Path, tmp_path: Path) -> None:

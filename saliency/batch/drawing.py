@@ -95,7 +95,7 @@ def draw(out: Path, job: Job, task: Task, prepared: Prepared, found: Found, seco
             made.rows.append(_failed(facts, Failure.of(error, task.photo)))
         return made
     facts |= {"width": picture.width, "height": picture.height, "box": list(frame.box)}
-    facts |= {"photo": preview_file(task.photo)}
+    facts |= _sized(out, {"photo": preview_file(task.photo)})
     for name in task.wanted:
         start = time.perf_counter()
         result = found[name]
@@ -153,7 +153,12 @@ def _drawn(
         about = {**told, "sign": explanation.sign, "path": shown(task.photo.path), "entry": task.photo.to_json()}
         kept = Kept.of(explanation, {name: about[name] for name in _KEPT_FACTS})
         _write(out / files["map"], kept.encoded())
-    return row(**told, **files)
+    return row(**told, **_sized(out, files))
+
+
+def _sized(out: Path, files: dict[str, str]) -> dict[str, Any]:
+    """The names of files that are in place, and their bytes, by which a later run knows that they are whole."""
+    return files | {f"{key}_bytes": (out / name).stat().st_size for key, name in files.items()}
 
 
 _KEPT_FACTS = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..files import replacing
 from .job import FORMATS
-from .manifest import MANIFEST
+from .manifest import MANIFEST, Manifest
 from .photos import Photo, absolute
 from .problems import BatchError
 
@@ -40,23 +40,31 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def about(self) -> dict[str, Any] | None:
+    def about(self, *, damaged: bool = False) -> dict[str, Any] | None:
         """What `manifest.json` says; None where there is no run yet.
 
+        Args:
+            damaged: Whether one that is damaged is taken too, for the run to be cleared, with the methods of its rows.
+
         Raises:
-            BatchError: It is no manifest of ours, or of another format.
+            BatchError: It is no manifest of ours, or of another format, or damaged.
         """
         try:
             found = json.loads((self.path / ABOUT).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
-            found = None
+            found = {"format": FORMAT} if self.listing(damaged=True) else None  # what lies beside it is ours
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise BatchError(f"{self.path / ABOUT} is none of this version of saliency batch; choose another folder")
-        if not _is_whole(found):
-            raise BatchError(f"{self.path / ABOUT} is damaged; choose another folder, or remove this one")
-        return found
+        if _is_whole(found):
+            return found
+        if not damaged:
+            raise BatchError(
+                f"{self.path / ABOUT} is damaged; choose another folder, or begin anew with --restart (restart=True)"
+            )
+        named = {row["method"] for row in Manifest(self.path, ()).rows()} - {None}
+        return {"methods": [{"name": name} for name in named]}
 
     def write_about(self, about: dict[str, Any]) -> None:
         """Replace `manifest.json`."""

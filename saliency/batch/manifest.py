@@ -25,9 +25,10 @@ KEYS = (
     *("index", "source", "id", "method", "target", "name", "probability", "score", "layer"),
     *("width", "height", "input_width", "input_height", "box", "settings", "sign", "units", "limit"),
     *("overlay", "photo", "heat", "map", "colormap", "seconds", "error", "error_kind"),
+    *("overlay_bytes", "photo_bytes", "heat_bytes", "map_bytes"),
 )
 FILES = ("overlay", "photo", "heat", "map")
-WHOLE = ("index", "target", "width", "height", "input_width", "input_height")
+WHOLE = ("index", "target", "width", "height", "input_width", "input_height", *(f"{each}_bytes" for each in FILES))
 NUMBERS = ("probability", "score", "limit", "seconds")
 
 
@@ -202,18 +203,16 @@ class Manifest:
         is_named = row["method"] in self._places if row["method"] is not None else row["error"] is not None
         return is_named and row["index"] >= 0 and (self._photos is None or row["index"] < self._photos)
 
-    def _has_files(self, row: Row, seen: dict[str, bool]) -> bool:
-        """Whether the files that a row names are there. What several rows name is looked up once."""
+    def _has_files(self, row: Row, seen: dict[str, int]) -> bool:
+        """Whether the files that a row names are there as they were written. The photo of many is looked up once."""
         for key in FILES:
-            name = row.get(key)
-            if not isinstance(name, str):
+            name = row[key]
+            if name is None:
                 continue
-            known = seen.get(name)
-            if known is None:
-                known = _is_filled(f"{self._folder}/{name}")
-                if key == "photo":
-                    seen[name] = known
-            if not known:
+            size = seen[name] if name in seen else _size(f"{self._folder}/{name}")
+            if key == "photo":
+                seen[name] = size
+            if size != row[f"{key}_bytes"]:
                 return False
         return True
 
@@ -250,11 +249,12 @@ def _fits(key: str, value: object) -> bool:
     return isinstance(value, dict if key == "settings" else str)
 
 
-def _is_filled(path: str) -> bool:
+def _size(path: str) -> int:
+    """The bytes of a file; -1 where there is none."""
     try:
-        return os.stat(path).st_size > 0  # noqa: PTH116 - tens of thousands of them
+        return os.stat(path).st_size  # noqa: PTH116 - tens of thousands of them
     except OSError:
-        return False
+        return -1
 
 
 def _write(file: int, data: bytes) -> None:

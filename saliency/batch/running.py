@@ -45,9 +45,9 @@ class Run:
         self._began = time.monotonic()
         self._noted = 0
         folder.tidy()
-        about = folder.about()
+        about = folder.about(damaged=orders.restart)
         if about is not None and (orders.restart or not folder.has_rows()):
-            folder.clear(folder.listing(damaged=True), [each["name"] for each in about["methods"]])
+            folder.clear(folder.listing(damaged=True), [each["name"] for each in about["methods"]] or job.methods)
             about = None
         listed = folder.listing() if about is not None else []
         if about is not None and not listed:

@@ -45,7 +45,7 @@ def read_about(folder: Path) -> Row:
         hint = "the folder that saliency batch --out wrote is expected"
         raise ExplanationError(f"no manifest.json in {folder}; {hint}") from error
     except ValueError as error:
-        raise ExplanationError(f"{path} is not JSON in UTF-8: {error}; run the same saliency batch again") from error
+        raise ExplanationError(f"{path} is not JSON in UTF-8: {error}; run saliency batch with --restart") from error
     found = about.get("format") if isinstance(about, dict) else None
     if not isinstance(about, dict) or found != FORMAT:
         raise ExplanationError(
