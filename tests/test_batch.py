@@ -470,6 +470,7 @@ def test_progress_is_told_as_it_is(source: Path, tmp_path: Path) -> None:
     assert told[-1] == Progress(10, 10, 10, 1)
 
 
+@pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_finishes_what_is_under_way_and_the_same_call_goes_on(source: Path, tmp_path: Path) -> None:
     photos(source, 40)
     quick(source, tmp_path / "whole", maps=True)
@@ -489,6 +490,7 @@ def test_ctrl_c_finishes_what_is_under_way_and_the_same_call_goes_on(source: Pat
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("_ctrl_c")
 def test_a_second_ctrl_c_does_not_wait_and_loses_nothing_that_was_told(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "whole")
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,15 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency.batch import Look, Progress, StoppedError, unit
+from saliency.batch import Look, Progress, StoppedError, batch, unit
 from saliency.batch.again import draw_again
 from saliency.batch.keeping import read_map
 from saliency.batch.table import write_parquet
 from saliency.cli import batching, rendering
 from saliency.cli.arguments import Parser
 from saliency.cli.console import Screen, UsageError
-from tests.batchwork import Tiny, noise, photos, quick, rows
+from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
+from tests.commandline import started
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -197,6 +199,29 @@ def test_the_bar_tells_speed_and_failures_on_a_terminal_and_is_quiet_elsewhere(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with batching._bar(Screen()) as told:
         assert told is None
+
+
+def test_a_command_that_is_terminated_is_interrupted_and_goes_on_to_the_same_files(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 200)
+    out = tmp_path / "out"
+    words = ("--out", out, "--maps", "--batch-size", 2, "--workers", 2)
+    process = started("batch", tmp_path / "in", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not (out / "manifest.jsonl").exists() or not rows(out):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    err = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 130, err
+    done = len(rows(out))
+    assert f"interrupted; {done} of 200 photos are done; the same command goes on from there" in err
+    assert 0 < done < 200
+    command = json.loads((out / "manifest.json").read_text())["command"]  # which the page shows
+    options: dict[str, Any] = {"maps": True, "batch_size": 2, "workers": 2, "limit": done + 6, "command": command}
+    assert batch(tmp_path / "in", out, **options).fresh == 6
+    batch(tmp_path / "in", tmp_path / "whole", **options)
+    assert_same(out, tmp_path / "whole")
 
 
 def test_help_needs_neither_torch_nor_numpy() -> None:

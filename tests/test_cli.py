@@ -388,7 +388,9 @@ def test_an_interrupted_run_keeps_what_is_made(
     assert got.err == "saliency: interrupted; 2 of 5 photos are done\n"
 
 
-def test_control_c_ends_with_130_and_leaves_no_partial_file(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_and_sigterm_end_with_130_and_leave_no_partial_file(tmp_path: Path, number: int) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     for i in range(300):
@@ -397,7 +399,7 @@ def test_control_c_ends_with_130_and_leaves_no_partial_file(tmp_path: Path) -> N
     deadline = time.monotonic() + 120
     while not list((tmp_path / "out").glob("*.png")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     err = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 130, err
     assert re.search(r"interrupted; \d+ of 300 photos are done", err)

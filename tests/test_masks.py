@@ -95,6 +95,7 @@ def test_the_same_seed_gives_the_same_mask_and_another_another(cls: type[Optimis
     assert not torch.equal(mask(0), mask(1))
 
 
+@pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("cls", BOTH)
 def test_an_interrupt_gives_the_mask_so_far(cls: type[OptimisedMask]) -> None:
     class Interrupting(OnePatch):

@@ -461,6 +461,7 @@ def test_an_interrupt_waits_for_the_passes_that_a_map_takes(name: str, options: 
     assert [(each.stopped, each.passes) for each in found.effort] == [("interrupt", least)] * 2
 
 
+@pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_an_interrupt_is_passed_on_by_default(by_signal: bool) -> None:
     with pytest.raises(KeyboardInterrupt):

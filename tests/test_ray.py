@@ -31,7 +31,7 @@ from saliency.batch.orders import Orders
 from saliency.batch.photos import Photo
 from saliency.batch.pipeline import MOST_AHEAD
 from saliency.batch.plan import Plan
-from saliency.batch.ray_cluster import Share
+from saliency.batch.ray_cluster import Share, connected
 from saliency.batch.ray_engine import OnRay, on_ray
 from saliency.batch.ray_feeder import Feeder
 from saliency.batch.ray_worker import Done, Worker
@@ -249,6 +249,15 @@ def test_a_cluster_that_cannot_be_reached_is_named(ray: Any, monkeypatch: pytest
     with pytest.raises(BatchError, match=r"RAY_ADDRESS=127\.0\.0\.1:1 cannot be reached: nobody answers"), on_ray():
         pass
     assert asked == ["127.0.0.1:1"]
+
+
+def test_sigterm_stays_what_it_was_while_ray_runs(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, lambda number, frame: None))
+    before = signal.getsignal(signal.SIGTERM)
+    with connected(2):
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

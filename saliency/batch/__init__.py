@@ -91,7 +91,8 @@ def batch(
         BatchError: There is no photo, the folder is in use or holds something else, or an option makes no sense.
         StoppedError: A full disk, a folder that cannot be written to, or a failure with `strict`.
         SaliencyError: The model, a method, a layer or the target of all photos does not exist.
-        KeyboardInterrupt: Ctrl-C; what was under way is done and kept.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM where its handler is `signal.default_int_handler`, as on the command line;
+            what was under way is done and kept.
     """
     batch_size = _whole("batch_size", batch_size)
     workers = _whole("workers", workers)

@@ -84,7 +84,7 @@ class Summary:
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed.
+    """Whether Ctrl-C was pressed, or SIGTERM came where it does the same, as on the command line.
 
     The first ends the run behind what is under way; a second one does not wait.
     """
@@ -97,12 +97,15 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         pressed = True
 
     mine = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if mine else None
-    listens = before is signal.default_int_handler
-    if listens:
-        signal.signal(signal.SIGINT, note)
+    signals = [
+        each
+        for each in (signal.SIGINT, signal.SIGTERM)
+        if mine and signal.getsignal(each) is signal.default_int_handler
+    ]
+    for each in signals:
+        signal.signal(each, note)
     try:
         yield lambda: pressed
     finally:
-        if listens:
-            signal.signal(signal.SIGINT, before)
+        for each in signals:
+            signal.signal(each, signal.default_int_handler)

@@ -101,10 +101,10 @@ def _connect(ray: Any, workers: int | None, undo: ExitStack) -> None:
         options = {"address": "local", "num_cpus": workers or cores(), "include_dashboard": False}
         options |= {"object_store_memory": STORE}
         undo.enter_context(_environment("RAY_USAGE_STATS_ENABLED", "0"))  # nobody is told of it
-    undo.enter_context(_termination_kept())
     undo.callback(ray.shutdown)
     try:
-        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        with _termination_kept():
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray cannot be started"
         raise BatchError(f"{where}: {first_line(error)}; see that it runs, or take --engine local") from error

@@ -3,12 +3,14 @@
 Nothing here imports torch, so help, version and slips of the keyboard are answered at once. A command is one entry in
 `COMMANDS`; what it does is imported when it is run.
 
-Exit codes: 0; 1, some photo failed and the others are written; 2, what was typed cannot be done; 130, interrupted.
+Exit codes: 0; 1, some photo failed and the others are written; 2, what was typed cannot be done; 130, interrupted by
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # the process is the command's own
         keep_memory()
+        _interrupt_on_termination()
     try:
         if words and not words[0].startswith("-"):
             return _run(words[0], words[1:])
@@ -55,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     _root_parser().print_help(sys.stderr)
     return 2
+
+
+def _interrupt_on_termination() -> None:
+    """Let SIGTERM (docker stop, Slurm, Kubernetes) do what Ctrl-C does, unless the process was started to ignore it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -204,6 +213,7 @@ exit codes:
   0  done; a method that does not apply to the model is no failure with all
   1  some photo failed, and the others are written
   2  there is no such model, method, layer, class or option
+  130  interrupted by Ctrl-C or SIGTERM; what is done is kept
 """,
     ),
     "batch": Command(

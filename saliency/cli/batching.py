@@ -40,6 +40,7 @@ exit codes:
   0  done
   1  some photo failed, and the others are written; or the disk is full
   2  what was typed cannot be done, or the folder is in use
+  130  interrupted by Ctrl-C or SIGTERM; the same command goes on
 """
 
 
