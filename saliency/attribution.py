@@ -155,6 +155,9 @@ class Attribution(ABC):
             LayerError: The layer does not exist, is not run, or has no spatial output.
             NotApplicableError: The method says nothing about this model.
             NonFiniteError: NaN or infinity in the input, the score or the values.
+
+        Warns:
+            SaliencyWarning: A float tensor looks like a picture that was not normalised.
         """
         return self.attribute_classes(image, [target])[0]
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
-from PIL import Image
 from torch import Tensor
 
-from .errors import ImageError, NonFiniteError
+from .errors import ImageError, NonFiniteError, warn
 from .pictures import ImageLike, open_picture
 from .preprocess import Frame, Preprocess, PreprocessLike, as_preprocess
 from .ramp import TransformPreprocess
 
 ImagesLike = ImageLike | Sequence[ImageLike]
+Prepare = Preprocess | TransformPreprocess | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +42,9 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     Raises:
         ImageError: Something is no image, cannot be read, or does not fit the others.
         NonFiniteError: A float tensor holds NaN or infinity.
+
+    Warns:
+        SaliencyWarning: A float tensor lies in 0..255 or 0..1, which the preprocessing does not give.
     """
     items = _as_items(images)
     prepare = None if preprocess is None else as_preprocess(preprocess)
@@ -84,7 +87,7 @@ def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
     return isinstance(image, Tensor) and image.is_floating_point()
 
 
-def _prepared(image: ImageLike, prepare: Preprocess | TransformPreprocess | None, name: str) -> tuple[Frame, Tensor]:
+def _prepared(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Tensor]:
     """The frame of one picture, and its (1, 3, H, W)."""
     try:
         picture = open_picture(image)
@@ -98,7 +101,7 @@ def _prepared(image: ImageLike, prepare: Preprocess | TransformPreprocess | None
         raise ImageError(f"{name}{error}") from error
 
 
-def _checked(image: Tensor, prepare: Preprocess | TransformPreprocess | None, first: int) -> Tensor:
+def _checked(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     """The user's float tensor as (N, C, H, W), detached, a plain tensor, and otherwise as it is."""
     came = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
     if image.ndim not in (3, 4):
@@ -119,27 +122,36 @@ def _checked(image: Tensor, prepare: Preprocess | TransformPreprocess | None, fi
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
-        if low >= 0 and 20 < high <= 255 and tensor.shape[1] in (1, 3, 4) and not _reaches(prepare, high):
-            raise ImageError(
-                f"image {index} is a float tensor in {low:g}..{high:g}, which looks like 0..255; pass uint8 "
-                "or divide by 255 and normalise"
-            )
+    if tensor.shape[1] in (1, 3, 4):
+        _warn_of_range(extremes, prepare, first)
     return tensor
+
+
+def _warn_of_range(extremes: Sequence[tuple[float, float]], prepare: Prepare, first: int) -> None:
+    """Warn of the first float tensor that looks like a picture, by what `prepare` makes of black and white."""
+    for index, (low, high) in enumerate(extremes, start=first):
+        white = _white_of(low, high, prepare)
+        if white:
+            std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
+            gives = "" if prepare is None else ", where preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
+            warn(
+                f"image {index} is a float tensor in {low:.3g}..{high:.3g}{gives}: it looks like 0..{white} without "
+                "normalisation, and is taken as the model's own input. Pass the picture or uint8, or normalise it. If "
+                f"the model takes 0..{white}, say so: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
+            )
+            return
+
+
+def _white_of(low: float, high: float, prepare: Prepare) -> int | None:
+    """What white is in a picture of that range, 1 or 255; None where the range is one of the model's own input."""
+    if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
+        return 255
+    return 1 if 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0 else None
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """The same values with their axes as they lie in memory, so that a reduction copies no channels_last tensor."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-
-
-def _reaches(prepare: Preprocess | TransformPreprocess | None, high: float) -> bool:
-    """Whether white comes out at `high` or above."""
-    if prepare is None:
-        return False
-    if isinstance(prepare, TransformPreprocess):
-        white = Image.new("RGB", (256, 256), "white")
-        return high <= 1.001 * float(prepare(white).max())
-    return high <= 1.001 * max((1 - mean) / std for mean, std in zip(prepare.mean, prepare.std, strict=True))
 
 
 def _placed(tensor: Tensor, like: Tensor | None) -> Tensor:

@@ -61,8 +61,8 @@ class Preprocess:
         ImageError: An option that makes no sense.
     """
 
-    size: tuple[int, int] | None
-    resize: int | tuple[int, int] | None
+    size: tuple[int, int] | None = None
+    resize: int | tuple[int, int] | None = None
     mean: tuple[float, ...] = _IMAGENET_MEAN
     std: tuple[float, ...] = _IMAGENET_STD
     interpolation: str = "bilinear"
@@ -143,6 +143,12 @@ class Preprocess:
             fit="stretch" if square else fits[mode],
             fill=(red, green, blue) if mode == "border" else (0, 0, 0),
         )
+
+    @property
+    def input_range(self) -> tuple[float, float]:
+        """The lowest and the highest value that black and white come out with."""
+        ends = [(end - mean) / std for mean, std in zip(self.mean, self.std, strict=True) for end in (0, 1)]
+        return min(ends), max(ends)
 
     def __call__(self, picture: Image.Image) -> Tensor:
         """The model's input for one picture: (3, H, W) float32 on the CPU.

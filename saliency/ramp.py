@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,12 @@ class TransformPreprocess:
                 "expected floating point values of shape (C, H, W)"
             )
         return tensor.detach()
+
+    @cached_property
+    def input_range(self) -> tuple[float, float]:
+        """The lowest and the highest value that black and white pictures come out with."""
+        ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
+        return float(ends.min()), float(ends.max())
 
     def box(self, picture_size: tuple[int, int]) -> Box:
         """Where the model's input lies on a picture of (w, h) pixels, to a pixel.

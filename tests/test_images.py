@@ -19,7 +19,7 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
-from saliency.errors import ImageError, NonFiniteError
+from saliency.errors import ImageError, NonFiniteError, SaliencyWarning
 from saliency.images import read
 from saliency.pictures import open_picture
 from saliency.preprocess import Preprocess
@@ -434,18 +434,54 @@ def test_the_batch_takes_the_type_of_the_tensor_it_is_to_be_like() -> None:
     assert mixed.frames[1:] == (None, None)
 
 
-def test_a_normalised_range_beyond_20_is_no_mistake_where_the_preprocessing_reaches_it() -> None:
-    raw = Preprocess((8, 8), 8, (0.0,) * 3, (1 / 255,) * 3)
-    values = torch.linspace(0, 255, 192).reshape(3, 8, 8)
-    assert torch.equal(read(values, raw).tensor[0], values)
-    with pytest.raises(ImageError, match=r"looks like 0\.\.255"):
-        read(values, IMAGENET)
-    with pytest.raises(ImageError, match=r"looks like 0\.\.255"):
-        read(values, Preprocess((8, 8), 8, (0.0,) * 3, (1 / 100,) * 3))
-    assert torch.equal(read(values, lambda picture: 255 * torch.ones(3, 8, 8)).tensor[0], values)
-    depth = torch.linspace(0, 5000, 64).reshape(1, 8, 8)
-    assert torch.equal(read(depth).tensor[0], depth)
-    assert torch.equal(read(values - 100, IMAGENET).tensor[0], values - 100)
+BYTES = torch.linspace(0, 255, 192).reshape(3, 8, 8)
+
+
+def towards(black: float, white: float) -> Callable[[Image.Image], Tensor]:
+    return lambda picture: black + (white - black) * torch.full((3, 8, 8), picture.getpixel((0, 0))[0] / 255)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("values", "preprocess", "words"),
+    [
+        (BYTES, None, r"0\.\.255.*std=\(1 / 255,\) \* 3"),
+        (BYTES, IMAGENET, r"0\.\.255, where preprocessing gives -2\.12\.\.2\.64"),
+        (BYTES, Preprocess(mean=(0, 0, 0), std=(1 / 100,) * 3), r"0\.\.255"),
+        (BYTES, towards(-1, 1), r"0\.\.255"),
+        (BYTES / 255, IMAGENET, r"0\.\.1, where preprocessing gives -2\.12\.\.2\.64.*std=\(1, 1, 1\)"),
+        (BYTES / 255, towards(-1, 1), r"0\.\.1, where preprocessing gives -1\.\.1"),
+        (torch.stack([BYTES - 100, BYTES / 255, BYTES]), IMAGENET, "image 1 "),
+    ],
+)
+def test_a_float_tensor_that_looks_like_a_picture_is_passed_on_with_one_warning(
+    values: Tensor, preprocess: Any, words: str
+) -> None:
+    with pytest.warns(SaliencyWarning, match=words) as caught:
+        batch = read(values, preprocess)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(batch.tensor, values.reshape(batch.tensor.shape))
+
+
+@pytest.mark.parametrize(
+    ("values", "preprocess"),
+    [
+        (BYTES, Preprocess(mean=(0, 0, 0), std=(1 / 255,) * 3)),
+        (BYTES, towards(0, 255)),
+        (BYTES / 255, None),
+        (BYTES / 255, Preprocess(mean=(0, 0, 0), std=(1, 1, 1))),
+        (BYTES / 255, towards(0, 1)),
+        (torch.zeros(3, 8, 8), IMAGENET),  # the mean colour
+        (torch.full((3, 8, 8), 0.5), IMAGENET),
+        (BYTES - 100, IMAGENET),
+        (torch.linspace(0, 5000, 64).reshape(1, 8, 8), None),
+        (torch.linspace(0, 1, 128).reshape(2, 8, 8), IMAGENET),
+    ],
+)
+def test_a_float_tensor_that_may_be_the_models_own_input_is_passed_on_without_a_word(
+    values: Tensor, preprocess: Any
+) -> None:
+    assert torch.equal(read(values, preprocess).tensor[0], values)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -476,7 +512,6 @@ def test_nan_and_infinity_are_refused_with_the_image_they_are_in(value: float) -
         (torch.zeros(3, 8, 8).to_sparse(), "sparse"),
         (torch.zeros(3, 8, 8, device="meta"), "meta"),
         (torch.zeros(3, 8, 8).to(torch.float8_e4m3fn), "float8"),
-        (torch.full((3, 8, 8), 99.0), "looks like 0..255; pass uint8 or divide by 255"),
         (np.zeros((3, 8, 8), np.float32), "float32"),
         (None, "NoneType is no image"),
         (3, "int is no image"),

@@ -13,13 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import MethodError, did_you_mean
-from ..images import read
+from ..images import Prepare, read
 from ..multipass import generator
 from ..pictures import ImageLike
-from ..preprocess import Preprocess
-from ..ramp import TransformPreprocess
-
-Prepare = Preprocess | TransformPreprocess | None
 
 COLOURS = ("mean", "black", "white")
 KINDS = (*COLOURS, "blur", "noise")
