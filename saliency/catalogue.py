@@ -9,10 +9,10 @@ from .attribution import METHODS, Attribution
 from .errors import MethodError, did_you_mean
 
 
-def method(name: str) -> type[Attribution]:
+def method(name: object) -> type[Attribution]:
     """The method of a name. Raises MethodError, with the closest names, where there is none."""
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS) or "; there are " + ", ".join(METHODS)
+    if not isinstance(name, str) or name not in METHODS:
+        hint = did_you_mean(str(name), METHODS) or "; there are " + ", ".join(METHODS)
         raise MethodError(f'no method "{name}"{hint}')
     return METHODS[name]
 

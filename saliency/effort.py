@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from .errors import MethodError
-from .options import whole_number
+from .options import real_number, whole_number
 from .preprocess import PreprocessLike
 
 Chunk = int | Literal["auto"]
@@ -92,5 +90,5 @@ class Limits:
             object.__setattr__(self, "passes", whole_number("passes", self.passes))
         for name in ("seconds", "tolerance"):
             limit = getattr(self, name)
-            if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
-                raise MethodError(f"{name}={limit!r} is not a positive number")
+            if limit is not None:
+                object.__setattr__(self, name, real_number(name, limit, above=0))

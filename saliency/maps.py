@@ -12,17 +12,16 @@ the defaults of drawing stand in one place:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from .errors import NonFiniteError, RenderError, did_you_mean
+from .errors import NonFiniteError, RenderError
 from .explanation import Explanation, Sign
-
-_Name = TypeVar("_Name", bound=str)
+from .options import chosen, is_pair, real_number
 
 Channels = Literal["sum", "mean", "max_abs"]
 Percentile = float | Literal["auto"] | None
@@ -58,13 +57,20 @@ def heatmap(
 
     Raises:
         NonFiniteError: A value is NaN or infinite; the message names the image.
-        RenderError: An unknown name, a size below 1, or a percentile outside 0..100.
+        RenderError: No explanation, an unknown name, a size below 1, or a percentile outside 0..100.
     """
+    require_explanation(explanation, "heatmap")
     maps = read_sign(reduce_channels(explanation, channels, sign), explanation.sign if sign is None else sign)
     if percentile is not None:
         limit = limits(maps, percentile)[:, None, None]
         maps = maps.clamp(-limit, limit)
     return _resized(maps, explanation.input_size if size is None else size)
+
+
+def require_explanation(given: object, name: str) -> None:
+    """Raise RenderError unless it is an explanation; `name` is what draws or measures it."""
+    if not isinstance(given, Explanation):
+        raise RenderError(f"{name} takes what attribute(...) returned, an Explanation; got {type(given).__name__}")
 
 
 def reduce_channels(explanation: Explanation, channels: Channels | None, sign: Sign | None) -> Tensor:
@@ -73,10 +79,10 @@ def reduce_channels(explanation: Explanation, channels: Channels | None, sign: S
     Raises:
         NonFiniteError: A value, or the sum of finite ones, is NaN or infinite.
     """
-    sign = _known("sign", explanation.sign if sign is None else sign, SIGNS)
+    sign = chosen("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
     if channels is None:
         channels = "max_abs" if sign == "absolute" else "sum"
-    channels = _known("channels", channels, CHANNELS)
+    channels = chosen("channels", channels, CHANNELS, error=RenderError)
     values = explanation.values.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
@@ -109,8 +115,8 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     largest = magnitudes.amax(dim=1)
     if percentile is None:
         return largest
-    if not 0 < percentile <= 100:
-        raise RenderError(f"percentile {percentile} is outside 0..100; 99.5 clips the highest 0.5 % of a map")
+    hint = "; 99.5 clips the highest 0.5 % of a map"
+    percentile = real_number("percentile", percentile, above=0, most=100, hint=hint, error=RenderError)
     pixels = magnitudes.shape[1]
     rank = max(1, math.ceil(pixels * percentile / 100 - 1e-9))
     limit = magnitudes.topk(pixels - rank + 1, dim=1).values[:, -1]
@@ -145,12 +151,18 @@ def shared_limit(
         NonFiniteError: A value is NaN or infinite.
         RenderError: There is no explanation, or an option is unknown.
     """
-    if isinstance(explanations, Explanation):
-        explanations = [explanations]
-    found = [_limit(each, sign, percentile) for each in explanations]
-    if not found:
-        raise RenderError("shared_limit got no explanation; pass at least one")
-    return max(found)
+    return max(_limit(each, sign, percentile) for each in several(explanations, "shared_limit"))
+
+
+def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
+    """One explanation, or any number of them, as a list. Raises RenderError where there is none."""
+    is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
+    given: list[Any] = [explanations] if is_one else list(explanations)
+    for each in given:
+        require_explanation(each, name)
+    if not given:
+        raise RenderError(f"{name} got no explanation; pass at least one")
+    return given
 
 
 def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) -> float:
@@ -161,15 +173,9 @@ def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) 
 def chosen_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
     """The percentile itself, or the usual one of this explanation for "auto"."""
     if isinstance(percentile, str):
-        _known("percentile", percentile, ("auto",))
+        chosen("percentile", percentile, ("auto",), error=RenderError)
         return usual_percentile(explanation)
     return percentile
-
-
-def _known(option: str, name: _Name, names: Sequence[_Name]) -> _Name:
-    if name not in names:
-        raise RenderError(f'{option} "{name}" is not known; it is one of {", ".join(names)}{did_you_mean(name, names)}')
-    return name
 
 
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:
@@ -184,9 +190,9 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
 
 
 def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
-    height, width = size
-    if min(height, width) < 1:
-        raise RenderError(f"size {size} is no map; pass (height, width) in pixels, both at least 1")
+    if not is_pair(size):
+        raise RenderError(f"size={size!r} is not (height, width) in pixels, both at least 1")
+    height, width = map(int, size)
     if tuple(maps.shape[-2:]) == (height, width):
         return maps
     shrinks = height < maps.shape[-2] or width < maps.shape[-1]

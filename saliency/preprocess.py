@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from .errors import ImageError, did_you_mean
+from .errors import ImageError
+from .options import chosen, is_pair, is_real, is_whole
 from .ramp import Box, TransformPreprocess
 
 Fit = Literal["stretch", "cover", "contain"]
@@ -71,18 +73,23 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != 3 or not all(math.isfinite(value) for value in values):
-                raise ImageError(f"{name}={values}: expected three finite numbers, one per channel of RGB")
+            if not _are_three(values, is_real):
+                raise ImageError(f"{name}={values!r}: expected three finite numbers, one per channel of RGB")
         if 0 in self.std:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
-        if self.interpolation not in _FILTERS:
-            hint = did_you_mean(self.interpolation, _FILTERS) or f"; choose from {', '.join(_FILTERS)}"
-            raise ImageError(f'unknown interpolation "{self.interpolation}"{hint}')
-        if self.fit not in ("stretch", "cover", "contain"):
-            raise ImageError(f'unknown fit "{self.fit}"; choose from stretch, cover, contain')
-        for name, edges in (("size", self.size), ("resize", self.resize)):
-            if edges is not None and min(edges if isinstance(edges, tuple) else (edges,)) < 1:
-                raise ImageError(f"{name}={edges}: expected edges of at least one pixel")
+        if not _are_three(self.fill, partial(is_whole, least=0)):
+            raise ImageError(f"fill={self.fill!r}: expected three whole numbers, a colour in RGB")
+        chosen("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
+        chosen("fit", self.fit, get_args(Fit), error=ImageError)
+        if not (self.size is None or is_pair(self.size)):
+            raise ImageError(f"size={self.size!r}: expected (height, width), both of at least one pixel, or None")
+        if is_whole(self.resize):
+            object.__setattr__(self, "resize", int(self.resize))  # NumPy's numbers are no int
+        elif not (self.resize is None or is_pair(self.resize)):
+            raise ImageError(
+                f"resize={self.resize!r}: expected the length of the shorter edge or (height, width), each of at least "
+                "one pixel, or None"
+            )
 
     @classmethod
     def from_torchvision(cls, transform: Any) -> Preprocess:
@@ -249,6 +256,11 @@ def _is_torchvision_preset(transform: object) -> bool:
     return described or (
         type(transform).__name__ == "ObjectDetection" and type(transform).__module__.startswith("torchvision.")
     )
+
+
+def _are_three(values: object, fits: Callable[[object], bool]) -> bool:
+    """Whether these are three values, one per channel of RGB, that fit."""
+    return isinstance(values, list | tuple) and len(values) == 3 and all(map(fits, values))
 
 
 def _three(values: Any) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import RenderError
 from .explanation import Explanation, Sign
-from .maps import Channels, read_sign, reduce_channels
+from .maps import Channels, read_sign, reduce_channels, require_explanation
 
 
 def standard_error(explanation: Explanation) -> Explanation:
@@ -21,7 +21,7 @@ def standard_error(explanation: Explanation) -> Explanation:
     Raises:
         RenderError: The method gave no standard error.
     """
-    error = _require_error(explanation)
+    error = _require_error(explanation, "standard_error")
     return replace(
         explanation,
         values=error,
@@ -49,7 +49,7 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
         NonFiniteError: A value is NaN or infinite.
         RenderError: The method gave no standard error, or an option is unknown.
     """
-    error = _require_error(explanation).to(explanation.values.dtype)
+    error = _require_error(explanation, "significance").to(explanation.values.dtype)
     read = explanation.sign if sign is None else sign
     if channels is None:
         channels = "max_abs" if read == "absolute" else "sum"
@@ -64,7 +64,8 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
     return torch.where(shown == 0, torch.zeros_like(far), far)
 
 
-def _require_error(explanation: Explanation) -> Tensor:
+def _require_error(explanation: Explanation, name: str) -> Tensor:
+    require_explanation(explanation, name)
     if explanation.error is None:
         raise RenderError(
             f"{explanation.method} gave no standard error: it does not sample, or drew fewer than two samples; "

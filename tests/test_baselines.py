@@ -80,7 +80,7 @@ def test_a_given_baseline_is_the_methods_own() -> None:
         ("black", "carries no preprocessing"),
         ("no/such/file.png", "neither a file"),
         (float("nan"), "finite"),
-        (True, "bool"),
+        (True, "not a finite number"),
         (None, "NoneType"),
         ([], "empty"),
     ],

@@ -522,7 +522,7 @@ def test_a_second_ctrl_c_does_not_wait_and_loses_nothing_that_was_told(source: P
         ({"device": "gpu"}, 'no device "gpu"'),
         ({"model": torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3))}, "carries no preprocessing"),
         ({"look": {"colormap": "infern"}}, "infern"),
-        ({"look": {"opacity": 2}}, "opacity 2"),
+        ({"look": {"opacity": 2}}, "opacity=2"),
         ({"look": {"format": "gif"}}, 'format "gif"'),
     ],
 )

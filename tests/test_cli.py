@@ -284,7 +284,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--layer", "bn2", "-m", "vanilla_gradient"], "no layer is read by vanilla_gradient"),
         (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
-        (["--set", "percentile=high", "-m", "rectgrad"], "rectgrad does not take percentile='high'"),
+        (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
         (["--set", "smooth"], "expected NAME=VALUE"),
         (["--colormap", "infernal"], 'no colour map "infernal"; any name of matplotlib works'),
         (["--opacity", "2"], "argument --opacity: 2 is not a number from 0 to 1, or map"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,13 @@ import torch
 from torch import nn
 
 import saliency
-from saliency import MethodError
-from saliency.options import chosen, is_whole, whole_number
+from saliency import METHODS, MethodError, SaliencyError
+from saliency.errors import RenderError
+from saliency.options import chosen, is_whole, real_number, whole_number
+
+NO_NUMBERS: list[Any] = [
+    "many", None, [None], math.nan, math.inf, True, np.True_, object(), torch.tensor(1), np.array([1.0])
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [1, 7, np.int64(3), np.uint8(200)])
@@ -42,6 +49,50 @@ def test_a_choice_is_named_with_the_closest() -> None:
     assert chosen("rule", "zero", ("zero", "one")) == "zero"
     with pytest.raises(MethodError, match=r"rule='zeros' is not one of 'zero', 'one'; did you mean \"zero\"\?"):
         chosen("rule", "zeros", ("zero", "one"))
+
+
+@pytest.mark.parametrize("given", [0.5, 1, np.float32(0.5), np.int64(1), Fraction(1, 2)])
+def test_real_numbers_are_those_of_python_and_numpy(given: Any) -> None:
+    found = real_number("gamma", given, above=0, most=1)
+    assert (type(found), found) == (float, float(given))
+
+
+@pytest.mark.parametrize("given", [0, 1.01, *NO_NUMBERS])
+def test_what_is_no_number_within_bounds_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(MethodError, match=r"gamma=.* is not a finite number above 0 and of at most 1; usual"):
+        real_number("gamma", given, above=0, most=1, hint="; usual")
+
+
+def test_the_bounds_and_the_error_are_the_callers() -> None:
+    assert real_number("limit", 0, least=0) == 0
+    for bounds in ({"least": 0.1}, {"above": 0}, {"most": -0.1}, {"below": 0}):
+        with pytest.raises(RenderError, match="limit=0 is not a finite number"):
+            real_number("limit", 0, **bounds, error=RenderError)
+
+
+SMALL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
+COUNTED = {"passes", "seconds", "tolerance", "chunk", "channels"}  # by default none, or found by trying
+
+
+def refused(method: type[saliency.Attribution], option: str, given: Any) -> str:
+    """The message of the error about an option; empty where it is taken."""
+    try:
+        method(SMALL, **{**method.trial, option: given})
+    except SaliencyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_of_a_method_is_checked_when_it_is_made(name: str) -> None:
+    method = METHODS[name]
+    for option, default in method(SMALL, **method.trial).settings.items():
+        is_number = isinstance(default, int | float) or option in COUNTED
+        taken = [given for given in NO_NUMBERS if not refused(method, option, given).startswith(option)]
+        if isinstance(default, bool):
+            assert all(given in (True, False) for given in taken), (option, taken)
+        elif is_number:
+            assert taken == [None] * (option in COUNTED and option != "chunk"), (option, taken)
 
 
 def of_numpy(number: int) -> Any:

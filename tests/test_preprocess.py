@@ -216,7 +216,14 @@ def test_a_resolved_test_size_is_taken() -> None:
         (lambda: Preprocess((224, 224), 256, mean=(0.5,)), "three finite numbers"),
         (lambda: Preprocess((224, 224), 256, std=(0.5, 0.0, 0.5)), "divide by zero"),
         (lambda: Preprocess((0, 224), 256), "at least one pixel"),
-        (lambda: Preprocess((4, 4), (4, 4), fit="crop"), "stretch, cover, contain"),  # type: ignore[arg-type]
+        (lambda: Preprocess(size=128, resize=128), r"size=128: expected \(height, width\)"),  # type: ignore[arg-type]
+        (lambda: Preprocess((8, 8), resize=True), "resize=True: expected the length of the shorter edge"),
+        (lambda: Preprocess((8, 8), resize=(8, 8.5)), "resize=.* at least one pixel"),  # type: ignore[arg-type]
+        (lambda: Preprocess(mean=0.5), "mean=0.5: expected three finite numbers"),  # type: ignore[arg-type]
+        (lambda: Preprocess(std=(1, True, 1)), "std=.*: expected three finite numbers"),
+        (lambda: Preprocess(fill=0), "fill=0: expected three whole numbers"),  # type: ignore[arg-type]
+        (lambda: Preprocess(interpolation=None), "interpolation=None is not one of"),  # type: ignore[arg-type]
+        (lambda: Preprocess((4, 4), (4, 4), fit="crop"), "'stretch', 'cover', 'contain'"),  # type: ignore[arg-type]
         (lambda: Preprocess.from_timm({"mean": 1}), 'without "input_size"'),
         (lambda: Preprocess.from_timm({"input_size": (1, 28, 28)}), "takes 1 channels"),
         (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), 'unknown crop_mode "middle"'),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ import torch
 from PIL import Image
 
 from saliency.errors import RenderError
-from saliency.explanation import Sign
+from saliency.explanation import Explanation, Sign
+from saliency.maps import heatmap, shared_limit
 from saliency.preprocess import Frame
-from saliency.render import contact_sheet, cutout, overlay, save_picture
+from saliency.render import contact_sheet, cutout, figure, overlay, save_picture
 from saliency.render.colors import table
 from saliency.render.painting import Opacity
+from saliency.uncertainty import significance, standard_error
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # The photo -----------------------------------------------------------------------------------------------------
@@ -104,7 +108,56 @@ def test_no_picture_is_an_error_that_says_what_to_pass() -> None:
         overlay(explained(torch.rand(1, 4, 4), None))
 
 
-@pytest.mark.parametrize("opacity", [-0.1, 1.1, float("nan"), "maps"])
+DRAWN: dict[str, Callable[[Any], object]] = {
+    "overlay": overlay,
+    "cutout": cutout,
+    "heatmap": heatmap,
+    "figure": lambda given: figure([given]),
+    "shared_limit": shared_limit,
+    "contact_sheet": lambda given: contact_sheet([[given]]),
+    "significance": significance,
+    "standard_error": standard_error,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("given", [torch.rand(1, 1, 4, 4), torch.tensor(1), noise(9, 9), None], ids=lambda x: type(x))
+def test_what_is_no_explanation_is_refused_by_every_drawing(name: str, given: Any) -> None:
+    with pytest.raises(RenderError, match=f"{name} takes .* an Explanation; got {type(given).__name__}"):
+        DRAWN[name](given)
+
+
+def test_a_picture_in_the_place_of_the_explanation_is_refused() -> None:
+    explanation, photo = explained(torch.rand(1, 4, 4), whole(noise(9, 9))), noise(9, 9, seed=1)
+    for draw in (overlay, cutout):
+        with pytest.raises(RenderError, match=r"takes .* an Explanation; got Image"):
+            draw(photo, explanation)  # type: ignore[arg-type]
+        assert np.array_equal(pixels_of(draw(explanation, photo)), pixels_of(draw(explanation, picture=photo)))
+
+
+OPTIONS: dict[str, Callable[[Explanation, Any], object]] = {
+    "opacity": lambda explanation, given: overlay(explanation, opacity=given),
+    "percentile": lambda explanation, given: overlay(explanation, percentile=given),
+    "limit": lambda explanation, given: overlay(explanation, limit=given),
+    "fade": lambda explanation, given: overlay(replace(explanation, error=explanation.values), fade=given),
+    "colormap": lambda explanation, given: overlay(explanation, colormap=given),
+    "sign": lambda explanation, given: overlay(explanation, sign=given),
+    "keep": lambda explanation, given: cutout(explanation, keep=given),
+    "background": lambda explanation, given: cutout(explanation, background=given),
+    "size": lambda explanation, given: heatmap(explanation, size=given),
+    "channels": lambda explanation, given: heatmap(explanation, channels=given),
+    "thumb": lambda explanation, given: contact_sheet([[explanation]], thumb=given),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("given", ["many", float("nan"), True, [1], (2.5, 1), torch.tensor(1), object()])
+def test_every_option_of_drawing_is_checked_by_name(option: str, given: Any) -> None:
+    with pytest.raises(RenderError, match=option if option != "colormap" else r"colou?r ?map"):
+        OPTIONS[option](explained(torch.rand(1, 4, 4), whole(noise(40, 40))), given)
+
+
+@pytest.mark.parametrize("opacity", [-0.1, 1.1, float("nan"), "maps", np.ones((9, 9))])
 def test_an_impossible_opacity_is_an_error(opacity: Opacity) -> None:
     with pytest.raises(RenderError, match="opacity"):
         overlay(explained(torch.rand(1, 4, 4), whole(noise(9, 9))), opacity=opacity)

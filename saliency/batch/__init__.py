@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..options import is_whole
+from ..options import whole_number
 from .folder import Folder
 from .job import FORMATS, SIGNS, Job, Look
 from .locking import locked
@@ -169,6 +169,4 @@ def _worked(run: Run, engine: Engine, lanes: int, most: int) -> Summary:
 
 
 def _whole(name: str, number: int | None) -> int | None:
-    if number is not None and not is_whole(number):
-        raise BatchError(f"{name}={number!r} is not a whole number from 1 on")
-    return None if number is None else int(number)
+    return None if number is None else whole_number(name, number, error=BatchError)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..options import real_number
 from .problems import BatchError
 
 if TYPE_CHECKING:
@@ -43,12 +44,11 @@ class Look:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise BatchError(f'format "{self.format}" is not one of {", ".join(FORMATS)}')
-        share: object = self.opacity
-        if share != "map" and not (isinstance(share, int | float) and 0 <= share <= 1):
-            raise BatchError(f'opacity {share!r} is neither a number in 0..1 nor "map"')
-        highest: object = self.percentile
-        if highest not in (None, "auto") and not (isinstance(highest, int | float) and 0 < highest <= 100):
-            raise BatchError(f'percentile {highest!r} is no number above 0 and at most 100, nor "auto" or None')
+        if self.opacity != "map":
+            real_number("opacity", self.opacity, least=0, most=1, hint=', or "map"', error=BatchError)
+        if self.percentile not in (None, "auto"):
+            hint = ', "auto" or None'
+            real_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)
         if self.sign not in (None, *SIGNS):
             raise BatchError(f'sign "{self.sign}" is not one of {", ".join(SIGNS)}')
 

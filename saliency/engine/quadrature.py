@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MethodError, did_you_mean
-from ..options import whole_number
+from ..options import chosen, whole_number
 
 Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
 
@@ -44,8 +43,7 @@ def rule(name: str, count: int) -> Nodes:
     Source: Golub and Welsch, "Calculation of Gauss Quadrature Rules" (1969),
         https://doi.org/10.1090/S0025-5718-69-99647-1.
     """
-    if name not in RULES:
-        raise MethodError(f"rule={name!r} is not one of {', '.join(RULES)}{did_you_mean(str(name), RULES)}")
+    chosen("rule", name, RULES)
     least = 2 if name == "trapezoid" else 1
     count = whole_number("steps", count, least=least)
     if name == "gauss_legendre":

@@ -18,6 +18,7 @@ from ..layers import LayerLike
 from ..model import run
 from ..multipass import Found, MultiPassAttribution
 from ..nests import first_tensor, mapped, tensors_in
+from ..options import chosen
 from ..tape.behind import Behind
 from .cam import _linear_head, warn_if_signed
 from .layered import LayerReader, Reading, channel_count, strongest
@@ -190,7 +191,7 @@ class ReciproCAM(MultiPassAttribution):
         super().__init__(model, **running)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
-        self.alone = alone
+        self.alone = bool(chosen("alone", alone, (True, False)))
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""

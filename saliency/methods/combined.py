@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -11,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution
-from ..errors import LayerError, MethodError
+from ..errors import LayerError
 from ..explanation import Sign
 from ..layers import LayerLike, find
-from ..options import chosen
+from ..options import chosen, real_number
 from ..preprocess import PreprocessLike
 from ..survey import survey
 from ..trace import Evidence
@@ -122,11 +121,9 @@ class FusedCAM(TracedAttribution):
         super().__init__(model, preprocess=preprocess, categories=categories)
         if isinstance(layers, str) or (layers is not None and not layers):
             raise LayerError(f"fused_cam takes a list of layers, got {layers!r}")
-        if not 0 < gamma < math.inf:
-            raise MethodError(f"gamma={gamma} is not a positive number")
         self.fused = None if layers is None else tuple(find(self.model, layer)[0] for layer in layers)
         self.cam = chosen("cam", cam, tuple(_FUSABLE))
-        self.gamma = gamma
+        self.gamma = real_number("gamma", gamma, above=0)
         self._cam = _FUSABLE[cam](model)
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, Unpack
 
@@ -14,7 +13,7 @@ from ..effort import Running
 from ..engine.passes import Passes
 from ..errors import MethodError
 from ..multipass import Found
-from ..options import chosen
+from ..options import chosen, real_number
 from .masks import AUTHORS, OptimisedMask, blurring, shifted
 
 Keep = Literal["best", "worst"]
@@ -75,13 +74,11 @@ class ExtremalPerturbation(OptimisedMask):
     ) -> None:
         super().__init__(model, steps=steps, **running)
         self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
-        areas = (areas,) if isinstance(areas, int | float) else tuple(areas)
-        if not areas or not all(0 < area < 1 for area in areas):
-            raise MethodError(f"areas={areas!r} are not shares of the image, each between 0 and 1")
-        if not 0 < weight < math.inf:
-            raise MethodError(f"weight={weight!r} is not a positive number")
-        self.areas = list(areas)
-        self.weight = weight
+        shares = areas if isinstance(areas, list | tuple) else (areas,)
+        self.areas = [real_number("areas", share, above=0, below=1) for share in shares]
+        if not self.areas:
+            raise MethodError("areas is empty; expected at least one share of the image, such as 0.1")
+        self.weight = real_number("weight", weight, above=0)
         self.keep = chosen("keep", keep, ("best", "worst"))
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:

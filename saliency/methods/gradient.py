@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution
-from ..errors import MethodError, NotApplicableError, warn
+from ..errors import NotApplicableError, warn
 from ..hooks import Rule
-from ..options import chosen
+from ..options import chosen, real_number
 from ..preprocess import PreprocessLike
 from ..rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..trace import Evidence
@@ -223,9 +223,7 @@ class RectGrad(RectifiedGradient):
         categories: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, smooth=smooth, preprocess=preprocess, categories=categories)
-        if not 0 <= percentile <= 100:
-            raise MethodError(f"percentile={percentile} is outside 0..100")
-        self.percentile = percentile
+        self.percentile = real_number("percentile", percentile, least=0, most=100)
 
     def rule_for(self, site: Site, images: int) -> Rule:
         """The incoming signal, where activation times signal exceeds the layer's threshold."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Unpack
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 
 from ..effort import Sampling
 from ..engine.passes import Passes
-from ..errors import MethodError
 from ..multipass import Found, generator
+from ..options import real_number
 from ..variants.fills import FillLike
 from ..variants.segments import SegmentsLike
 from .features import SUPERPIXELS, Coalitions, CoalitionSampling, Parts, Solution, standard_errors
@@ -66,11 +65,8 @@ class LIME(CoalitionSampling):
         **sampling: Unpack[Sampling],
     ) -> None:
         super().__init__(model, segments=segments, fill=fill, **sampling)
-        for option, number, least in (("width", width, 1e-3), ("penalty", penalty, 0.0)):
-            given: object = number
-            if not isinstance(given, int | float) or not least <= given < math.inf:
-                raise MethodError(f"{option}={number!r} is no number of at least {least:g}")
-        self.width, self.penalty = float(width), float(penalty)
+        self.width = real_number("width", width, least=1e-3)
+        self.penalty = real_number("penalty", penalty, least=0)
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The coefficients of the regression."""

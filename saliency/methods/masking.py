@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from ..effort import Limits, Running, Sampling
 from ..engine.estimates import rank_correlation, relative_error
 from ..engine.passes import Passes
-from ..errors import MethodError
 from ..explanation import Sign
 from ..layers import LayerLike
 from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
-from ..options import whole_number
+from ..options import chosen, real_number, whole_number
 from .cam import warn_if_signed
 from .layered import LayerReader, Masks, Reading, channel_count
 
@@ -72,7 +71,7 @@ class ScoreCAM(MultiPassAttribution):
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
         self.channels = channel_count(channels)
-        self.align_corners = align_corners
+        self.align_corners = bool(chosen("align_corners", align_corners, (True, False)))
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The map of one image."""
@@ -207,9 +206,7 @@ class SSCAM(SampledAttribution):
         super().__init__(model, **sampling)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
-        if not 0 < noise < math.inf:
-            raise MethodError(f"noise={noise!r} is not a positive number; without noise it is score_cam")
-        self.noise = noise
+        self.noise = real_number("noise", noise, above=0, hint="; without noise it is score_cam")
         self.draws = whole_number("draws", draws)
         self.channels = channel_count(channels)
 

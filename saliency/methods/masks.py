@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Unpack
@@ -17,7 +16,7 @@ from ..engine.passes import Passes
 from ..errors import MethodError
 from ..model import leaf
 from ..multipass import Found, MultiPassAttribution, generator
-from ..options import whole_number
+from ..options import real_number, whole_number
 from ..selection import Selection
 from ..trace import widened
 from ..variants.fills import Filler, FillLike, as_fill
@@ -172,10 +171,8 @@ class MeaningfulPerturbation(OptimisedMask):
         **running: Unpack[Running],
     ) -> None:
         super().__init__(model, steps=steps, **running)
-        for option, weight in (("sparsity", sparsity), ("smoothness", smoothness)):
-            if not 0 <= weight < math.inf:
-                raise MethodError(f"{option}={weight!r} is not a number of at least 0")
-        self.sparsity, self.smoothness = sparsity, smoothness
+        self.sparsity = real_number("sparsity", sparsity, least=0)
+        self.smoothness = real_number("smoothness", smoothness, least=0)
         self.fill = still_fill(fill, self.name)
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:

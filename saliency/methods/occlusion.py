@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from ..engine.passes import Make, Passes
 from ..errors import MethodError
 from ..explanation import Sign
 from ..multipass import Found, MultiPassAttribution
-from ..options import is_whole
+from ..options import is_pair, is_whole
 from ..tape.local import ONLY_WHERE_REACHED, Local
 from ..variants.fills import Filler, FillLike, as_fill
 
@@ -134,11 +134,12 @@ def _starts(length: int, window: int, stride: int) -> list[int]:
 
 def _edges(option: str, edges: int | Sequence[int]) -> int | tuple[int, int]:
     """One number of pixels, or two. Raises MethodError for anything else."""
-    made: Any = edges
-    numbers = made if isinstance(made, list | tuple) else (made,)
-    if not all(map(is_whole, numbers)) or len(numbers) != (2 if numbers is made else 1):
-        raise MethodError(f"{option}={made!r} is no whole number of pixels of at least 1, nor two of them")
-    return (int(made[0]), int(made[1])) if numbers is made else int(made)
+    made: object = edges
+    if is_pair(made):
+        return int(made[0]), int(made[1])
+    if is_whole(made):
+        return int(made)
+    raise MethodError(f"{option}={made!r} is no whole number of pixels of at least 1, nor two of them")
 
 
 def _pair(edges: int | tuple[int, int]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from ..attribution import Finding
 from ..classes import class_index, class_probabilities, class_scores
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..layers import LayerLike
-from ..options import chosen, is_whole
+from ..options import chosen, is_whole, real_number
 from ..preprocess import PreprocessLike
 from ..selection import Selection
 from ..targets import ClassScore
@@ -162,9 +162,7 @@ class FinerCAM(LayerAttribution):
         categories: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, layer, preprocess=preprocess, categories=categories)
-        if not 0 <= gamma < math.inf:
-            raise MethodError(f"gamma={gamma!r} is not a number of at least 0")
-        self.gamma = gamma
+        self.gamma = real_number("gamma", gamma, least=0)
         self.cam = chosen("cam", cam, tuple(_CAMS))
         self.references = _references(references)
         named = [] if isinstance(self.references, int) else self.references
@@ -273,6 +271,10 @@ def _references(references: int | Sequence[int | str]) -> int | list[int | str]:
     given: object = references
     if is_whole(given):
         return int(given)
-    if isinstance(given, list | tuple) and given and all(isinstance(each, int | str) for each in given):
+    if (
+        isinstance(given, list | tuple)
+        and given
+        and all(isinstance(each, str) or is_whole(each, least=0) for each in given)
+    ):
         return list(given)
     raise MethodError(f"references={references!r} is neither a number of classes nor a list of classes")

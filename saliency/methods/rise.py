@@ -15,7 +15,7 @@ from ..engine.passes import Passes
 from ..errors import MethodError
 from ..explanation import Sign
 from ..multipass import Found, SampledAttribution, estimated, generator
-from ..options import whole_number
+from ..options import chosen, real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
 TOGETHER = 16
@@ -76,10 +76,8 @@ class RISE(SampledAttribution):
         **sampling: Unpack[Sampling],
     ) -> None:
         super().__init__(model, **sampling)
-        share: object = shown
-        if not isinstance(share, int | float) or not 0 < share < 1:
-            raise MethodError(f"shown={shown!r} is no probability between 0 and 1")
-        self.grid, self.shown, self.debiased = whole_number("grid", grid), float(shown), bool(debiased)
+        self.grid, self.shown = whole_number("grid", grid), real_number("shown", shown, above=0, below=1)
+        self.debiased = bool(chosen("debiased", debiased, (True, False)))
         self.fill = as_fill(fill)
         if self.fill == "inpaint":
             raise MethodError(

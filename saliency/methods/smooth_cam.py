@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from ..effort import Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
-from ..errors import MethodError
 from ..layers import LayerLike
 from ..multipass import Found, SampledAttribution, estimated
+from ..options import real_number
 from ..trace import Evidence, Trace
 from .cam import GradCAM, warn_if_signed
 from .smoothing import noisy_copies
@@ -60,9 +59,7 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
         self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **sampling: Unpack[Sampling]
     ) -> None:
         super().__init__(model, **sampling)
-        if not 0 <= noise < math.inf:
-            raise MethodError(f"noise={noise!r} is not a number of at least 0; 0.1 to 0.2 of the range is usual")
-        self.noise = noise
+        self.noise = real_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
         self._cam = GradCAM(model, layer)
         self.layer = self._cam.layer
 

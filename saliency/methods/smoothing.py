@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
@@ -21,6 +20,7 @@ from ..errors import MethodError
 from ..explanation import Explanation, Setting
 from ..images import Batch
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
+from ..options import real_number
 from ..rectifiers import Coverage
 from ..selection import Selection
 from ..trace import widened
@@ -65,11 +65,9 @@ class NoisyAttribution(SampledAttribution):
         else:
             wrapped = method_named(inner)(model, **_as_options(inner_options))
         super().__init__(wrapped.model, **sampling)
-        if not 0 <= noise < math.inf:
-            raise MethodError(f"noise={noise!r} is not a number of at least 0; 0.1 to 0.2 of the range is usual")
         self.inner = _name_of(wrapped)
         self.inner_options = _options_of(wrapped)
-        self.noise = noise
+        self.noise = real_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
         self._wrapped = wrapped
         self._coverages: list[Coverage | None] | None = None
 
@@ -245,11 +243,14 @@ def _name_of(method: Attribution) -> str:
 
 
 def _as_options(options: Options) -> dict[str, Any]:
-    if isinstance(options, Mapping):
-        return dict(options)
-    if isinstance(options, str) or any(len(pair) != 2 or not isinstance(pair[0], str) for pair in options):
+    pairs = list(options.items()) if isinstance(options, Mapping) else options
+    if not isinstance(pairs, list | tuple) or not all(map(_is_option, pairs)):
         raise MethodError(f"inner_options={options!r} are neither options by name nor pairs of a name and an option")
-    return {str(name): option for name, option in options}
+    return dict(pairs)
+
+
+def _is_option(pair: object) -> bool:
+    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
 
 
 def _options_of(method: Attribution) -> list[list[Setting]]:

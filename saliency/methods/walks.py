@@ -12,8 +12,8 @@ from ..effort import Running
 from ..engine.passes import Passes
 from ..engine.quadrature import Rule
 from ..engine.quadrature import rule as rule_of
-from ..errors import MethodError
 from ..multipass import Found, MultiPassAttribution
+from ..options import real_number
 from ..variants.baselines import BaselineLike, Diffusion, baselines, settled
 from .path import residual_of, scores_of, wide
 
@@ -66,11 +66,9 @@ class GuidedIG(MultiPassAttribution):
         super().__init__(model, **running)
         self.baseline = settled("baseline", baseline, self.preprocess)
         rule_of("midpoint", steps)
-        if not 0 < fraction <= 1:
-            raise MethodError(f"fraction={fraction!r} is not over 0 and up to 1")
-        if not 0 <= max_distance <= 1:
-            raise MethodError(f"max_distance={max_distance!r} is outside 0..1")
-        self.steps, self.fraction, self.max_distance = steps, fraction, max_distance
+        self.steps = steps
+        self.fraction = real_number("fraction", fraction, above=0, most=1)
+        self.max_distance = real_number("max_distance", max_distance, least=0, most=1)
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """The mean over the paths."""
@@ -161,10 +159,8 @@ class BlurIG(MultiPassAttribution):
         **running: Unpack[Running],
     ) -> None:
         super().__init__(model, **running)
-        if not 0 < max_sigma < float("inf"):
-            raise MethodError(f"max_sigma={max_sigma!r} is not a positive number")
         rule_of(rule, steps)
-        self.max_sigma, self.rule, self.steps = max_sigma, rule, steps
+        self.max_sigma, self.rule, self.steps = real_number("max_sigma", max_sigma, above=0), rule, steps
 
     def explain_image(self, passes: Passes, score: Tensor) -> Found:
         """Minus the integral over the standard deviation of gradient times change of the image."""

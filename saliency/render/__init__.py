@@ -12,7 +12,6 @@ Nothing here changes an explanation, and the photo is never renormalised. `flow`
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ..errors import RenderError
 from ..explanation import Explanation, Sign
 from ..files import replacing
 from ..maps import Percentile, shared_limit
+from ..options import real_number
 from ..pictures import ImageLike
 from ..uncertainty import significance
 from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
@@ -38,8 +38,8 @@ WEBP_QUALITY = 90
 
 def overlay(
     explanation: Explanation,
-    *,
     picture: ImageLike | None = None,
+    *,
     opacity: Opacity = 0.5,
     colormap: str | None = None,
     sign: Sign | None = None,
@@ -80,16 +80,15 @@ def _trust(explanation: Explanation, sign: Sign | None, fade: float | None) -> P
     """How much of each cell's colour is shown, 0 to 1 (h, w), where what is not significant fades; None for all."""
     if fade is None:
         return None
-    if not (math.isfinite(fade) and fade > 0):
-        raise RenderError(f"fade {fade} is no number of standard errors; pass a positive one, such as 2, or None")
+    fade = real_number("fade", fade, above=0, hint="; it is a number of standard errors, such as 2", error=RenderError)
     share = (significance(explanation, sign=sign)[0] / fade).clamp(max=1)
     return share.float().cpu().numpy()
 
 
 def cutout(
     explanation: Explanation,
-    *,
     picture: ImageLike | None = None,
+    *,
     keep: float | None = 0.2,
     background: str = "black",
     sign: Sign | None = None,
@@ -114,8 +113,8 @@ def cutout(
         SaliencyWarning: The map is the same everywhere.
     """
     require_one(explanation, "cutout")
-    if keep is not None and not 0 < keep <= 1:
-        raise RenderError(f"keep {keep} is no share of the pixels; pass a number above 0 and at most 1, or None")
+    if keep is not None:
+        keep = real_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
     frame = frame_of(explanation, picture)
     shading = shade(explanation, sign, "auto" if keep is None else None)
     inside = window(frame)
@@ -131,7 +130,7 @@ def _on_background(picture: Image.Image, area: tuple[slice, slice], weight: Plan
     import cv2
 
     try:
-        color = ImageColor.getcolor(background, "RGB")
+        color = ImageColor.getcolor(str(background), "RGB")
     except ValueError as error:
         raise RenderError(f'background "{background}" is no colour; write a name or "#rrggbb"') from error
     ground = np.full((picture.height, picture.width, 3), color, np.uint8)
@@ -147,9 +146,11 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     several times faster than Pillow's; JPEG and WebP are of quality 90.
 
     Raises:
-        RenderError: The suffix is none of .png, .jpg, .jpeg and .webp.
+        RenderError: It is no PIL picture, or the suffix is none of .png, .jpg, .jpeg and .webp.
         OSError: The folder is missing, or cannot be written to.
     """
+    if not isinstance(picture, Image.Image):
+        raise RenderError(f"save_picture takes a picture, as overlay(...) returns; got {type(picture).__name__}")
     path = Path(path)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import RenderError, did_you_mean
+from ..errors import RenderError
 from ..inspection.statistics.gradients import GradientStatistics, LayerGradients, ParameterGradients
 from ..inspection.tabular import number, share
+from ..options import chosen, is_real
 from .canvas import new_figure
 
 if TYPE_CHECKING:
@@ -109,18 +110,21 @@ def gradient_flow(
     Raises:
         RenderError: There is nothing to draw, or an option is impossible.
     """
-    for option, choice, choices in (
-        ("of", of, ("layers", "parameters")),
-        ("measure", measure, ("norm", "rms", "ratio")),
-    ):
-        if choice not in choices:
-            raise RenderError(f"{option}={choice!r} is not one of {choices}{did_you_mean(str(choice), choices)}")
+    if not isinstance(statistics, GradientStatistics):
+        raise RenderError(
+            f"gradient_flow takes what gradient_statistics(...) returned; got {type(statistics).__name__}"
+        )
+    chosen("of", of, ("layers", "parameters"), error=RenderError)
+    chosen("measure", measure, ("norm", "rms", "ratio"), error=RenderError)
     if of == "layers" and measure == "ratio":
         raise RenderError(
             'a ratio to the weight is of parameters: gradient_flow(..., of="parameters", measure="ratio")'
         )
-    if not all(math.isfinite(each) and each > 0 for each in size):
-        raise RenderError(f"size={size!r}: expected a width and a height in inches")
+    given: object = size
+    if not (
+        isinstance(given, list | tuple) and len(given) == 2 and all(is_real(each) and float(each) > 0 for each in given)
+    ):
+        raise RenderError(f"size={size!r} is not a width and a height in inches, both above 0")
     points = _layers(statistics, measure) if of == "layers" else _parameters(statistics, measure)
     if not points:
         raise RenderError(f"there are no {of} in these statistics to draw")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +15,9 @@ from PIL import Image
 
 from ..errors import RenderError, warn
 from ..explanation import Explanation, Sign
-from ..maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels
+from ..maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels, require_explanation
 from ..methods import METHODS
+from ..options import real_number
 from ..pictures import ImageLike, open_picture
 from ..preprocess import Frame
 from ..ramp import Box
@@ -42,11 +42,14 @@ class Shade:
     def table(self, colormap: str | None) -> Pixels:
         """The 256 colours that this shade is drawn in: (256, 3)."""
         signed = self.sign == "signed"
+        if not isinstance(colormap, str | None):
+            raise RenderError(f"colormap={colormap!r} is not the name of a colour map, such as {SEQUENTIAL}")
         return table(colormap or (DIVERGING if signed else SEQUENTIAL), centred=signed)
 
 
 def require_one(explanation: Explanation, name: str) -> None:
-    """Raise unless there is one image in it: `name` draws one picture."""
+    """Raise unless it is an explanation of one image: `name` draws one picture."""
+    require_explanation(explanation, name)
     if len(explanation) != 1:
         raise RenderError(f"{name} draws one image and got {len(explanation)}; write [{name}(e) for e in explanation]")
 
@@ -88,8 +91,8 @@ def shade(
         warn(_why_flat(explanation, float(maps.max()), lost))
     if limit is None:
         limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
-    elif not (math.isfinite(limit) and limit >= 0):
-        raise RenderError(f"limit {limit} is no map value at full colour; pass a finite one that is not negative")
+    else:
+        limit = real_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     values = maps[0].double().cpu().numpy()
     shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
     return Shade(shares.astype(np.float32), read, limit, bool((np.abs(values) > limit).any()))
@@ -228,11 +231,9 @@ def _entries(shares: Plane, sign: Sign) -> Pixels:
 
 def _checked(opacity: object) -> float | None:
     """The opacity as a number, or None where the map gives it."""
-    if opacity == "map":
+    if isinstance(opacity, str) and opacity == "map":
         return None
-    if not isinstance(opacity, Real) or not 0 <= float(opacity) <= 1:
-        raise RenderError(f'opacity {opacity!r} is neither a number in 0..1 nor "map"')
-    return float(opacity)
+    return real_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
 
 
 def probability(explanation: Explanation) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..errors import RenderError
 from ..explanation import Explanation
-from ..maps import shared_limit
+from ..maps import several, shared_limit
 from .canvas import new_figure
 from .painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
 
@@ -49,10 +48,7 @@ def figure(
     Warns:
         SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
     """
-    given = [explanations] if isinstance(explanations, Explanation) else list(explanations)
-    images = [image for each in given for image in each]
-    if not images:
-        raise RenderError("figure got no explanation; pass at least one")
+    images = [image for each in several(explanations, "figure") for image in each]
     limit = shared_limit(images) if shared else None
     pictures = [frame_of(each).picture for each in images]
     heights = [PANEL * min(1.0, each.height / each.width) + 0.5 for each in pictures]

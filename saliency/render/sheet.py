@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..errors import RenderError
 from ..explanation import Explanation
 from ..maps import Percentile, chosen_percentile, limits
+from ..options import whole_number
 from ..preprocess import Frame
 from .painting import (
     Opacity,
@@ -119,8 +121,7 @@ def contact_sheet(
     Warns:
         SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
     """
-    if thumb < SMALLEST_THUMB:
-        raise RenderError(f"thumb {thumb} is too small to see anything; the least is {SMALLEST_THUMB} pixels")
+    thumb = whole_number("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_nested(rows)
     _require_columns(rows)
     table = [[_drawing(each, thumb, percentile) for each in row] for row in rows]
@@ -142,14 +143,16 @@ def contact_sheet(
     return sheet
 
 
-def _require_nested(rows: Iterable[object]) -> None:
-    if isinstance(rows, Explanation) or any(isinstance(row, Explanation) for row in rows):
+def _require_nested(rows: object) -> None:
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple) for row in rows):
         raise RenderError("contact_sheet takes rows of explanations; write [[e] for e in explanation] for one method")
 
 
 def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
     if not rows or not rows[0]:
         raise RenderError("contact_sheet got nothing to draw; pass one row per photo, one explanation per method")
+    for each in itertools.chain(*rows):
+        require_one(each, "contact_sheet")
     methods = [each.method for each in rows[0]]
     for index, row in enumerate(rows):
         if [each.method for each in row] != methods:
@@ -157,8 +160,6 @@ def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
                 f"row {index} has the methods {', '.join(each.method for each in row) or '(none)'} and row 0 "
                 f"has {', '.join(methods)}; a column has one title, so all rows need the same methods"
             )
-        for each in row:
-            require_one(each, "contact_sheet")
 
 
 @dataclass(frozen=True, slots=True)

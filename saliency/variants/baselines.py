@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..errors import MethodError, did_you_mean
 from ..images import Prepare, read
 from ..multipass import generator
+from ..options import real_number
 from ..pictures import ImageLike
 
 COLOURS = ("mean", "black", "white")
@@ -59,10 +61,8 @@ def settled(option: str, like: object, preprocess: Prepare) -> Kept | list[Kept]
 def _settled(option: str, like: object, preprocess: Prepare) -> Kept:
     if isinstance(like, Given):
         return like
-    if isinstance(like, int | float) and not isinstance(like, bool):
-        if not math.isfinite(like):
-            raise MethodError(f"{option}={like!r} is not a finite number")
-        return float(like)
+    if isinstance(like, Real):
+        return real_number(option, like)
     if isinstance(like, str) and like in KINDS:
         if like in ("black", "white") and preprocess is None:
             raise MethodError(

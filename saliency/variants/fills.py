@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError, did_you_mean
+from ..options import is_real
 
 BLUR = 1 / 20
 """The blur's standard deviation, as a share of the picture's shorter edge: 11 pixels at 224."""
@@ -55,18 +55,14 @@ def as_fill(like: FillLike) -> Fill:
         return kept
     if isinstance(made, str):
         raise MethodError(f'fill="{made}" is not one of {", ".join(_NAMES)}{did_you_mean(made, _NAMES)}')
-    if isinstance(made, list | tuple) and made and all(map(_is_number, made)):
+    if isinstance(made, list | tuple) and made and all(map(is_real, made)):
         return tuple(float(each) for each in made)
-    if _is_number(made):
+    if is_real(made):
         return float(made)
     raise MethodError(
         f"fill={made!r} is no finite number, no number per channel, none of {', '.join(_NAMES)}, and no picture "
         "(C, H, W) as the model takes it"
     )
-
-
-def _is_number(each: object) -> bool:
-    return isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each)
 
 
 class Filler:

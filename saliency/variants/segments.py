@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MethodError
-from ..options import is_whole
+from ..options import is_pair, is_whole
 from ..preprocess import Preprocess
 
 COMPACTNESS, SMOOTHING = 10.0, 1.0
@@ -50,7 +50,7 @@ def as_segments(like: SegmentsLike) -> SegmentsBy:
         return by
     if is_whole(made):
         return int(made)
-    if isinstance(made, list | tuple) and len(made) == 2 and all(map(is_whole, made)):
+    if is_pair(made):
         return (int(made[0]), int(made[1]))
     raise MethodError(
         f"segments={made!r} is no number of superpixels of at least 1, no (rows, columns) of a grid, no map of whole "

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...errors import MethodError, ModelError
+from ...errors import ModelError
+from ...options import real_number
 from ...targets import TargetLike
 from ..feeding import categories_of
 from ..moments import Moments, moments
@@ -155,8 +156,8 @@ def gradient_statistics(
         NotApplicableError: A part of it is checkpointed in the way that allows for no gradients but `.grad`.
         TargetError: The target does not fit the output, or the loss is no number with a gradient.
     """
-    if learning_rate is not None and not (math.isfinite(learning_rate) and learning_rate > 0):
-        raise MethodError(f"the learning rate is {learning_rate}; expected a number above zero, or None")
+    if learning_rate is not None:
+        learning_rate = real_number("learning_rate", learning_rate, above=0)
     objective = Objective(loss_or_target, categories_of(model))
     passes = Passes(model, data, training=training)
     if any(each.is_inference() for each in (*passes.model.parameters(), *passes.model.buffers())):
