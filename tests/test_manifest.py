@@ -130,7 +130,7 @@ def test_what_lies_behind_the_last_whole_line_is_cut_off_though_nothing_is_missi
 def test_rows_whose_files_are_gone_are_left_out_and_stand_in_order_in_the_end(
     manifest: Manifest, tmp_path: Path
 ) -> None:
-    there = {"overlay": "x.png", "overlay_bytes": 1}
+    there: dict[str, Any] = {"overlay": "x.png", "overlay_bytes": 1}
     rows = [of(0, **there), of(0, "two", overlay="y.png", overlay_bytes=1), of(1, **there), of(1, "two", photo="z.png")]
     manifest.append(rows)
     manifest.close()

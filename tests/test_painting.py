@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+import saliency
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.explanation import Explanation, Sign
 from saliency.maps import shared_limit
@@ -236,6 +240,69 @@ def test_the_warning_points_at_the_line_that_drew() -> None:
         with pytest.warns(SaliencyWarning) as caught:
             draw()
         assert [each.filename for each in caught] == [__file__]
+
+
+# Rounding errors -----------------------------------------------------------------------------------------------
+
+
+def network(kind: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval().to(kind)
+
+
+def similarity(image: Tensor, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """How like the model's output for an image another output is."""
+    with torch.no_grad():
+        own = model(image)
+    return lambda output: nn.functional.cosine_similarity(output, own)
+
+
+def saturated(model: nn.Module, image: Tensor, rest: float) -> Callable[[Tensor], Tensor]:
+    """The probability of the top class, as sharpened as leaves `rest` to the others."""
+    with torch.no_grad():
+        first, second = model(image)[0].double().topk(2)[0].tolist()
+    sharpness = -math.log(rest) / (first - second)
+    return lambda output: (sharpness * output).softmax(1).amax(1)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", [saliency.VanillaGradient, saliency.InputXGradient, saliency.GradCAM])
+def test_the_gradient_of_an_images_similarity_to_itself_is_drawn_as_zero_with_a_word(
+    method: type[saliency.Attribution], kind: torch.dtype
+) -> None:
+    model, x, photo = network(kind), torch.randn(1, 3, 32, 32, dtype=kind), noise(32, 32)
+    explanation = method(model).attribute(x, similarity(x, model))
+    assert explanation.values.any()  # rounding errors
+    explanation = replace(explanation, frames=(whole(photo),))
+    nothing = replace(explanation, values=torch.zeros_like(explanation.values))
+    for draw in (overlay, cutout, lambda each: contact_sheet([[each]]), lambda each: overlay(each, limit=1e-30)):
+        with pytest.warns(SaliencyWarning, match=f"{method.name} map for .* is drawn as zero.*score of 1;") as caught:
+            drawn = draw(explanation)
+        assert [each.filename for each in caught] == [__file__]
+        with pytest.warns(SaliencyWarning, match="zero everywhere"):
+            assert np.array_equal(pixels_of(drawn), pixels_of(draw(nothing)))
+
+
+@pytest.mark.parametrize(("kind", "rest"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("method", [saliency.VanillaGradient, saliency.InputXGradient, saliency.GradCAM])
+def test_the_small_gradient_of_a_saturated_probability_is_drawn(
+    method: type[saliency.Attribution], kind: torch.dtype, rest: float
+) -> None:
+    model, x = network(kind), torch.randn(1, 3, 32, 32, dtype=kind)
+    target = saturated(model, x, rest)
+    explanation = method(model).attribute(x, target)
+    assert 1 - 20 * rest < float(explanation.scores) < 1
+    overlay(replace(explanation, frames=(whole(noise(32, 32)),)))
+
+
+def test_small_values_of_a_small_score_and_in_other_units_are_drawn() -> None:
+    small = explained(torch.rand(1, 4, 4) * 1e-12, whole(noise(9, 9)), method="grad_cam")
+    with pytest.warns(SaliencyWarning, match="drawn as zero"):
+        overlay(small)
+    overlay(replace(small, scores=torch.full((1,), 1e-6)))
+    overlay(replace(small, values=small.values.double()))
+    overlay(replace(small, method="refine_cam"))
 
 
 def test_nan_is_an_error() -> None:

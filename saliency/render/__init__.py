@@ -69,7 +69,7 @@ def overlay(
         RenderError: More images than one, no picture, or an unknown or impossible option.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere; it is drawn nevertheless.
+        SaliencyWarning: The map is the same everywhere, or rounding errors, which are drawn as zero.
     """
     require_one(explanation, "overlay")
     shading = shade(explanation, sign, percentile, limit)
@@ -110,7 +110,7 @@ def cutout(
         RenderError: More images than one, no picture, or an impossible option.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere.
+        SaliencyWarning: The map is the same everywhere, or rounding errors, which count as zero.
     """
     require_one(explanation, "cutout")
     if keep is not None:

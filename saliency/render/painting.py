@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -26,6 +27,8 @@ from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
 Plane = NDArray[np.float32]
+
+IN_SCORE = ("score", "score, up to a factor", "score per unit of normalised input")
 
 STRIP = 64  # rows stretched at once: the weights of a strip meet few cells, and the strip stays in the cache
 
@@ -81,25 +84,53 @@ def shade(
         RenderError: The limit is negative or not finite, or an option is unknown.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere, so the drawing shows nothing; it says why.
+        SaliencyWarning: The map is the same everywhere, or rounding errors that are drawn as zero, so the drawing shows
+            nothing; it says why.
     """
     read = explanation.sign if sign is None else sign
     evidence = reduce_channels(explanation, None, sign)
     maps = read_sign(evidence, read)
-    if maps.min() == maps.max():
-        lost = bool((evidence < 0).any())
-        warn(_why_flat(explanation, float(maps.max()), lost))
+    low, high = (float(each) for each in maps.aminmax())
+    if limit is not None:
+        limit = real_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
+    if low == high:
+        warn(_why_flat(explanation, high, bool((evidence < 0).any())))
+    elif (max(-low, high) if limit is None else limit) <= _rounding(explanation):
+        warn(_why_rounding(explanation, max(-low, high)))
+        maps = torch.zeros_like(maps)
     if limit is None:
         limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
-    else:
-        limit = real_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     values = maps[0].double().cpu().numpy()
     shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
     return Shade(shares.astype(np.float32), read, limit, bool((np.abs(values) > limit).any()))
 
 
+def _rounding(explanation: Explanation) -> float:
+    """How far the score is off by being rounded to a number; 0 where the values are in other units than the score.
+
+    Measured in float32 beside float64 on five networks: the gradients and CAMs of an image's similarity to itself, which
+    are zero, come to 0.23 of it at most, and those of a probability of 1 - 1e-6, which point the right way, to 2.8 at
+    least. Half types count as float32, because their gradients are that small relative to the score by themselves.
+    """
+    if units(explanation) not in IN_SCORE:
+        return 0.0
+    kind = torch.float64 if explanation.values.dtype == torch.float64 else torch.float32
+    return torch.finfo(kind).eps / 2 * abs(float(explanation.scores[0]))
+
+
+def _where(explanation: Explanation) -> str:
+    return f"the {explanation.method} map for {explanation.target_names[0]}"
+
+
+def _why_rounding(explanation: Explanation, largest: float) -> str:
+    return (
+        f"{_where(explanation)} is drawn as zero: its values, {largest:.2g} at most, are below the rounding error of a "
+        f"score of {float(explanation.scores[0]):.4g}; by this method nothing in the image moves the score"
+    )
+
+
 def _why_flat(explanation: Explanation, value: float, lost: bool) -> str:
-    where = f"the {explanation.method} map for {explanation.target_names[0]}"
+    where = _where(explanation)
     if lost:
         return f'{where} is zero everywhere: all evidence speaks against it; sign="signed" shows where'
     if explanation.values.shape[-2:].numel() == 1:

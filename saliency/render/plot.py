@@ -46,7 +46,7 @@ def figure(
         RenderError: Nothing to draw, an explanation that knows no picture, or an impossible option.
 
     Warns:
-        SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
+        SaliencyWarning: A map is the same everywhere, or rounding errors, which are drawn as zero.
     """
     images = [image for each in several(explanations, "figure") for image in each]
     limit = shared_limit(images) if shared else None

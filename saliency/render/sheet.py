@@ -119,7 +119,7 @@ def contact_sheet(
             option.
 
     Warns:
-        SaliencyWarning: A map is the same everywhere; it is drawn nevertheless.
+        SaliencyWarning: A map is the same everywhere, or rounding errors, which are drawn as zero.
     """
     thumb = whole_number("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_nested(rows)
