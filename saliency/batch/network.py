@@ -26,6 +26,10 @@ Found = Mapping[str, Explanation | Failure]
 """What each method found on one photo."""
 
 
+CHUNK_ON_A_PROCESSOR, CHUNK_ON_AN_ACCELERATOR = 8, 64
+"""How many passes of one photo run at once, where the job does not say."""
+
+
 class TooLargeError(MemoryError):
     """Memory has no room for a batch of this size."""
 
@@ -187,11 +191,18 @@ def _built(job: Job, model: nn.Module) -> list[Attribution]:
     places = [_layer_options(cls, job.layer) for cls in classes]
     if job.layer is not None and not any(places):
         raise MethodError(f'layer="{job.layer}": no layer is read by {", ".join(job.methods)}; leave it out')
-    own = [{name: value for name, value in job.options.items() if name in cls.options()} for cls in classes]
+    # "auto" settles the chunk size by the clock, and so the last bits of a map; a resumed run makes the same files.
+    options = {"chunk": CHUNK_ON_A_PROCESSOR if _on_a_processor(model) else CHUNK_ON_AN_ACCELERATOR, **job.options}
+    own = [{name: value for name, value in options.items() if name in cls.options()} for cls in classes]
     try:
         return [cls(model, **place, **options) for cls, place, options in zip(classes, places, own, strict=True)]
     except TypeError as error:
         raise MethodError(f"an option is not taken: {error}") from error
+
+
+def _on_a_processor(model: nn.Module) -> bool:
+    like = reference(model)
+    return like is None or like.device.type == "cpu"
 
 
 def _layer_options(cls: type[Attribution], layer: str | None) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class RectGrad(RectifiedGradient):
 
     A unit with activation a and incoming signal R passes R on where a * R exceeds the layer's `percentile`, the nearest
     rank taken over all its units, image by image. What arrives is multiplied by the input. A saturated ReLU6 passes
-    nothing. The authors' zeroing of borders at padded convolutions is left out.
+    nothing. The authors' zeroing of borders at padded convolutions is left out. The map hardly depends on the class.
 
     Args:
         model: As for every method.

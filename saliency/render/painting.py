@@ -108,7 +108,7 @@ def shade(
 def _rounding(explanation: Explanation) -> float:
     """How far the score is off by being rounded to a number; 0 where the values are in other units than the score.
 
-    Measured in float32 beside float64 on five networks: the gradients and CAMs of an image's similarity to itself, which
+    Measured in float32 beside float64 on five networks: gradients and CAMs of an image's similarity to itself, which
     are zero, come to 0.23 of it at most, and those of a probability of 1 - 1e-6, which point the right way, to 2.8 at
     least. Half types count as float32, because their gradients are that small relative to the score by themselves.
     """
