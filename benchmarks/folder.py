@@ -39,7 +39,7 @@ from saliency.batch.pipeline import cores
 from saliency.batch.reading import prepare
 from saliency.batch.sources import find
 from saliency.engine.allocator import keep_memory
-from saliency.pictures import open_picture
+from saliency.io.image_io import open_picture
 
 ASSETS = Path(__file__).parent.parent / "assets"
 SIZE = (1000, 750)

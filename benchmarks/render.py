@@ -15,8 +15,8 @@ from PIL import Image
 
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency import Explanation, Preprocess, overlay
-from saliency.pictures import open_picture
-from saliency.preprocess import Frame
+from saliency.io.image_io import open_picture
+from saliency.io.preprocess import Frame
 from saliency.render import save_picture
 
 SIZE = (1600, 1066)

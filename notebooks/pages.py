@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from saliency.files import replacing
+from saliency.io.atomic_write import replacing
 
 HOME = Path(__file__).parent
 SECONDS_PER_CELL = 600

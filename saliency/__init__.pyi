@@ -14,6 +14,7 @@ from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
 from .explanation import Explanation as Explanation
+from .io.preprocess import Preprocess as Preprocess
 from .maps import heatmap as heatmap
 from .maps import shared_limit as shared_limit
 from .methods import METHODS as METHODS
@@ -62,7 +63,6 @@ from .methods.smoothing import VarGrad as VarGrad
 from .methods.walks import BlurIG as BlurIG
 from .methods.walks import GuidedIG as GuidedIG
 from .methods.xrai import XRAI as XRAI
-from .preprocess import Preprocess as Preprocess
 from .render import contact_sheet as contact_sheet
 from .render import cutout as cutout
 from .render import figure as figure

@@ -22,9 +22,9 @@ from .classes import as_categories
 from .effort import Effort
 from .errors import MethodError, NonFiniteError
 from .explanation import Explanation, Setting, Sign
-from .images import Batch, ImagesLike, read
+from .io.inputs import Batch, ImagesLike, read
+from .io.preprocess import PreprocessLike, as_preprocess
 from .model import borrowed, carried, is_categories, is_preprocess, reference, unwrap
-from .preprocess import PreprocessLike, as_preprocess
 from .rectifiers import Coverage
 from .rows import has_batch_statistics, warn_of_coupling
 from .selection import Selection

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
+from .io.preprocess import PreprocessLike
 from .options import real_number, whole_number
-from .preprocess import PreprocessLike
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .effort import Effort
 from .errors import ExplanationError
-from .files import save_tensors
-from .preprocess import Frame
-from .ramp import Box
+from .io.atomic_write import save_tensors
+from .io.crop_detection import Box
+from .io.preprocess import Frame
 from .rectifiers import Coverage
 
 Sign = Literal["positive", "signed", "absolute"]

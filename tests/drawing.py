@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from saliency.explanation import Explanation, Sign
-from saliency.preprocess import Frame
+from saliency.io.preprocess import Frame
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

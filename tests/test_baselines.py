@@ -12,8 +12,8 @@ from torch import Tensor
 from torchvision import transforms
 
 from saliency.errors import MethodError
-from saliency.preprocess import Preprocess
-from saliency.ramp import TransformPreprocess
+from saliency.io.crop_detection import TransformPreprocess
+from saliency.io.preprocess import Preprocess
 from saliency.variants.baselines import Diffusion, baselines, blurred, settled
 
 PREPROCESS = Preprocess(size=(16, 16), resize=18)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saliency import zoo
 from saliency.errors import ModelError
-from saliency.preprocess import Preprocess
+from saliency.io.preprocess import Preprocess
 from saliency.zoo import bundled
 
 ASSETS = Path(__file__).parents[1] / "assets"

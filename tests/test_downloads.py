@@ -13,7 +13,7 @@ from torch import nn
 
 from saliency import zoo
 from saliency.errors import ModelError
-from saliency.preprocess import as_preprocess
+from saliency.io.preprocess import as_preprocess
 from saliency.zoo.download import require_network
 from saliency.zoo.libraries import Torchvision
 from tests.weights import SMALL, differing, same_weights

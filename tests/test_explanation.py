@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import saliency.files
 import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import saliency.files
 from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
-from saliency.preprocess import Frame
+from saliency.io.preprocess import Frame
 from saliency.rectifiers import Coverage
 from saliency.testing import tiny_model
 
@@ -182,7 +182,7 @@ def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     def write() -> None:
-        with saliency.files.replacing(tmp_path / "a") as temporary:
+        with saliency.io.atomic_write.replacing(tmp_path / "a") as temporary:
             temporary.write_bytes(b"half")
             raise KeyboardInterrupt
 

@@ -12,9 +12,9 @@ from captum.attr import FeatureAblation as CaptumFeatureAblation
 from torch import Tensor
 
 from saliency.errors import MethodError
+from saliency.io.image_io import open_picture
+from saliency.io.preprocess import Preprocess
 from saliency.methods.features import FeatureAblation
-from saliency.pictures import open_picture
-from saliency.preprocess import Preprocess
 from saliency.testing import tiny_model
 from saliency.variants.segments import as_segments, segmented
 from tests.games import Linear, noise, per_cell, picture

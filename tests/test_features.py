@@ -16,14 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from saliency.errors import (
-    ExplanationError,
-    ImageError,
-    LayerError,
-    MethodError,
-    NotApplicableError,
-    SaliencyWarning,
-)
+from saliency.errors import ExplanationError, ImageError, LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.inspection import rules
 from saliency.inspection.editing import edit_activations
 from saliency.inspection.features import extract_features

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from saliency.files import replacing
+from saliency.io.atomic_write import replacing
 
 
 def write(path: Path, text: str) -> None:

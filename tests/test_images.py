@@ -20,9 +20,9 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from saliency.errors import ImageError, NonFiniteError, SaliencyWarning
-from saliency.images import read
-from saliency.pictures import open_picture
-from saliency.preprocess import Preprocess
+from saliency.io.image_io import open_picture
+from saliency.io.inputs import read
+from saliency.io.preprocess import Preprocess
 
 Path = pathlib.Path
 PLAIN = Preprocess((8, 8), (8, 8), (0.0,) * 3, (1.0,) * 3)

@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import (
-    METHODS,
-    Explanation,
-    GradCAM,
-    RefineCAM,
-    SaliencyWarning,
-    explain_together,
-)
+from saliency import METHODS, Explanation, GradCAM, RefineCAM, SaliencyWarning, explain_together
 
 ASSETS = Path(__file__).parent.parent / "assets"
 CAMS = [

@@ -17,9 +17,9 @@ from torch.nn.functional import interpolate
 import saliency
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.explanation import Explanation, Sign
+from saliency.io.crop_detection import Box
+from saliency.io.preprocess import Frame, Preprocess
 from saliency.maps import shared_limit
-from saliency.preprocess import Frame, Preprocess
-from saliency.ramp import Box
 from saliency.render import contact_sheet, cutout, figure, overlay
 from saliency.render.colors import CENTRE, table
 from saliency.render.painting import Opacity, spread, window

@@ -17,8 +17,8 @@ from torchvision import models
 from torchvision.transforms import InterpolationMode, v2
 
 from saliency.errors import ImageError
-from saliency.preprocess import Preprocess, as_preprocess
-from saliency.ramp import Box, TransformPreprocess
+from saliency.io.crop_detection import Box, TransformPreprocess
+from saliency.io.preprocess import Preprocess, as_preprocess
 
 TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import saliency
 from saliency import METHODS, Explanation, NotApplicableError, SaliencyWarning
-from saliency.preprocess import as_preprocess
+from saliency.io.preprocess import as_preprocess
 from tests.reference import RULES, error, reference
 
 Form = Callable[[Tensor], Tensor]

@@ -14,8 +14,8 @@ from PIL import Image
 
 from saliency.errors import RenderError
 from saliency.explanation import Explanation, Sign
+from saliency.io.preprocess import Frame
 from saliency.maps import heatmap, shared_limit
-from saliency.preprocess import Frame
 from saliency.render import contact_sheet, cutout, figure, overlay, save_picture
 from saliency.render.colors import table
 from saliency.render.painting import Opacity

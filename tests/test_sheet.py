@@ -18,7 +18,7 @@ from PIL import Image, ImageFont
 
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.explanation import Explanation
-from saliency.preprocess import Frame, Preprocess
+from saliency.io.preprocess import Frame, Preprocess
 from saliency.render import contact_sheet, figure
 from saliency.render.colors import table
 from saliency.render.sheet import ellipsised, wrapped

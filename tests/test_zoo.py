@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from saliency import zoo
 from saliency.errors import ModelError
-from saliency.preprocess import Preprocess, as_preprocess
+from saliency.io.preprocess import Preprocess, as_preprocess
 from saliency.zoo.libraries import Timm, Torchvision, imagenet_categories
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -12,8 +12,8 @@ from pathlib import Path
 from PIL import Image
 
 from ..errors import ImageError
-from ..pictures import open_picture
-from ..preprocess import Frame
+from ..io.image_io import open_picture
+from ..io.preprocess import Frame
 from ..render import overlay
 from .drawing import write_overlay
 from .folder import MAP_SUFFIX, MAPS, PREVIEW_SUFFIX

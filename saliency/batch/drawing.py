@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..explanation import Explanation
-from ..files import replacing
-from ..preprocess import Frame
+from ..io.atomic_write import replacing
+from ..io.preprocess import Frame
 from ..render import save_picture
 from ..render.colors import CENTRE, DIVERGING, SEQUENTIAL
 from ..render.painting import Shade, paint, shade, spread, units, window

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import replacing
+from ..io.atomic_write import replacing
 from .job import FORMATS
 from .manifest import MANIFEST, Manifest
 from .photos import Photo, absolute

@@ -13,7 +13,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from ..files import replacing
+from ..io.atomic_write import replacing
 
 Row = dict[str, Any]
 

@@ -82,7 +82,7 @@ def open_photo(photo: Photo) -> Image.Image:
         ImageError: It cannot be read, or is none.
     """
     from ..errors import ImageError
-    from ..pictures import decode, open_picture
+    from ..io.image_io import decode, open_picture
 
     if photo.problem:
         raise ImageError(photo.problem)

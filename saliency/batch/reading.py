@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import ImageError
-from ..preprocess import Preprocess
-from ..ramp import Box, TransformPreprocess
+from ..io.crop_detection import Box, TransformPreprocess
+from ..io.preprocess import Preprocess
 from .photos import Photo, open_photo
 from .problems import Failure
 

@@ -39,7 +39,7 @@ def read_shard(file: str) -> Iterator[Photo]:
                     key, waiting, target = (folder, name), [], None
                 kind = suffix.rpartition(".")[2].lower()
                 if kind in _PICTURES:
-                    waiting.append(_photo(file, stem, folder, label, member))
+                    waiting.append(_tar_photo(file, stem, folder, label, member))
                 elif kind in ("cls", "json") and member.size <= _LONGEST_NOTE:
                     noted = shard.extractfile(member)
                     target = _class(noted.read() if noted else b"", kind) if target is None else target
@@ -51,7 +51,7 @@ def read_shard(file: str) -> Iterator[Photo]:
     yield from (replace(photo, target=target) for photo in waiting)
 
 
-def _photo(file: str, stem: str, folder: str, label: str, member: tarfile.TarInfo) -> Photo:
+def _tar_photo(file: str, stem: str, folder: str, label: str, member: tarfile.TarInfo) -> Photo:
     return Photo(
         absolute(file),
         f"{file}/{member.name}",

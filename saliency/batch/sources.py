@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..files import PICTURES
+from ..io.atomic_write import PICTURES
 from .folder import Own, is_made
 from .lists import LISTS, read_list
 from .photos import Photo, absolute, label_of

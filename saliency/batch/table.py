@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..files import replacing
+from ..io.atomic_write import replacing
 from .manifest import NUMBERS, WHOLE, Row
 
 ROWS_AT_ONCE = 10_000

@@ -18,7 +18,7 @@ from ..attribution import Attribution
 from ..catalogue import method
 from ..classes import Categories, class_index
 from ..errors import did_you_mean
-from ..files import PICTURES
+from ..io.atomic_write import PICTURES
 from ..methods import METHODS
 from ..zoo import load
 from .console import Screen, UsageError, one_line

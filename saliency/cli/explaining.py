@@ -12,9 +12,9 @@ from PIL import Image
 from ..attribution import Attribution, explain_together
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..explanation import Explanation, Sign
+from ..io.image_io import open_picture
+from ..io.preprocess import Frame
 from ..maps import Percentile
-from ..pictures import open_picture
-from ..preprocess import Frame
 from ..render import contact_sheet, overlay, save_picture
 from ..render.colors import table
 from ..render.painting import Opacity, probability

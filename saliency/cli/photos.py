@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files import PICTURES
+from ..io.atomic_write import PICTURES
 
 _LONGEST = 160  # bytes of a label; a file system takes 255, and method, suffix and a temporary name need theirs
 

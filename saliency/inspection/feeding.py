@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..classes import Categories, as_categories
 from ..errors import ImageError
-from ..images import read
+from ..io.inputs import read
 from ..model import call, carried, is_categories, is_preprocess, reference
 from ..nests import mapped, tensors_in
 

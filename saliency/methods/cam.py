@@ -19,8 +19,8 @@ from ..attribution import Finding, TracedAttribution
 from ..classes import output_tensor
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..explanation import Sign
+from ..io.preprocess import PreprocessLike
 from ..layers import LayerLike, find
-from ..preprocess import PreprocessLike
 from ..survey import survey
 from ..trace import Evidence
 

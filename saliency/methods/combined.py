@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..attribution import Finding, TracedAttribution
 from ..errors import LayerError
 from ..explanation import Sign
+from ..io.preprocess import PreprocessLike
 from ..layers import LayerLike, find
 from ..options import chosen, real_number
-from ..preprocess import PreprocessLike
 from ..survey import survey
 from ..trace import Evidence
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..attribution import Finding, TracedAttribution
 from ..errors import NotApplicableError, warn
 from ..hooks import Rule
+from ..io.preprocess import PreprocessLike
 from ..options import chosen, real_number
-from ..preprocess import PreprocessLike
 from ..rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..trace import Evidence
 

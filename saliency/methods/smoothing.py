@@ -18,7 +18,7 @@ from ..engine.passes import Passes
 from ..engine.spread import Variance
 from ..errors import MethodError
 from ..explanation import Explanation, Setting
-from ..images import Batch
+from ..io.inputs import Batch
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
 from ..options import real_number
 from ..rectifiers import Coverage

@@ -20,10 +20,10 @@ from PIL import Image, ImageColor
 
 from ..errors import RenderError
 from ..explanation import Explanation, Sign
-from ..files import replacing
+from ..io.atomic_write import replacing
+from ..io.image_io import ImageLike
 from ..maps import Percentile, shared_limit
 from ..options import real_number
-from ..pictures import ImageLike
 from ..uncertainty import significance
 from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
 from .plot import figure

@@ -16,12 +16,12 @@ from PIL import Image
 
 from ..errors import RenderError, warn
 from ..explanation import Explanation, Sign
+from ..io.crop_detection import Box
+from ..io.image_io import ImageLike, open_picture
+from ..io.preprocess import Frame
 from ..maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels, require_explanation
 from ..methods import METHODS
 from ..options import real_number
-from ..pictures import ImageLike, open_picture
-from ..preprocess import Frame
-from ..ramp import Box
 from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
 
 Opacity = float | Literal["map"]

@@ -13,9 +13,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..errors import RenderError
 from ..explanation import Explanation
+from ..io.preprocess import Frame
 from ..maps import Percentile, chosen_percentile, limits
 from ..options import whole_number
-from ..preprocess import Frame
 from .painting import (
     Opacity,
     Shade,

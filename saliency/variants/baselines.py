@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import MethodError, did_you_mean
-from ..images import Prepare, read
+from ..io.image_io import ImageLike
+from ..io.inputs import Prepare, read
 from ..multipass import generator
 from ..options import real_number
-from ..pictures import ImageLike
 
 COLOURS = ("mean", "black", "white")
 KINDS = (*COLOURS, "blur", "noise")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, did_you_mean
-from ..preprocess import PreprocessLike, as_preprocess
+from ..io.preprocess import PreprocessLike, as_preprocess
 from .bundled import Bundled
 from .libraries import Facts, Library, Source, Timm, Torchvision, Where
 from .weights import SUFFIXES, fit

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from ..errors import ModelError, did_you_mean
-from ..preprocess import PreprocessLike
+from ..io.preprocess import PreprocessLike
 from .download import downloading, hub_file, library, no_network, require_network
 
 Source = Literal["bundled", "torchvision", "timm"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ImageError, LayerError, MethodError, warn
-from ...files import replacing, save_tensors
+from ...io.atomic_write import replacing, save_tensors
 from .shards import INDEX, LABELS, Features, Labels, Rows, type_name
 
 _SHARD = re.compile(r"shard-\d{5,}\.safetensors")

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .errors import ImageError
-from .options import chosen, is_pair, is_real, is_whole
-from .ramp import Box, TransformPreprocess
+from ..errors import ImageError
+from ..options import chosen, is_pair, is_real, is_whole
+from .crop_detection import Box, TransformPreprocess
 
 Fit = Literal["stretch", "cover", "contain"]
 

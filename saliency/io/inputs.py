@@ -10,10 +10,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from .errors import ImageError, NonFiniteError, warn
-from .pictures import ImageLike, open_picture
+from ..errors import ImageError, NonFiniteError, warn
+from .crop_detection import TransformPreprocess
+from .image_io import ImageLike, open_picture
 from .preprocess import Frame, Preprocess, PreprocessLike, as_preprocess
-from .ramp import TransformPreprocess
 
 ImagesLike = ImageLike | Sequence[ImageLike]
 Prepare = Preprocess | TransformPreprocess | None

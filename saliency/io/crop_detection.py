@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from .errors import ImageError
+from ..errors import ImageError
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the picture
 

@@ -26,7 +26,7 @@ from PIL import (
 )
 from torch import Tensor
 
-from .errors import ImageError
+from ..errors import ImageError
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray[Any, Any] | Tensor
 
