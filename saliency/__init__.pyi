@@ -68,10 +68,10 @@ from .render import cutout as cutout
 from .render import figure as figure
 from .render import overlay as overlay
 from .render.flow import gradient_flow as gradient_flow
-from .targets import contrast as contrast
-from .targets import probability as probability
-from .targets import region as region
-from .targets import value as value
+from .targets.targets import contrast as contrast
+from .targets.targets import probability as probability
+from .targets.targets import region as region
+from .targets.targets import value as value
 from .uncertainty import significance as significance
 from .uncertainty import standard_error as standard_error
 from .zoo import load as load

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .classes import as_categories
 from .effort import Effort
 from .errors import MethodError, NonFiniteError
 from .explanation import Explanation, Setting, Sign
@@ -28,7 +27,8 @@ from .model import borrowed, carried, is_categories, is_preprocess, reference, u
 from .rectifiers import Coverage
 from .rows import has_batch_statistics, warn_of_coupling
 from .selection import Selection
-from .targets import TargetLike
+from .targets.class_names import as_categories
+from .targets.targets import TargetLike
 from .trace import Evidence, Trace
 
 METHODS: dict[str, type[Attribution]] = {}

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .errors import TargetError, warn
 from .model import parts, run
 from .nests import agree, children, rounding, with_children
-from .targets import OutputTarget, Target
+from .targets.targets import OutputTarget, Target
 
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .classes import Categories, class_probabilities, class_scores
 from .errors import NonFiniteError, TargetError
 from .rows import OutputRows, for_rows
-from .targets import ClassScore, OutputTarget, TargetLike, as_target
+from .targets.class_names import Categories, class_probabilities, class_scores
+from .targets.targets import ClassScore, OutputTarget, TargetLike, as_target
 
 
 class Selection:

@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .classes import output_tensor
 from .errors import TargetError
 from .hooks import HookManager
 from .layouts import Grid, Layout, is_channels_first, is_map, layout_from
 from .locality import Place, misplaced
 from .model import parts, run
 from .nests import first_tensor
+from .targets.class_names import output_tensor
 
 
 @dataclass(frozen=True, slots=True)

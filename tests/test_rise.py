@@ -13,7 +13,7 @@ from saliency.engine.estimates import rank_correlation
 from saliency.errors import MethodError
 from saliency.methods.rise import RISE, MaskedScores, Masks
 from saliency.multipass import generator
-from saliency.targets import probability
+from saliency.targets.targets import probability
 from saliency.testing import checks, tiny_model
 from tests.games import Linear, coverage, noise, picture
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
-from saliency.classes import output_tensor
 from saliency.selection import Selection
-from saliency.targets import as_target
+from saliency.targets.class_names import output_tensor
+from saliency.targets.targets import as_target
 
 NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..attribution import Attribution, explain_together
 from ..catalogue import method
-from ..classes import Categories, class_index, class_scores
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
 from ..explanation import Explanation
 from ..model import is_out_of_memory, reference
-from ..targets import ClassScore, TargetLike
+from ..targets.class_names import Categories, class_index, class_scores
+from ..targets.targets import ClassScore, TargetLike
 from .job import Job
 from .problems import Failure
 from .reading import Prepared

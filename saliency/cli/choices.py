@@ -16,10 +16,10 @@ from torch import nn
 
 from ..attribution import Attribution
 from ..catalogue import method
-from ..classes import Categories, class_index
 from ..errors import did_you_mean
 from ..io.atomic_write import PICTURES
 from ..methods import METHODS
+from ..targets.class_names import Categories, class_index
 from ..zoo import load
 from .console import Screen, UsageError, one_line
 

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..classes import Categories, as_categories
 from ..errors import ImageError
 from ..io.inputs import read
 from ..model import call, carried, is_categories, is_preprocess, reference
 from ..nests import mapped, tensors_in
+from ..targets.class_names import Categories, as_categories
 
 
 class Feed(NamedTuple):

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..classes import Categories, class_index, output_tensor, per_image
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..hooks import HookManager
 from ..layers import find
 from ..model import borrowed, unwrap
 from ..nests import mapped, tensors_in
+from ..targets.class_names import Categories, class_index, output_tensor, per_image
 from .feeding import Feed, categories_of, feed
 from .selecting import require_seen
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution
-from ..classes import output_tensor
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..explanation import Sign
 from ..io.preprocess import PreprocessLike
 from ..layers import LayerLike, find
 from ..survey import survey
+from ..targets.class_names import output_tensor
 from ..trace import Evidence
 
 

@@ -17,7 +17,7 @@ from ..engine.quadrature import Adaptive, Rule
 from ..engine.quadrature import rule as rule_of
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
 from ..selection import Selection
-from ..targets import ClassScore, Probability
+from ..targets.targets import ClassScore, Probability
 from ..variants.baselines import BaselineLike, Kept, baselines, settled
 
 MOST_NODES = 256

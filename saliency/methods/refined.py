@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attribution import Finding
-from ..classes import class_index, class_probabilities, class_scores
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..io.preprocess import PreprocessLike
 from ..layers import LayerLike
 from ..options import chosen, is_whole, real_number
 from ..selection import Selection
-from ..targets import ClassScore
+from ..targets.class_names import class_index, class_probabilities, class_scores
+from ..targets.targets import ClassScore
 from ..trace import Evidence, Trace, independent_of
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .combined import FusedCAM

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import ModelError
 from ...options import real_number
-from ...targets import TargetLike
+from ...targets.targets import TargetLike
 from ..feeding import categories_of
 from ..moments import Moments, moments
 from ..selecting import LayersLike

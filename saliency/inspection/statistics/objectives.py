@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...classes import Categories
 from ...errors import TargetError
 from ...nests import mapped
-from ...targets import OutputTarget, TargetLike, as_target
+from ...targets.class_names import Categories
+from ...targets.targets import OutputTarget, TargetLike, as_target
 from ..feeding import Feed
 
 Loss = Callable[..., Tensor]

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .classes import (
+from ..errors import TargetError
+from .class_names import (
     Categories,
     class_index,
     class_name,
@@ -25,7 +26,6 @@ from .classes import (
     output_tensor,
     per_image,
 )
-from .errors import TargetError
 
 Target = Callable[[Any], Tensor]
 """Model output -> scores (N,)."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .errors import TargetError, did_you_mean
+from ..errors import TargetError, did_you_mean
 
 Categories = Sequence[str] | None
 """The class names in the order of the output, where the model carries them."""
