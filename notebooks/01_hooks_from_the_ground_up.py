@@ -30,7 +30,7 @@ from torch import nn
 
 import saliency
 from saliency import inspection
-from saliency.hooks import HookManager
+from saliency.hooks.manager import HookManager
 
 ASSETS = "../assets"
 torch.set_printoptions(precision=4)

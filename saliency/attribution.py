@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from .effort import Effort
 from .errors import MethodError, NonFiniteError
 from .explanation import Explanation, Setting, Sign
+from .hooks.model_state import borrowed, carried, is_categories, is_preprocess, reference, unwrap
+from .hooks.rectifiers import Coverage
 from .io.inputs import Batch, ImagesLike, read
 from .io.preprocess import PreprocessLike, as_preprocess
-from .model import borrowed, carried, is_categories, is_preprocess, reference, unwrap
-from .rectifiers import Coverage
 from .rows import has_batch_statistics, warn_of_coupling
 from .selection import Selection
 from .targets.class_names import as_categories

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from .io.preprocess import PreprocessLike
-from .options import real_number, whole_number
+from .validation import real_number, whole_number
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]

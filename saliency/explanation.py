@@ -18,10 +18,10 @@ from torch import Tensor
 
 from .effort import Effort
 from .errors import ExplanationError
+from .hooks.rectifiers import Coverage
 from .io.atomic_write import save_tensors
 from .io.crop_detection import Box
 from .io.preprocess import Frame
-from .rectifiers import Coverage
 
 Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any]

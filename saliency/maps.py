@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 
 from .errors import NonFiniteError, RenderError
 from .explanation import Explanation, Sign
-from .options import chosen, is_pair, real_number
+from .validation import chosen, is_pair, real_number
 
 Channels = Literal["sum", "mean", "max_abs"]
 Percentile = float | Literal["auto"] | None

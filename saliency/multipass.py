@@ -18,10 +18,10 @@ from .effort import Chunk, Effort, Limits, Running, Sampling
 from .engine.estimates import Estimate
 from .engine.passes import Passes, plainly
 from .errors import MethodError
-from .hooks import HookManager
-from .model import run
-from .options import chosen, is_whole
+from .hooks.manager import HookManager
+from .hooks.model_state import run
 from .selection import Selection
+from .validation import chosen, is_whole
 
 MOST_PASSES = 100_000
 """Where a tolerance or a time ends the work, it ends here at the latest."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import TargetError, warn
-from .model import parts, run
-from .nests import agree, children, rounding, with_children
+from .hooks.model_state import parts, run
+from .hooks.pytree import agree, children, rounding, with_children
 from .targets.targets import OutputTarget, Target
 
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"

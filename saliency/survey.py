@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .errors import TargetError
-from .hooks import HookManager
+from .hooks.manager import HookManager
+from .hooks.model_state import parts, run
+from .hooks.pytree import first_tensor
 from .layouts import Grid, Layout, is_channels_first, is_map, layout_from
 from .locality import Place, misplaced
-from .model import parts, run
-from .nests import first_tensor
 from .targets.class_names import output_tensor
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LayerError, TargetError
-from .hooks import HookManager, Rule
+from .hooks.manager import HookManager, Rule
+from .hooks.model_state import leaf, run
+from .hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
 from .layers import layout_of
 from .layouts import Layout
-from .model import leaf, run
-from .rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
 from .selection import Selection
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import CAM, MethodError
-from saliency.hooks import HookManager
+from saliency.hooks.manager import HookManager
+from saliency.hooks.pytree import first_tensor, mapped
 from saliency.layers import layout_of
 from saliency.methods.ablation import AblationCAM, ReciproCAM
-from saliency.nests import first_tensor, mapped
 from saliency.testing import tiny_model
 
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
+from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Frame
-from saliency.rectifiers import Coverage
 from saliency.testing import tiny_model
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
-from saliency.hooks import HookManager
-from saliency.model import borrowed
+from saliency.hooks.manager import HookManager
+from saliency.hooks.model_state import borrowed
 from saliency.trace import Trace
 
 
@@ -259,7 +259,7 @@ def test_the_hooks_of_a_graph_are_gone_after_a_guided_pass() -> None:
     score = model(x)[:, 1].sum()
     (plain,) = torch.autograd.grad(score, x, retain_graph=True)
     with HookManager() as hooks:
-        from saliency.rectifiers import find_sites
+        from saliency.hooks.rectifiers import find_sites
 
         hooks.rewrite(find_sites(score, x).rectifiers, lambda site: lambda grad_in, grad_out: grad_in * 0)
         assert not torch.autograd.grad(score, x, retain_graph=True)[0].any()

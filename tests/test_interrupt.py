@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from saliency import Attribution, GradCAM, GuidedBackprop
+from saliency.hooks.scope import opened
 from saliency.inspection import edit_activations, edit_gradients, record, rules
-from saliency.marks import opened
 from saliency.testing import tiny_model
 
 ROUNDS = 400

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import saliency
 from saliency.errors import LayerError, MethodError, ModelError
-from saliency.hooks import HookManager
+from saliency.hooks.manager import HookManager
 from saliency.inspection.structure import costs, layer_table
 from saliency.inspection.structure.arithmetic import Operations
 from saliency.inspection.structure.rows import LayerTable

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
+from saliency.hooks.model_state import borrowed
 from saliency.layers import find, layout_of
 from saliency.layouts import Layout
-from saliency.model import borrowed
 from saliency.survey import Survey, survey
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from saliency.errors import MethodError
-from saliency.model import borrowed
-from saliency.nests import tensors_in
+from saliency.hooks.model_state import borrowed
+from saliency.hooks.pytree import tensors_in
 from saliency.tape import localops
 from saliency.tape.local import ONLY_WHERE_REACHED, WHOLE_FORWARDS, Local
 from saliency.tape.patches import Kernel

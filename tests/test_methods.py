@@ -17,8 +17,8 @@ import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
 from saliency.attribution import Finding
 from saliency.catalogue import method, source, summary
+from saliency.hooks.model_state import leaf, run
 from saliency.methods.cam import WeightedCAM
-from saliency.model import leaf, run
 from saliency.selection import Selection
 from saliency.testing import check_method, checks, tiny_model
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError, TargetError, VanillaGradient
-from saliency.hooks import HookManager
-from saliency.model import borrowed, evaluating, leaf, reference, run, unwrap
+from saliency.hooks.manager import HookManager
+from saliency.hooks.model_state import borrowed, evaluating, leaf, reference, run, unwrap
 from saliency.testing import tiny_model
 
 

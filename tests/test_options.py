@@ -16,7 +16,7 @@ from torch import nn
 import saliency
 from saliency import METHODS, MethodError, SaliencyError
 from saliency.errors import RenderError
-from saliency.options import chosen, is_whole, real_number, whole_number
+from saliency.validation import chosen, is_whole, real_number, whole_number
 
 NO_NUMBERS: list[Any] = [
     "many", None, [None], math.nan, math.inf, True, np.True_, object(), torch.tensor(1), np.array([1.0])

@@ -24,7 +24,7 @@ from saliency.engine.pace import MOST_ON_A_PROCESSOR, Pace, pace_of
 from saliency.engine.passes import Make, Passes
 from saliency.engine.progress import Bar
 from saliency.errors import SaliencyWarning
-from saliency.model import borrowed, is_out_of_memory
+from saliency.hooks.model_state import borrowed, is_out_of_memory
 from saliency.multipass import Found, SampledAttribution, estimated, generator
 from saliency.selection import Selection
 from saliency.testing import tiny_model

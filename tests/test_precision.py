@@ -19,8 +19,8 @@ from saliency.engine.folding import agreement, fold_exactly, foldable, private_c
 from saliency.engine.precision import Precision, Runner, runner
 from saliency.engine.tuning import Trial
 from saliency.errors import MethodError, ModelError
-from saliency.hooks import HookManager
-from saliency.model import borrowed
+from saliency.hooks.manager import HookManager
+from saliency.hooks.model_state import borrowed
 
 from .threads import in_threads
 

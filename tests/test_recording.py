@@ -22,10 +22,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
+from saliency.hooks.pytree import tensors_in
 from saliency.inspection import Call, Recording, record
 from saliency.inspection.recording.keeping import TensorStatistics
 from saliency.inspection.wrapped import outside
-from saliency.nests import tensors_in
 from saliency.testing.snapshot import Snapshot
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency.borders import Exit, age, edge, exits, is_recorded_since, now, this_backward
-from saliency.hooks import HookManager
+from saliency.hooks.autograd_graph import Exit, age, edge, exits, is_recorded_since, now, this_backward
+from saliency.hooks.manager import HookManager
 
 
 class Layer(nn.Module):

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
 from saliency.errors import LayerError, ModelError
-from saliency.hooks import HookManager
-from saliency.model import borrowed
-from saliency.nests import first_tensor, mapped, tensors_in
+from saliency.hooks.manager import HookManager
+from saliency.hooks.model_state import borrowed
+from saliency.hooks.pytree import first_tensor, mapped, tensors_in
 from saliency.tape.behind import ONLY_BEHIND, WHOLE_FORWARDS, Behind
 from saliency.tape.replay import Program
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..options import whole_number
+from ..validation import whole_number
 from .folder import Folder
 from .job import FORMATS, SIGNS, Job, Look
 from .locking import locked

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..options import real_number
+from ..validation import real_number
 from .problems import BatchError
 
 if TYPE_CHECKING:

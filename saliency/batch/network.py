@@ -15,7 +15,7 @@ from ..attribution import Attribution, explain_together
 from ..catalogue import method
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
 from ..explanation import Explanation
-from ..model import is_out_of_memory, reference
+from ..hooks.model_state import is_out_of_memory, reference
 from ..targets.class_names import Categories, class_index, class_scores
 from ..targets.targets import ClassScore, TargetLike
 from .job import Job

@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from ..hooks.model_state import borrowed, reference, run
 from ..inspection.statistics.activations import activation_statistics
 from ..inspection.statistics.gradients import gradient_statistics
 from ..inspection.structure import layer_table
@@ -23,7 +24,6 @@ from ..inspection.structure.rows import LayerRow
 from ..inspection.tabular import Column, Table
 from ..io.atomic_write import is_stream, replacing
 from ..io.inputs import read
-from ..model import borrowed, reference, run
 from ..render.flow import gradient_flow
 from ..selection import Selection
 from ..survey import survey

@@ -16,9 +16,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..hooks import HookManager
-from ..model import parts, run
-from ..nests import leaves, tensors_in
+from ..hooks.manager import HookManager
+from ..hooks.model_state import parts, run
+from ..hooks.pytree import leaves, tensors_in
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge
 
 from ..effort import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
 from ..errors import TargetError
-from ..model import is_out_of_memory, leaf, run
-from ..rectifiers import INDEPENDENT, refuse_checkpoints
+from ..hooks.model_state import is_out_of_memory, leaf, run
+from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
 from ..rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
 from ..selection import Selection
 from .estimates import Estimate

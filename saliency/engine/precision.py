@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError
-from ..hooks import HookManager
-from ..model import reference, run
+from ..hooks.manager import HookManager
+from ..hooks.model_state import reference, run
 from .folding import NORMS, Pair, agreement, hooked
 from .tuning import ROWS, Precision, Trial, Way, tuned, ways_for
 

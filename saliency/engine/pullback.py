@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..borders import next_functions
-from ..model import leaf, run
+from ..hooks.autograd_graph import next_functions
+from ..hooks.model_state import leaf, run
 from .passes import Make, Passes, gradient_at
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..options import chosen, whole_number
+from ..validation import chosen, whole_number
 
 Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..model import leaf, run
-from ..nests import mapped, tensors_in
+from ..hooks.model_state import leaf, run
+from ..hooks.pytree import mapped, tensors_in
 from .folding import Pair, fold, fold_exactly, private_copy
 
 Precision = Literal["exact", "fast", "bf16"]

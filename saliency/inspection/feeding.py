@@ -11,9 +11,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ImageError
+from ..hooks.model_state import call, carried, is_categories, is_preprocess, reference
+from ..hooks.pytree import mapped, tensors_in
 from ..io.inputs import read
-from ..model import call, carried, is_categories, is_preprocess, reference
-from ..nests import mapped, tensors_in
 from ..targets.class_names import Categories, as_categories
 
 

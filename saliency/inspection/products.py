@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..hooks import HookManager
+from ..hooks.manager import HookManager
+from ..hooks.model_state import borrowed, unwrap
+from ..hooks.pytree import mapped, tensors_in
 from ..layers import find
-from ..model import borrowed, unwrap
-from ..nests import mapped, tensors_in
 from ..targets.class_names import Categories, class_index, output_tensor, per_image
 from .feeding import Feed, categories_of, feed
 from .selecting import require_seen

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import LayerError, NotApplicableError
-from ..hooks import is_seen
+from ..hooks.manager import is_seen
 from ..layers import find
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]

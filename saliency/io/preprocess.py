@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import ImageError
-from ..options import chosen, is_pair, is_real, is_whole
+from ..validation import chosen, is_pair, is_real, is_whole
 from .crop_detection import Box, TransformPreprocess
 
 Fit = Literal["stretch", "cover", "contain"]

@@ -13,13 +13,13 @@ from ..effort import Running
 from ..engine.passes import Passes
 from ..errors import NotApplicableError, TargetError
 from ..explanation import Sign
-from ..hooks import HookManager
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run
+from ..hooks.pytree import first_tensor, mapped, tensors_in
 from ..layers import LayerLike
-from ..model import run
 from ..multipass import Found, MultiPassAttribution
-from ..nests import first_tensor, mapped, tensors_in
-from ..options import chosen
 from ..tape.behind import Behind
+from ..validation import chosen
 from .cam import _linear_head, warn_if_signed
 from .layered import LayerReader, Reading, channel_count, strongest
 

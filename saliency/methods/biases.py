@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from ..borders import next_functions
-from ..nests import leaves, mapped, tensors_in
+from ..hooks.autograd_graph import next_functions
+from ..hooks.pytree import leaves, mapped, tensors_in
 
 
 class Bias(NamedTuple):

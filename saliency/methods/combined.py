@@ -14,9 +14,9 @@ from ..errors import LayerError
 from ..explanation import Sign
 from ..io.preprocess import PreprocessLike
 from ..layers import LayerLike, find
-from ..options import chosen, real_number
 from ..survey import survey
 from ..trace import Evidence
+from ..validation import chosen, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .gradient import GuidedBackprop, Smooth
 

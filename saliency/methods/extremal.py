@@ -13,7 +13,7 @@ from ..effort import Running
 from ..engine.passes import Passes
 from ..errors import MethodError
 from ..multipass import Found
-from ..options import chosen, real_number
+from ..validation import chosen, real_number
 from .masks import AUTHORS, OptimisedMask, blurring, shifted
 
 Keep = Literal["best", "worst"]

@@ -15,10 +15,10 @@ from ..attribution import Attribution, Finding
 from ..effort import Effort
 from ..errors import NotApplicableError, TargetError, warn
 from ..explanation import Sign
+from ..hooks.model_state import leaf, run
+from ..hooks.pytree import tensors_in
+from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
 from ..layouts import Layout, layout_from
-from ..model import leaf, run
-from ..nests import tensors_in
-from ..rectifiers import INDEPENDENT, refuse_checkpoints
 from ..rows import output_rows
 from ..selection import Selection
 from ..survey import survey

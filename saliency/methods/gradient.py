@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..attribution import Finding, TracedAttribution
 from ..errors import NotApplicableError, warn
-from ..hooks import Rule
+from ..hooks.manager import Rule
+from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..io.preprocess import PreprocessLike
-from ..options import chosen, real_number
-from ..rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..trace import Evidence
+from ..validation import chosen, real_number
 
 Smooth = Literal["leave", "positive"]
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import LayerError
-from ..hooks import HookManager
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run
 from ..layers import LayerLike, layout_of
 from ..layouts import Layout
-from ..model import run
-from ..options import whole_number
+from ..validation import whole_number
 from .cam import GradCAM
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..effort import Sampling
 from ..engine.passes import Passes
 from ..multipass import Found, generator
-from ..options import real_number
+from ..validation import real_number
 from ..variants.fills import FillLike
 from ..variants.segments import SegmentsLike
 from .features import SUPERPIXELS, Coalitions, CoalitionSampling, Parts, Solution, standard_errors

@@ -15,7 +15,7 @@ from ..engine.passes import Passes
 from ..explanation import Sign
 from ..layers import LayerLike
 from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
-from ..options import chosen, real_number, whole_number
+from ..validation import chosen, real_number, whole_number
 from .cam import warn_if_signed
 from .layered import LayerReader, Masks, Reading, channel_count
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ..effort import Running
 from ..engine.passes import Passes
 from ..errors import MethodError
-from ..model import leaf
+from ..hooks.model_state import leaf
 from ..multipass import Found, MultiPassAttribution, generator
-from ..options import real_number, whole_number
 from ..selection import Selection
 from ..trace import widened
+from ..validation import real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]

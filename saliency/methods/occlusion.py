@@ -13,8 +13,8 @@ from ..engine.passes import Make, Passes
 from ..errors import MethodError
 from ..explanation import Sign
 from ..multipass import Found, MultiPassAttribution
-from ..options import is_pair, is_whole
 from ..tape.local import ONLY_WHERE_REACHED, Local
+from ..validation import is_pair, is_whole
 from ..variants.fills import Filler, FillLike, as_fill
 
 Place = tuple[int, int]  # top, left

@@ -15,11 +15,11 @@ from ..attribution import Finding
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..io.preprocess import PreprocessLike
 from ..layers import LayerLike
-from ..options import chosen, is_whole, real_number
 from ..selection import Selection
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
 from ..trace import Evidence, Trace, independent_of
+from ..validation import chosen, is_whole, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .combined import FusedCAM
 

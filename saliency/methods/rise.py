@@ -15,7 +15,7 @@ from ..engine.passes import Passes
 from ..errors import MethodError
 from ..explanation import Sign
 from ..multipass import Found, SampledAttribution, estimated, generator
-from ..options import chosen, real_number, whole_number
+from ..validation import chosen, real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
 TOGETHER = 16

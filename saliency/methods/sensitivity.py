@@ -16,7 +16,7 @@ from ..engine.estimates import Estimate
 from ..engine.passes import Make, Passes
 from ..errors import MethodError
 from ..multipass import Found, SampledAttribution, generator
-from ..options import whole_number
+from ..validation import whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
 

@@ -13,8 +13,8 @@ from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
 from ..layers import LayerLike
 from ..multipass import Found, SampledAttribution, estimated
-from ..options import real_number
 from ..trace import Evidence, Trace
+from ..validation import real_number
 from .cam import GradCAM, warn_if_signed
 from .smoothing import noisy_copies
 

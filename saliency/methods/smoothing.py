@@ -18,12 +18,12 @@ from ..engine.passes import Passes
 from ..engine.spread import Variance
 from ..errors import MethodError
 from ..explanation import Explanation, Setting
+from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
-from ..options import real_number
-from ..rectifiers import Coverage
 from ..selection import Selection
 from ..trace import widened
+from ..validation import real_number
 from .gradient import VanillaGradient
 
 Options = Mapping[str, Setting] | Sequence[Sequence[Setting]]

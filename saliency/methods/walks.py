@@ -13,7 +13,7 @@ from ..engine.passes import Passes
 from ..engine.quadrature import Rule
 from ..engine.quadrature import rule as rule_of
 from ..multipass import Found, MultiPassAttribution
-from ..options import real_number
+from ..validation import real_number
 from ..variants.baselines import BaselineLike, Diffusion, baselines, settled
 from .path import residual_of, scores_of, wide
 

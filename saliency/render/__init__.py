@@ -23,8 +23,8 @@ from ..explanation import Explanation, Sign
 from ..io.atomic_write import replacing
 from ..io.image_io import ImageLike
 from ..maps import Percentile, shared_limit
-from ..options import real_number
 from ..uncertainty import significance
+from ..validation import real_number
 from .painting import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
 from .plot import figure
 from .sheet import contact_sheet

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import RenderError
 from ..inspection.statistics.gradients import GradientStatistics, LayerGradients, ParameterGradients
 from ..inspection.tabular import number, share
-from ..options import chosen, is_real
+from ..validation import chosen, is_real
 from .canvas import new_figure
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..io.image_io import ImageLike, open_picture
 from ..io.preprocess import Frame
 from ..maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels, require_explanation
 from ..methods import METHODS
-from ..options import real_number
+from ..validation import real_number
 from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
 
 Opacity = float | Literal["map"]

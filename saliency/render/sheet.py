@@ -15,7 +15,7 @@ from ..errors import RenderError
 from ..explanation import Explanation
 from ..io.preprocess import Frame
 from ..maps import Percentile, chosen_percentile, limits
-from ..options import whole_number
+from ..validation import whole_number
 from .painting import (
     Opacity,
     Shade,

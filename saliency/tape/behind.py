@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LayerError
-from ..hooks import HookManager
+from ..hooks.manager import HookManager
+from ..hooks.model_state import is_out_of_memory, run
+from ..hooks.pytree import agree, first_tensor, mapped
 from ..layers import find
-from ..model import is_out_of_memory, run
-from ..nests import agree, first_tensor, mapped
 from .operations import Escapes
 from .replay import Program, Unlike
 from .tape import Tape

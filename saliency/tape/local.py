@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError
-from ..model import is_out_of_memory, run
-from ..nests import agree
+from ..hooks.model_state import is_out_of_memory, run
+from ..hooks.pytree import agree
 from .localops import Call, Still, pointwise, way_of
 from .operations import Escapes
 from .patches import Patch, Rectangles, whole

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nests import agree, mapped
+from ..hooks.pytree import agree, mapped
 from .operations import Op
 from .tape import Given, Slot, Step, Tape
 

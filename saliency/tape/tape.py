@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..nests import mapped, tensors_in
+from ..hooks.pytree import mapped, tensors_in
 from .operations import Op, is_plain, is_random, keeps_statistics, reads_values, tensors_among, written_by
 
 

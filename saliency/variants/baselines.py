@@ -17,7 +17,7 @@ from ..errors import MethodError, did_you_mean
 from ..io.image_io import ImageLike
 from ..io.inputs import Prepare, read
 from ..multipass import generator
-from ..options import real_number
+from ..validation import real_number
 
 COLOURS = ("mean", "black", "white")
 KINDS = (*COLOURS, "blur", "noise")

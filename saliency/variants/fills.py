@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError, did_you_mean
-from ..options import is_real
+from ..validation import is_real
 
 BLUR = 1 / 20
 """The blur's standard deviation, as a share of the picture's shorter edge: 11 pixels at 224."""

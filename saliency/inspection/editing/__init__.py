@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 
 from ...errors import MethodError, warn
-from ...hooks import HookManager
-from ...model import eager, unwrap
+from ...hooks.manager import HookManager
+from ...hooks.model_state import eager, unwrap
 from ..selecting import LayersLike
 from .attaching import attach_to_activation, attach_to_input, attach_to_output
 from .places import Place, Where, places

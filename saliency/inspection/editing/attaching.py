@@ -12,10 +12,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...borders import edge, exits, is_recorded_since, now, this_backward
 from ...errors import NotApplicableError
-from ...hooks import HookManager
-from ...nests import mapped, tensors_in
+from ...hooks.autograd_graph import edge, exits, is_recorded_since, now, this_backward
+from ...hooks.manager import HookManager
+from ...hooks.pytree import mapped, tensors_in
 from .places import Place
 from .ruling import NamedRule, Rule, applied, rule_name
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import LayerError, MethodError, NotApplicableError, closest
-from ...hooks import is_seen
+from ...hooks.manager import is_seen
 from ..selecting import require_seen, selected
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ImageError, LayerError, MethodError
-from ...hooks import HookManager
-from ...model import borrowed, unwrap
-from ...nests import tensors_in
+from ...hooks.manager import HookManager
+from ...hooks.model_state import borrowed, unwrap
+from ...hooks.pytree import tensors_in
 from ..feeding import Feed, called, feeds
 from ..selecting import LayersLike, require_seen, selected
 from .shards import RESERVED, Features, Rows

@@ -9,8 +9,8 @@ from typing import Any, Self, overload
 from torch import nn
 
 from ...errors import LayerError, MethodError, did_you_mean
-from ...hooks import HookManager, is_seen
-from ...model import eager, unwrap
+from ...hooks.manager import HookManager, is_seen
+from ...hooks.model_state import eager, unwrap
 from ..selecting import LayersLike, require_seen, selected
 from ..tabular import Table
 from .keeping import Keep, Keeper

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...borders import this_backward
+from ...hooks.autograd_graph import this_backward
 from ..wrapped import outside
 
 Place = tuple[Sequence[int], Sequence[int], int]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ...borders import Exit, edge, exits, is_recorded_since, now, this_backward
-from ...hooks import HookManager
-from ...nests import mapped, tensors_in
+from ...hooks.autograd_graph import Exit, edge, exits, is_recorded_since, now, this_backward
+from ...hooks.manager import HookManager
+from ...hooks.pytree import mapped, tensors_in
 from .inbox import Backward, Inbox, View
 from .keeping import Keeper
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ...errors import LayerError
-from ...hooks import HookManager
+from ...hooks.manager import HookManager
+from ...hooks.pytree import first_tensor, tensors_in
 from ...layouts import Grid
-from ...nests import first_tensor, tensors_in
 from ..feeding import Feed, called
 from ..moments import Moments, moments
 from ..selecting import LayersLike

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ImageError
-from ...hooks import HookManager
-from ...model import leaf
-from ...nests import first_tensor, mapped, tensors_in
-from ...rectifiers import refuse_checkpoints
+from ...hooks.manager import HookManager
+from ...hooks.model_state import leaf
+from ...hooks.pytree import first_tensor, mapped, tensors_in
+from ...hooks.rectifiers import refuse_checkpoints
 from ..feeding import Feed, called
 from ..moments import Moments, moments
 from .heaps import Call, Calls

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...errors import ModelError
-from ...options import real_number
 from ...targets.targets import TargetLike
+from ...validation import real_number
 from ..feeding import categories_of
 from ..moments import Moments, moments
 from ..selecting import LayersLike

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import TargetError
-from ...nests import mapped
+from ...hooks.pytree import mapped
 from ...targets.class_names import Categories
 from ...targets.targets import OutputTarget, TargetLike, as_target
 from ..feeding import Feed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ImageError, ModelError
-from ...model import borrowed, unwrap
+from ...hooks.model_state import borrowed, unwrap
 from ..feeding import Feed, feeds
 from ..selecting import LayersLike, selected
 

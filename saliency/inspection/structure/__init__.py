@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...errors import MethodError
-from ...model import borrowed, unwrap
-from ...nests import tensors_in
+from ...hooks.model_state import borrowed, unwrap
+from ...hooks.pytree import tensors_in
 from ..feeding import feed
 from ..selecting import LayersLike, selected
 from ..tabular import listed, si

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...hooks import HookManager
-from ...model import reference
-from ...nests import tensors_in
+from ...hooks.manager import HookManager
+from ...hooks.model_state import reference
+from ...hooks.pytree import tensors_in
 from ..feeding import Feed, called
 
 

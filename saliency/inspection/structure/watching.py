@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...hooks import HookManager
-from ...model import parts
-from ...nests import first_tensor, tensors_in
+from ...hooks.manager import HookManager
+from ...hooks.model_state import parts
+from ...hooks.pytree import first_tensor, tensors_in
 from ..feeding import Feed, called
 from .arithmetic import Operations, closed_form, known_kind
 

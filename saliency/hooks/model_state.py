@@ -13,9 +13,24 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from .errors import ModelError
-from .interrupts import surely
-from .nests import tensors_in
+from ..errors import ModelError
+from .pytree import tensors_in
+
+
+def surely(undo: Callable[[], None]) -> None:
+    """Undo, and begin again where a Ctrl-C interrupts it; the interrupt is raised afterwards.
+
+    What is to be undone must bear to be undone twice.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            undo()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .borders import Exit, Gradients, Like, Meeting, age, next_functions
-from .calls import Hook, Revision, paired
-from .interrupts import surely
-from .marks import Mark, opened
-from .nests import first_tensor, mapped
+from .autograd_graph import Exit, Gradients, Like, Meeting, age, next_functions
+from .model_state import surely
+from .module_hooks import Hook, Revision, paired
+from .pytree import first_tensor, mapped
 from .rectifiers import Site
+from .scope import Mark, opened
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""

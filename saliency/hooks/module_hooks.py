@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .marks import Mark
+from .scope import Mark
 
 _Token = TypeVar("_Token")
 

@@ -18,8 +18,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .borders import next_functions
-from .errors import NotApplicableError, TargetError
+from ..errors import NotApplicableError, TargetError
+from .autograd_graph import next_functions
 
 _REENTRANT = (
     "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
