@@ -15,8 +15,8 @@ from .errors import LayerError, TargetError
 from .hooks.manager import HookManager, Rule
 from .hooks.model_state import leaf, run
 from .hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
-from .layers import layout_of
-from .layouts import Layout
+from .layers.find import layout_of
+from .layers.layout import Layout
 from .selection import Selection
 
 

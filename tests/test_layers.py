@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
 from saliency.hooks.model_state import borrowed
-from saliency.layers import find, layout_of
-from saliency.layouts import Layout
-from saliency.survey import Survey, survey
+from saliency.layers.default_layer import Survey, survey
+from saliency.layers.find import find, layout_of
+from saliency.layers.layout import Layout
 
 
 @pytest.fixture(autouse=True)

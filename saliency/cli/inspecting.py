@@ -24,9 +24,9 @@ from ..inspection.structure.rows import LayerRow
 from ..inspection.tabular import Column, Table
 from ..io.atomic_write import is_stream, replacing
 from ..io.inputs import read
+from ..layers.default_layer import survey
 from ..render.flow import gradient_flow
 from ..selection import Selection
-from ..survey import survey
 from .choices import ready_model, target_of
 from .console import GAP, Screen, UsageError, visible
 from .console import Column as ScreenColumn

@@ -18,7 +18,7 @@ from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import borrowed, unwrap
 from ..hooks.pytree import mapped, tensors_in
-from ..layers import find
+from ..layers.find import find
 from ..targets.class_names import Categories, class_index, output_tensor, per_image
 from .feeding import Feed, categories_of, feed
 from .selecting import require_seen

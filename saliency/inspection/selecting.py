@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import LayerError, NotApplicableError
 from ..hooks.manager import is_seen
-from ..layers import find
+from ..layers.find import find
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
 """A dotted name, a pattern as in "layer4.*.conv?" (`*` also crosses dots), a module, a class of modules, or several."""

@@ -16,7 +16,7 @@ from ..explanation import Sign
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run
 from ..hooks.pytree import first_tensor, mapped, tensors_in
-from ..layers import LayerLike
+from ..layers.find import LayerLike
 from ..multipass import Found, MultiPassAttribution
 from ..tape.behind import Behind
 from ..validation import chosen

@@ -19,8 +19,8 @@ from ..attribution import Finding, TracedAttribution
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..explanation import Sign
 from ..io.preprocess import PreprocessLike
-from ..layers import LayerLike, find
-from ..survey import survey
+from ..layers.default_layer import survey
+from ..layers.find import LayerLike, find
 from ..targets.class_names import output_tensor
 from ..trace import Evidence
 

@@ -13,8 +13,8 @@ from ..attribution import Finding, TracedAttribution
 from ..errors import LayerError
 from ..explanation import Sign
 from ..io.preprocess import PreprocessLike
-from ..layers import LayerLike, find
-from ..survey import survey
+from ..layers.default_layer import survey
+from ..layers.find import LayerLike, find
 from ..trace import Evidence
 from ..validation import chosen, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM

@@ -18,10 +18,10 @@ from ..explanation import Sign
 from ..hooks.model_state import leaf, run
 from ..hooks.pytree import tensors_in
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from ..layouts import Layout, layout_from
+from ..layers.default_layer import survey
+from ..layers.layout import Layout, layout_from
 from ..rows import output_rows
 from ..selection import Selection
-from ..survey import survey
 from ..trace import widened
 from .biases import POINTWISE, BiasWatch
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..errors import LayerError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run
-from ..layers import LayerLike, layout_of
-from ..layouts import Layout
+from ..layers.find import LayerLike, layout_of
+from ..layers.layout import Layout
 from ..validation import whole_number
 from .cam import GradCAM
 

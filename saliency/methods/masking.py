@@ -13,7 +13,7 @@ from ..effort import Limits, Running, Sampling
 from ..engine.estimates import rank_correlation, relative_error
 from ..engine.passes import Passes
 from ..explanation import Sign
-from ..layers import LayerLike
+from ..layers.find import LayerLike
 from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
 from ..validation import chosen, real_number, whole_number
 from .cam import warn_if_signed

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..attribution import Finding
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..io.preprocess import PreprocessLike
-from ..layers import LayerLike
+from ..layers.find import LayerLike
 from ..selection import Selection
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..effort import Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
-from ..layers import LayerLike
+from ..layers.find import LayerLike
 from ..multipass import Found, SampledAttribution, estimated
 from ..trace import Evidence, Trace
 from ..validation import real_number

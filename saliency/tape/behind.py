@@ -12,7 +12,7 @@ from ..errors import LayerError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, run
 from ..hooks.pytree import agree, first_tensor, mapped
-from ..layers import find
+from ..layers.find import find
 from .operations import Escapes
 from .replay import Program, Unlike
 from .tape import Tape

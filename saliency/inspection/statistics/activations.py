@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import LayerError
 from ...hooks.manager import HookManager
 from ...hooks.pytree import first_tensor, tensors_in
-from ...layouts import Grid
+from ...layers.layout import Grid
 from ..feeding import Feed, called
 from ..moments import Moments, moments
 from ..selecting import LayersLike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...layouts import Grid, layout_from
+from ...layers.layout import Grid, layout_from
 
 POOLING = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),

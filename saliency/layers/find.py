@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .errors import LayerError, closest, warn
-from .layouts import Layout, is_channels_first, is_plain, layout_from
-from .survey import survey
+from ..errors import LayerError, closest, warn
+from .default_layer import survey
+from .layout import Layout, is_channels_first, is_plain, layout_from
 
 LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the layer that is found by one forward."""

@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .errors import TargetError
-from .hooks.manager import HookManager
-from .hooks.model_state import parts, run
-from .hooks.pytree import first_tensor
-from .layouts import Grid, Layout, is_channels_first, is_map, layout_from
-from .locality import Place, misplaced
-from .targets.class_names import output_tensor
+from ..errors import TargetError
+from ..hooks.manager import HookManager
+from ..hooks.model_state import parts, run
+from ..hooks.pytree import first_tensor
+from ..targets.class_names import output_tensor
+from .layout import Grid, Layout, is_channels_first, is_map, layout_from
+from .spatial_order import Place, misplaced
 
 
 @dataclass(frozen=True, slots=True)

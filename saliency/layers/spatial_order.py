@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .hooks.manager import HookManager
-from .hooks.model_state import run
-from .hooks.pytree import first_tensor
-from .layouts import Layout
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run
+from ..hooks.pytree import first_tensor
+from .layout import Layout
 
 # The centres of the patches that are changed, as shares of height and width: no two in one row, column or quarter.
 _CENTRES = ((0.2, 0.3), (0.3, 0.8), (0.7, 0.15), (0.85, 0.65))

@@ -1,0 +1,1 @@
+"""Find the layers of a model, and read their outputs as maps."""
