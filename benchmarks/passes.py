@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import saliency
 from benchmarks.timing import Timing, interleaved, ratio, verdict, wall_ratio
-from saliency.attribution import Attribution
+from saliency.attribution.base import Attribution
 from saliency.engine.estimates import rank_correlation
 
 SIZES = (1, 2, 4, 8, 16)

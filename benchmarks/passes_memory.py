@@ -20,7 +20,7 @@ import saliency
 from benchmarks.memory import status
 from benchmarks.passes import header, subject
 from benchmarks.timing import verdict
-from saliency.attribution import Attribution
+from saliency.attribution.base import Attribution
 
 FEW, MANY, TARGET = 50, 1000, 1.10
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saliency.attribution import Attribution
-from saliency.catalogue import summary
+from saliency.attribution.base import Attribution
+from saliency.attribution.registry import summary
 from saliency.cli.listing import paper
 from saliency.methods import METHODS
 

@@ -1,6 +1,7 @@
 from . import inspection as inspection
-from .attribution import Attribution as Attribution
-from .attribution import explain_together as explain_together
+from .attribution.base import Attribution as Attribution
+from .attribution.base import explain_together as explain_together
+from .attribution.explanation import Explanation as Explanation
 from .engine.allocator import keep_memory as keep_memory
 from .errors import ExplanationError as ExplanationError
 from .errors import ImageError as ImageError
@@ -13,7 +14,6 @@ from .errors import RenderError as RenderError
 from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
-from .explanation import Explanation as Explanation
 from .io.preprocess import Preprocess as Preprocess
 from .maps import heatmap as heatmap
 from .maps import shared_limit as shared_limit

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from .attribution.explanation import Explanation, Sign
 from .errors import NonFiniteError, RenderError
-from .explanation import Explanation, Sign
 from .validation import chosen, is_pair, real_number
 
 Channels = Literal["sum", "mean", "max_abs"]

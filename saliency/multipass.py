@@ -13,14 +13,14 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from .attribution import Attribution, Finding
-from .effort import Chunk, Effort, Limits, Running, Sampling
+from .attribution.base import Attribution, Finding
+from .attribution.options import Chunk, Effort, Limits, Running, Sampling
+from .attribution.resolved_target import Selection
 from .engine.estimates import Estimate
 from .engine.passes import Passes, plainly
 from .errors import MethodError
 from .hooks.manager import HookManager
 from .hooks.model_state import run
-from .selection import Selection
 from .validation import chosen, is_whole
 
 MOST_PASSES = 100_000
@@ -42,7 +42,7 @@ class MultiPassAttribution(Attribution):
 
     Args:
         model: As for every method.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
     """
 
     def __init__(self, model: nn.Module, **running: Unpack[Running]) -> None:
@@ -117,7 +117,7 @@ class SampledAttribution(MultiPassAttribution):
 
     Args:
         model: As for every method.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
     """
 
     samples: ClassVar[int] = 50

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .attribution.explanation import Explanation, Sign
 from .errors import RenderError
-from .explanation import Explanation, Sign
 from .maps import Channels, read_sign, reduce_channels, require_explanation
 
 

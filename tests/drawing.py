@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from saliency.explanation import Explanation, Sign
+from saliency.attribution.explanation import Explanation, Sign
 from saliency.io.preprocess import Frame
 
 

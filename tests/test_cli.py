@@ -21,12 +21,12 @@ from PIL import Image
 
 import saliency
 from saliency import cli, zoo
-from saliency.attribution import explain_together
+from saliency.attribution.base import explain_together
+from saliency.attribution.forward import Trace
 from saliency.cli import arguments, choices, main
 from saliency.maps import SIGNS
 from saliency.methods import METHODS
 from saliency.render import overlay, save_picture
-from saliency.trace import Trace
 from tests.commandline import ASSETS, COFFEE, copies, loaded, share_models, started
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))
@@ -157,7 +157,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
             traces.append(None)
             super().__init__(*arguments)
 
-    monkeypatch.setattr("saliency.attribution.Trace", Counting)
+    monkeypatch.setattr("saliency.attribution.base.Trace", Counting)
     return traces
 
 

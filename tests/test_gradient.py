@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import DeconvNet, GuidedBackprop, InputXGradient, TargetError, VanillaGradient
-from saliency.attribution import TracedAttribution
+from saliency.attribution.base import TracedAttribution
 
 
 def network(activation: Callable[[], nn.Module]) -> nn.Sequential:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
+from saliency.attribution.forward import Trace
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import borrowed
-from saliency.trace import Trace
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +345,7 @@ def test_a_cam_records_nothing_in_front_of_its_layer() -> None:
 
 
 def test_recording_from_the_layer_gives_the_same_values_bit_for_bit() -> None:
-    from saliency.selection import Selection
+    from saliency.attribution.resolved_target import Selection
 
     model, x = Cut(nn.ReLU(inplace=True)), torch.randn(2, 3, 8, 8)
     found = {}

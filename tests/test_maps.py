@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError
-from saliency.explanation import Explanation, Sign
 from saliency.maps import Channels, heatmap, limits, shared_limit
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
-from saliency.attribution import Finding
-from saliency.catalogue import method, source, summary
+from saliency.attribution.base import Finding
+from saliency.attribution.registry import method, source, summary
+from saliency.attribution.resolved_target import Selection
 from saliency.hooks.model_state import leaf, run
 from saliency.methods.cam import WeightedCAM
-from saliency.selection import Selection
 from saliency.testing import check_method, checks, tiny_model
 
 CASES = [

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import saliency
+from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
-from saliency.explanation import Explanation, Sign
 from saliency.io.crop_detection import Box
 from saliency.io.preprocess import Frame, Preprocess
 from saliency.maps import shared_limit

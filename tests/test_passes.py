@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
-from saliency.effort import Effort, Limits, Sampling
+from saliency.attribution.options import Effort, Limits, Sampling
+from saliency.attribution.resolved_target import Selection
 from saliency.engine.estimates import Estimate
 from saliency.engine.pace import MOST_ON_A_PROCESSOR, Pace, pace_of
 from saliency.engine.passes import Make, Passes
@@ -26,7 +27,6 @@ from saliency.engine.progress import Bar
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import borrowed, is_out_of_memory
 from saliency.multipass import Found, SampledAttribution, estimated, generator
-from saliency.selection import Selection
 from saliency.testing import tiny_model
 from saliency.testing.subject import images
 

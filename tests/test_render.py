@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import RenderError
-from saliency.explanation import Explanation, Sign
 from saliency.io.preprocess import Frame
 from saliency.maps import heatmap, shared_limit
 from saliency.render import contact_sheet, cutout, figure, overlay, save_picture

@@ -16,8 +16,8 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageFont
 
+from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
-from saliency.explanation import Explanation
 from saliency.io.preprocess import Frame, Preprocess
 from saliency.render import contact_sheet, figure
 from saliency.render.colors import table

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
-from saliency.selection import Selection
+from saliency.attribution.resolved_target import Selection
 from saliency.targets.class_names import output_tensor
 from saliency.targets.targets import as_target
 

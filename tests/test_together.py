@@ -140,8 +140,8 @@ def test_the_same_method_twice_gives_two_explanations(model: Net, x: Tensor) -> 
 
 
 def test_a_method_that_traces_nothing_takes_part(model: Net, x: Tensor) -> None:
-    from saliency.attribution import Finding
-    from saliency.selection import Selection
+    from saliency.attribution.base import Finding
+    from saliency.attribution.resolved_target import Selection
 
     class Constant(Attribution):
         """No name: it stays out of the registry."""

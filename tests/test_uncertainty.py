@@ -17,7 +17,9 @@ from saliency.render.painting import Opacity
 from saliency.testing import tiny_model
 
 
-def sampled(values: Tensor, error: Tensor | None, sign: saliency.explanation.Sign = "signed") -> Explanation:
+def sampled(
+    values: Tensor, error: Tensor | None, sign: saliency.attribution.explanation.Sign = "signed"
+) -> Explanation:
     """An explanation of a grey photo by values and errors (1, C, h, w)."""
     picture = Image.new("RGB", (64, 48), (128, 128, 128))
     like = VanillaGradient(tiny_model()).attribute(torch.randn(1, 3, 16, 16), 0)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..explanation import Explanation
+from ..attribution.explanation import Explanation
 from ..io.atomic_write import replacing
 from ..io.preprocess import Frame
 from ..render import save_picture

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from ..attribution.explanation import Explanation
 from ..errors import ExplanationError
-from ..explanation import Explanation
 from .folder import FORMAT, MAP_SUFFIX
 from .photos import leads_out
 

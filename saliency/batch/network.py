@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Attribution, explain_together
-from ..catalogue import method
+from ..attribution.base import Attribution, explain_together
+from ..attribution.explanation import Explanation
+from ..attribution.registry import method
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
-from ..explanation import Explanation
 from ..hooks.model_state import is_out_of_memory, reference
 from ..targets.class_names import Categories, class_index, class_scores
 from ..targets.targets import ClassScore, TargetLike

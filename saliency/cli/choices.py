@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attribution import Attribution
-from ..catalogue import method
+from ..attribution.base import Attribution
+from ..attribution.registry import method
 from ..errors import did_you_mean
 from ..io.atomic_write import PICTURES
 from ..methods import METHODS

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..attribution import Attribution, explain_together
+from ..attribution.base import Attribution, explain_together
+from ..attribution.explanation import Explanation, Sign
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..explanation import Explanation, Sign
 from ..io.image_io import open_picture
 from ..io.preprocess import Frame
 from ..maps import Percentile

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor, nn
 
+from ..attribution.resolved_target import Selection
 from ..errors import ModelError
 from ..hooks.model_state import borrowed, reference, run
 from ..inspection.statistics.activations import activation_statistics
@@ -26,7 +27,6 @@ from ..io.atomic_write import is_stream, replacing
 from ..io.inputs import read
 from ..layers.default_layer import survey
 from ..render.flow import gradient_flow
-from ..selection import Selection
 from .choices import ready_model, target_of
 from .console import GAP, Screen, UsageError, visible
 from .console import Column as ScreenColumn

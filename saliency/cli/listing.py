@@ -9,8 +9,8 @@ from collections import Counter
 from rich.table import Table
 from rich.text import Text
 
-from ..attribution import Attribution
-from ..catalogue import source, summary
+from ..attribution.base import Attribution
+from ..attribution.registry import source, summary
 from ..errors import did_you_mean
 from ..methods import METHODS
 from ..zoo import Listing

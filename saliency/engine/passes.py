@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..effort import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
+from ..attribution.options import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
+from ..attribution.output_rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
+from ..attribution.resolved_target import Selection
 from ..errors import TargetError
 from ..hooks.model_state import is_out_of_memory, leaf, run
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from ..rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
-from ..selection import Selection
 from .estimates import Estimate
 from .pace import fits, pace_of
 from .progress import Bar
@@ -56,7 +56,7 @@ class Passes:
         image: The image's place in the batch.
         limits: When to stop.
         chunk: A number of passes, or "auto".
-        precision: See `saliency.effort.Running`.
+        precision: See `saliency.attribution.options.Running`.
         progress: See there.
         on_interrupt: See there.
         label: What the progress bar says.

@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import walk_packages
 
-from ..attribution import METHODS as METHODS
+from ..attribution.base import METHODS as METHODS
 
 for _module in walk_packages(__path__):
     import_module(f"{__name__}.{_module.name}")

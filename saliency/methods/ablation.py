@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..effort import Running
+from ..attribution.explanation import Sign
+from ..attribution.options import Running
 from ..engine.passes import Passes
 from ..errors import NotApplicableError, TargetError
-from ..explanation import Sign
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run
 from ..hooks.pytree import first_tensor, mapped, tensors_in
@@ -39,7 +39,7 @@ class AblationCAM(MultiPassAttribution):
         model: As for every method.
         layer: As for `GradCAM`.
         channels: How many channels to take away, those with the greatest energy; None for all.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
 
@@ -167,7 +167,7 @@ class ReciproCAM(MultiPassAttribution):
         layer: As for `GradCAM`.
         alone: Whether each place is shown as it is, and without its neighbours. With only pooling and one linear layer
             behind the layer, the values are then those of `CAM` over the number of places.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, h, w), signed, in score units.
 

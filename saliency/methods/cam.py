@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution import Finding, TracedAttribution
+from ..attribution.base import Finding, TracedAttribution
+from ..attribution.explanation import Sign
+from ..attribution.forward import Evidence
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..explanation import Sign
 from ..io.preprocess import PreprocessLike
 from ..layers.default_layer import survey
 from ..layers.find import LayerLike, find
 from ..targets.class_names import output_tensor
-from ..trace import Evidence
 
 
 class LayerAttribution(TracedAttribution):

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution import Finding, TracedAttribution
+from ..attribution.base import Finding, TracedAttribution
+from ..attribution.explanation import Sign
+from ..attribution.forward import Evidence
 from ..errors import LayerError
-from ..explanation import Sign
 from ..io.preprocess import PreprocessLike
 from ..layers.default_layer import survey
 from ..layers.find import LayerLike, find
-from ..trace import Evidence
 from ..validation import chosen, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .gradient import GuidedBackprop, Smooth

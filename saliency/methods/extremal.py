@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..effort import Running
+from ..attribution.options import Running
 from ..engine.passes import Passes
 from ..errors import MethodError
 from ..multipass import Found
@@ -44,7 +44,7 @@ class ExtremalPerturbation(OptimisedMask):
         steps: Steps of gradient descent, which go the farther the fewer they are; the paper's are 800.
         weight: What a false area costs at the first step.
         keep: "best" looks for the part that suffices; "worst" for the one whose loss lowers the score the most.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
     everywhere where the score does not depend on the mask.

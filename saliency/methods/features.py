@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..effort import Running, Sampling
+from ..attribution.explanation import Sign
+from ..attribution.options import Running, Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
 from ..errors import warn
-from ..explanation import Sign
 from ..multipass import Found, MultiPassAttribution, SampledAttribution
 from ..variants.fills import Filler, FillLike, as_fill
 from ..variants.segments import SegmentsLike, as_segments, segmented
@@ -62,7 +62,7 @@ class FeatureAblation(MultiPassAttribution):
         fill: What stands where a part is hidden: a number, or one per channel, in the model's normalised space (0 is
             the mean colour of its training pictures), "mean" (the picture's own), "blur", "inpaint" (from around the
             part), or a picture (C, H, W) as the model takes it.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: f(x) less the score without the part, shared out evenly
     among the part's pixels, so that the sum over a part is the fall in the score.
@@ -226,7 +226,7 @@ class CoalitionSampling(SampledAttribution):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
     """
 
     units = "score per pixel"

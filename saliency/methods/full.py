@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ..attribution import Attribution, Finding
-from ..effort import Effort
+from ..attribution.base import Attribution, Finding
+from ..attribution.explanation import Sign
+from ..attribution.forward import widened
+from ..attribution.options import Effort
+from ..attribution.output_rows import output_rows
+from ..attribution.resolved_target import Selection
 from ..errors import NotApplicableError, TargetError, warn
-from ..explanation import Sign
 from ..hooks.model_state import leaf, run
 from ..hooks.pytree import tensors_in
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
 from ..layers.default_layer import survey
 from ..layers.layout import Layout, layout_from
-from ..rows import output_rows
-from ..selection import Selection
-from ..trace import widened
 from .biases import POINTWISE, BiasWatch
 
 TOLERATED = 1e-3

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Finding, TracedAttribution
+from ..attribution.base import Finding, TracedAttribution
+from ..attribution.forward import Evidence
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
 from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..io.preprocess import PreprocessLike
-from ..trace import Evidence
 from ..validation import chosen, real_number
 
 Smooth = Literal["leave", "positive"]

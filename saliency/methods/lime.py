@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..effort import Sampling
+from ..attribution.options import Sampling
 from ..engine.passes import Passes
 from ..multipass import Found, generator
 from ..validation import real_number
@@ -38,7 +38,7 @@ class LIME(CoalitionSampling):
         penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
             shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
             takes 1; at 0, the default, an additive model is found exactly.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: a part's coefficient shared out evenly among its pixels.
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..effort import Limits, Running, Sampling
+from ..attribution.explanation import Sign
+from ..attribution.options import Limits, Running, Sampling
 from ..engine.estimates import rank_correlation, relative_error
 from ..engine.passes import Passes
-from ..explanation import Sign
 from ..layers.find import LayerLike
 from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
 from ..validation import chosen, real_number, whole_number
@@ -38,7 +38,7 @@ class ScoreCAM(MultiPassAttribution):
         channels: How many channels to use, those that vary most; None for all.
         align_corners: Whether the centres of the corner cells are laid onto the corners of the image, as
             pytorch-grad-cam does, or the corners of the cells, as maps are drawn and as the authors do.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -101,7 +101,7 @@ class ISCAM(MultiPassAttribution):
         layer: As for `GradCAM`.
         steps: N.
         channels: How many channels to use, those that vary most; None for all.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -172,7 +172,7 @@ class SSCAM(SampledAttribution):
         noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper's is 2.
         draws: How many noisy masks each channel gets, where no limit is set.
         channels: How many channels to use, those that vary most; None for all.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 

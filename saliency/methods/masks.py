@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..effort import Running
+from ..attribution.forward import widened
+from ..attribution.options import Running
+from ..attribution.resolved_target import Selection
 from ..engine.passes import Passes
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..multipass import Found, MultiPassAttribution, generator
-from ..selection import Selection
-from ..trace import widened
 from ..validation import real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 
@@ -37,7 +37,7 @@ class OptimisedMask(MultiPassAttribution):
     Args:
         model: As for every method.
         steps: How many steps of gradient descent each mask takes.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
     """
 
     sign = "positive"
@@ -143,7 +143,7 @@ class MeaningfulPerturbation(OptimisedMask):
         sparsity: What it costs to hide, as above; the paper's 0.08 is meant for probabilities.
         smoothness: What edges cost; the paper's is 0.01.
         fill: What stands where the image is hidden: see `saliency.variants.fills.FillLike`, without "inpaint".
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, H, W), 0 to 1: how far each pixel was hidden.
 

@@ -8,10 +8,10 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..effort import Running
+from ..attribution.explanation import Sign
+from ..attribution.options import Running
 from ..engine.passes import Make, Passes
 from ..errors import MethodError
-from ..explanation import Sign
 from ..multipass import Found, MultiPassAttribution
 from ..tape.local import ONLY_WHERE_REACHED, Local
 from ..validation import is_pair, is_whole
@@ -39,7 +39,7 @@ class Occlusion(MultiPassAttribution):
         fill: What stands in the window: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training pictures), "mean" (the picture's own), "blur", "inpaint" (from around the window), or
             a picture (C, H, W) as the model takes it.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, H, W), signed, in score units: what the score loses, positive where the window hides support.
 

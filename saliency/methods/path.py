@@ -8,15 +8,15 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Finding
-from ..effort import Limits, Running, Sampling
+from ..attribution.base import Finding
+from ..attribution.options import Limits, Running, Sampling
+from ..attribution.resolved_target import Selection
 from ..engine.estimates import Estimate
 from ..engine.passes import Make, Passes
 from ..engine.pullback import weighted_gradients
 from ..engine.quadrature import Adaptive, Rule
 from ..engine.quadrature import rule as rule_of
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
-from ..selection import Selection
 from ..targets.targets import ClassScore, Probability
 from ..variants.baselines import BaselineLike, Kept, baselines, settled
 
@@ -50,7 +50,7 @@ class IntegratedGradients(MultiPassAttribution):
         steps: The number of nodes on each path.
         tolerance: The residual, relative to the score's rise over the baseline's, at which nodes suffice. They are then
             chosen as said above, and `rule` and `steps` do not count.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual make up the score less that of the baseline.
 
@@ -108,7 +108,7 @@ class IDGI(MultiPassAttribution):
         model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
@@ -170,7 +170,7 @@ class ExpectedGradients(SampledAttribution):
         model: As for every method.
         references: "colours"; or what is drawn from: a float tensor (K, C, H, W), or a list of pictures, paths, or
             baselines as of `IntegratedGradients`. Of "noise", each sample has its own.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score less the baselines' mean score.
 

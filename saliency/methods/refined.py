@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attribution import Finding
+from ..attribution.base import Finding
+from ..attribution.forward import Evidence, Trace, independent_of
+from ..attribution.resolved_target import Selection
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..io.preprocess import PreprocessLike
 from ..layers.find import LayerLike
-from ..selection import Selection
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
-from ..trace import Evidence, Trace, independent_of
 from ..validation import chosen, is_whole, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .combined import FusedCAM

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..effort import Sampling
+from ..attribution.explanation import Sign
+from ..attribution.options import Sampling
 from ..engine.estimates import Estimate, precise_type, rank_correlation
 from ..engine.passes import Passes
 from ..errors import MethodError
-from ..explanation import Sign
 from ..multipass import Found, SampledAttribution, estimated, generator
 from ..validation import chosen, real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
@@ -45,7 +45,7 @@ class RISE(SampledAttribution):
         fill: What stands where the mask hides: a number, or one per channel, in the model's normalised space (0, the
             mean colour of its training pictures, as in the paper), "mean" (the picture's own), "blur", or a picture
             (C, H, W) as the model takes it.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, H, W), in score units; signed where debiased. The standard errors are those of a mean over
     independent masks; where debiased, they take the mean score as known, which is right to first order in 1 / N.

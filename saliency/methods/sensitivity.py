@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..effort import Sampling
+from ..attribution.options import Sampling
 from ..engine.dependence import Dependence, TotalOrder
 from ..engine.estimates import Estimate
 from ..engine.passes import Make, Passes
@@ -27,7 +27,7 @@ class GridAttribution(SampledAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What stands where the image is hidden: see `saliency.variants.fills.FillLike`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
     """
 
     sign = "positive"
@@ -74,7 +74,7 @@ class Sobol(GridAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What an image fades into: see `saliency.variants.fills.FillLike`, without "inpaint".
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated as the masks are. The error is
     that of a ratio of means over the rows, by the delta method and as if rows were independent; Sobol points are more
@@ -151,7 +151,7 @@ class HSIC(GridAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What stands where a cell is hidden: see `saliency.variants.fills.FillLike`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, H, W), without a unit: the criterion less what chance alone gives it, so that it is about 0, of
     either sign, for a cell that the score does not depend on. The error is that of a U-statistic, from the first two

@@ -41,7 +41,7 @@ class KernelSHAP(_Shapley):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: a part's value shared out evenly among its pixels. They sum
     to f(x) - f(x').
@@ -180,7 +180,7 @@ class ShapleySampling(_Shapley):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: a part's value shared out evenly among its pixels. They sum
     to f(x) - f(x').

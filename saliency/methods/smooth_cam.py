@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..effort import Sampling
+from ..attribution.forward import Evidence, Trace
+from ..attribution.options import Sampling
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.passes import Passes
 from ..layers.find import LayerLike
 from ..multipass import Found, SampledAttribution, estimated
-from ..trace import Evidence, Trace
 from ..validation import real_number
 from .cam import GradCAM, warn_if_signed
 from .smoothing import noisy_copies
@@ -33,7 +33,7 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
         model: As for every method.
         layer: As for `GradCAM`.
         noise: The noise's standard deviation, as a share of the range of the image's values.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit of their own. The error is the
     jackknife's, over ten groups of samples.

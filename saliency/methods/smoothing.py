@@ -10,19 +10,19 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Attribution, Finding
-from ..catalogue import method as method_named
-from ..effort import Sampling
+from ..attribution.base import Attribution, Finding
+from ..attribution.explanation import Explanation, Setting
+from ..attribution.forward import widened
+from ..attribution.options import Sampling
+from ..attribution.registry import method as method_named
+from ..attribution.resolved_target import Selection
 from ..engine.estimates import Estimate
 from ..engine.passes import Passes
 from ..engine.spread import Variance
 from ..errors import MethodError
-from ..explanation import Explanation, Setting
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
 from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
-from ..selection import Selection
-from ..trace import widened
 from ..validation import real_number
 from .gradient import VanillaGradient
 
@@ -38,7 +38,7 @@ class NoisyAttribution(SampledAttribution):
         inner: The name of the wrapped method, where a model is given.
         inner_options: Its options, where a model is given; a layer by name is among them.
         noise: The noise's standard deviation, as a share of the range of the image's values.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
@@ -132,7 +132,7 @@ class SmoothGrad(NoisyAttribution):
         inner: The name of the wrapped method, where a model is given.
         inner_options: Its options, where a model is given; a layer by name is among them.
         noise: The noise's standard deviation, as a share of the range of the image's values; the paper's is 0.1 to 0.2.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: as those of the wrapped method, (N, C, H, W) and in score units per unit of the normalised input for the
     gradient; read (signed, positive, absolute) as the wrapped method is. The error is that of the mean.
@@ -161,7 +161,7 @@ class SmoothGradSquared(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
 
@@ -193,7 +193,7 @@ class VarGrad(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **sampling: See `saliency.effort.Sampling`.
+        **sampling: See `saliency.attribution.options.Sampling`.
 
     Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
     of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).

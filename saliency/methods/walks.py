@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..effort import Running
+from ..attribution.options import Running
 from ..engine.passes import Passes
 from ..engine.quadrature import Rule
 from ..engine.quadrature import rule as rule_of
@@ -38,7 +38,7 @@ class GuidedIG(MultiPassAttribution):
         fraction: The share of values that a move takes, over 0 to 1.
         max_distance: How far a value may be from the straight path, 0 to 1 as a share of it. 0 is integrated gradients,
             1 a path that is free.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual make up the score less that of the baseline.
 
@@ -132,7 +132,7 @@ class BlurIG(MultiPassAttribution):
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
         rule: As for `IntegratedGradients`; nodes are placed on the standard deviation.
         steps: The number of nodes.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
     residual.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..effort import Running
+from ..attribution.options import Running
 from ..engine.passes import Passes
 from ..engine.quadrature import Rule
 from ..engine.quadrature import rule as rule_of
@@ -43,7 +43,7 @@ class XRAI(MultiPassAttribution):
         model: As for every method.
         rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
-        **running: See `saliency.effort.Running`.
+        **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, H, W), in score units per pixel, the same all over a region: what counts is their order.
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageColor
 
+from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
-from ..explanation import Explanation, Sign
 from ..io.atomic_write import replacing
 from ..io.image_io import ImageLike
 from ..maps import Percentile, shared_limit

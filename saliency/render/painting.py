@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError, warn
-from ..explanation import Explanation, Sign
 from ..io.crop_detection import Box
 from ..io.image_io import ImageLike, open_picture
 from ..io.preprocess import Frame

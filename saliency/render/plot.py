@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..explanation import Explanation
+from ..attribution.explanation import Explanation
 from ..maps import several, shared_limit
 from .canvas import new_figure
 from .painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from ..attribution.explanation import Explanation
 from ..errors import RenderError
-from ..explanation import Explanation
 from ..io.preprocess import Frame
 from ..maps import Percentile, chosen_percentile, limits
 from ..validation import whole_number

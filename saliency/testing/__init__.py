@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ..attribution import Attribution
+from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
 from .contract import CONTRACT_CHECKS
 from .inputs import INPUT_CHECKS

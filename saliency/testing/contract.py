@@ -16,9 +16,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ..attribution import METHODS
-from ..catalogue import source, summary
-from ..explanation import Explanation, Sign
+from ..attribution.base import METHODS
+from ..attribution.explanation import Explanation, Sign
+from ..attribution.registry import source, summary
 from .subject import SIZE, Check, Subject, images, require, require_same, require_same_explanation
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Attribution
+from ..attribution.base import Attribution
+from ..attribution.explanation import Explanation
 from ..errors import ImageError, NonFiniteError, SaliencyError, TargetError
-from ..explanation import Explanation
 from .subject import Check, Subject, images, require, require_raises
 
 

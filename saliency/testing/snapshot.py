@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Attribution
+from ..attribution.base import Attribution
 
 State = dict[str, object]
 """What each thing was, by what it is called."""

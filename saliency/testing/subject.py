@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution import Attribution
-from ..explanation import Explanation
+from ..attribution.base import Attribution
+from ..attribution.explanation import Explanation
 
 Check = Callable[["Subject"], None]
 """A promise put to the test. Raises AssertionError where it is broken."""

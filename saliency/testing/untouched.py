@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attribution import Attribution
+from ..attribution.base import Attribution
 from ..errors import LayerError, TargetError
 from .snapshot import Snapshot
 from .subject import Check, Subject, images, require

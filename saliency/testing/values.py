@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution import explain_together
+from ..attribution.base import explain_together
 from ..errors import NotApplicableError
 from ..methods.gradient import VanillaGradient
 from .snapshot import Snapshot

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 
-from .attribution import METHODS, Attribution
-from .errors import MethodError, did_you_mean
+from ..errors import MethodError, did_you_mean
+from .base import METHODS, Attribution
 
 
 def method(name: object) -> type[Attribution]:

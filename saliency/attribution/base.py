@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .effort import Effort
-from .errors import MethodError, NonFiniteError
+from ..errors import MethodError, NonFiniteError
+from ..hooks.model_state import borrowed, carried, is_categories, is_preprocess, reference, unwrap
+from ..hooks.rectifiers import Coverage
+from ..io.inputs import Batch, ImagesLike, read
+from ..io.preprocess import PreprocessLike, as_preprocess
+from ..targets.class_names import as_categories
+from ..targets.targets import TargetLike
 from .explanation import Explanation, Setting, Sign
-from .hooks.model_state import borrowed, carried, is_categories, is_preprocess, reference, unwrap
-from .hooks.rectifiers import Coverage
-from .io.inputs import Batch, ImagesLike, read
-from .io.preprocess import PreprocessLike, as_preprocess
-from .rows import has_batch_statistics, warn_of_coupling
-from .selection import Selection
-from .targets.class_names import as_categories
-from .targets.targets import TargetLike
-from .trace import Evidence, Trace
+from .forward import Evidence, Trace
+from .options import Effort
+from .output_rows import has_batch_statistics, warn_of_coupling
+from .resolved_target import Selection
 
 METHODS: dict[str, type[Attribution]] = {}
 """Every method by its name. Classes enter by themselves when they are defined."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from .io.preprocess import PreprocessLike
-from .validation import real_number, whole_number
+from ..io.preprocess import PreprocessLike
+from ..validation import real_number, whole_number
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import LayerError, TargetError
-from .hooks.manager import HookManager, Rule
-from .hooks.model_state import leaf, run
-from .hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
-from .layers.find import layout_of
-from .layers.layout import Layout
-from .selection import Selection
+from ..errors import LayerError, TargetError
+from ..hooks.manager import HookManager, Rule
+from ..hooks.model_state import leaf, run
+from ..hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
+from ..layers.find import layout_of
+from ..layers.layout import Layout
+from .resolved_target import Selection
 
 
 class Trace:

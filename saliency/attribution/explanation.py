@@ -16,12 +16,12 @@ from PIL import Image, PngImagePlugin
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .effort import Effort
-from .errors import ExplanationError
-from .hooks.rectifiers import Coverage
-from .io.atomic_write import save_tensors
-from .io.crop_detection import Box
-from .io.preprocess import Frame
+from ..errors import ExplanationError
+from ..hooks.rectifiers import Coverage
+from ..io.atomic_write import save_tensors
+from ..io.crop_detection import Box
+from ..io.preprocess import Frame
+from .options import Effort
 
 Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any]

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import NonFiniteError, TargetError
-from .rows import OutputRows, for_rows
-from .targets.class_names import Categories, class_probabilities, class_scores
-from .targets.targets import ClassScore, OutputTarget, TargetLike, as_target
+from ..errors import NonFiniteError, TargetError
+from ..targets.class_names import Categories, class_probabilities, class_scores
+from ..targets.targets import ClassScore, OutputTarget, TargetLike, as_target
+from .output_rows import OutputRows, for_rows
 
 
 class Selection:

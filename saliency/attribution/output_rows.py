@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .errors import TargetError, warn
-from .hooks.model_state import parts, run
-from .hooks.pytree import agree, children, rounding, with_children
-from .targets.targets import OutputTarget, Target
+from ..errors import TargetError, warn
+from ..hooks.model_state import parts, run
+from ..hooks.pytree import agree, children, rounding, with_children
+from ..targets.targets import OutputTarget, Target
 
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 
