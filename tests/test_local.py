@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from saliency.engine.partial import patch_rules as localops
+from saliency.engine.partial.patches import Kernel
+from saliency.engine.partial.window import ONLY_WHERE_REACHED, WHOLE_FORWARDS, Local
 from saliency.errors import MethodError
 from saliency.hooks.model_state import borrowed
 from saliency.hooks.pytree import tensors_in
-from saliency.tape import localops
-from saliency.tape.local import ONLY_WHERE_REACHED, WHOLE_FORWARDS, Local
-from saliency.tape.patches import Kernel
 
 
 def pasted(x: Tensor, patches: Tensor, tops: list[int], lefts: list[int]) -> Tensor:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Effort, Limits, Sampling
 from saliency.attribution.resolved_target import Selection
+from saliency.engine.chunk_tuner import MOST_ON_A_PROCESSOR, Pace, pace_of
 from saliency.engine.estimates import Estimate
-from saliency.engine.pace import MOST_ON_A_PROCESSOR, Pace, pace_of
-from saliency.engine.passes import Make, Passes
+from saliency.engine.multi_pass import Found, SampledAttribution, estimated, generator
 from saliency.engine.progress import Bar
+from saliency.engine.runner import Make, Passes
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import borrowed, is_out_of_memory
-from saliency.multipass import Found, SampledAttribution, estimated, generator
 from saliency.testing import tiny_model
 from saliency.testing.subject import images
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency import METHODS
+from saliency.engine.fast_copy import Precision, Runner, Trial, runner
 from saliency.engine.folding import agreement, fold_exactly, foldable, private_copy
-from saliency.engine.precision import Precision, Runner, runner
-from saliency.engine.tuning import Trial
 from saliency.errors import MethodError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import borrowed

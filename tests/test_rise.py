@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency.engine.estimates import rank_correlation
+from saliency.engine.multi_pass import generator
 from saliency.errors import MethodError
 from saliency.methods.rise import RISE, MaskedScores, Masks
-from saliency.multipass import generator
 from saliency.targets.targets import probability
 from saliency.testing import checks, tiny_model
 from tests.games import Linear, coverage, noise, picture

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
+from saliency.engine.partial.replay import Program
+from saliency.engine.partial.tail import ONLY_BEHIND, WHOLE_FORWARDS, Behind
 from saliency.errors import LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import borrowed
 from saliency.hooks.pytree import first_tensor, mapped, tensors_in
-from saliency.tape.behind import ONLY_BEHIND, WHOLE_FORWARDS, Behind
-from saliency.tape.replay import Program
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ..hooks.autograd_graph import next_functions
 from ..hooks.model_state import leaf, run
-from .passes import Make, Passes, gradient_at
+from .runner import Make, Passes, gradient_at
 
 
 @dataclass(frozen=True, slots=True)

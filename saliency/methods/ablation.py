@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..attribution.explanation import Sign
 from ..attribution.options import Running
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, MultiPassAttribution
+from ..engine.partial.tail import Behind
+from ..engine.runner import Passes
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run
 from ..hooks.pytree import first_tensor, mapped, tensors_in
 from ..layers.find import LayerLike
-from ..multipass import Found, MultiPassAttribution
-from ..tape.behind import Behind
 from ..validation import chosen
 from .cam import _linear_head, warn_if_signed
 from .layered import LayerReader, Reading, channel_count, strongest

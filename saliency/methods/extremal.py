@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.options import Running
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found
+from ..engine.runner import Passes
 from ..errors import MethodError
-from ..multipass import Found
 from ..validation import chosen, real_number
 from .masks import AUTHORS, OptimisedMask, blurring, shifted
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..attribution.explanation import Sign
 from ..attribution.options import Running, Sampling
 from ..engine.estimates import Estimate, rank_correlation
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution
+from ..engine.runner import Passes
 from ..errors import warn
-from ..multipass import Found, MultiPassAttribution, SampledAttribution
 from ..variants.fills import Filler, FillLike, as_fill
 from ..variants.segments import SegmentsLike, as_segments, segmented
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.options import Sampling
-from ..engine.passes import Passes
-from ..multipass import Found, generator
+from ..engine.multi_pass import Found, generator
+from ..engine.runner import Passes
 from ..validation import real_number
 from ..variants.fills import FillLike
 from ..variants.segments import SegmentsLike

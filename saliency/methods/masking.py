@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..attribution.explanation import Sign
 from ..attribution.options import Limits, Running, Sampling
 from ..engine.estimates import rank_correlation, relative_error
-from ..engine.passes import Passes
+from ..engine.multi_pass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
+from ..engine.runner import Passes
 from ..layers.find import LayerLike
-from ..multipass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
 from ..validation import chosen, real_number, whole_number
 from .cam import warn_if_signed
 from .layered import LayerReader, Masks, Reading, channel_count

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ..attribution.forward import widened
 from ..attribution.options import Running
 from ..attribution.resolved_target import Selection
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, MultiPassAttribution, generator
+from ..engine.runner import Passes
 from ..errors import MethodError
 from ..hooks.model_state import leaf
-from ..multipass import Found, MultiPassAttribution, generator
 from ..validation import real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 

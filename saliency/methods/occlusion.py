@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..attribution.explanation import Sign
 from ..attribution.options import Running
-from ..engine.passes import Make, Passes
+from ..engine.multi_pass import Found, MultiPassAttribution
+from ..engine.partial.window import ONLY_WHERE_REACHED, Local
+from ..engine.runner import Make, Passes
 from ..errors import MethodError
-from ..multipass import Found, MultiPassAttribution
-from ..tape.local import ONLY_WHERE_REACHED, Local
 from ..validation import is_pair, is_whole
 from ..variants.fills import Filler, FillLike, as_fill
 

@@ -12,11 +12,11 @@ from ..attribution.base import Finding
 from ..attribution.options import Limits, Running, Sampling
 from ..attribution.resolved_target import Selection
 from ..engine.estimates import Estimate
-from ..engine.passes import Make, Passes
+from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
 from ..engine.pullback import weighted_gradients
 from ..engine.quadrature import Adaptive, Rule
 from ..engine.quadrature import rule as rule_of
-from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
+from ..engine.runner import Make, Passes
 from ..targets.targets import ClassScore, Probability
 from ..variants.baselines import BaselineLike, Kept, baselines, settled
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..attribution.explanation import Sign
 from ..attribution.options import Sampling
 from ..engine.estimates import Estimate, precise_type, rank_correlation
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, SampledAttribution, estimated, generator
+from ..engine.runner import Passes
 from ..errors import MethodError
-from ..multipass import Found, SampledAttribution, estimated, generator
 from ..validation import chosen, real_number, whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 

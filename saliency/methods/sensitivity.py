@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..attribution.options import Sampling
 from ..engine.dependence import Dependence, TotalOrder
 from ..engine.estimates import Estimate
-from ..engine.passes import Make, Passes
+from ..engine.multi_pass import Found, SampledAttribution, generator
+from ..engine.runner import Make, Passes
 from ..errors import MethodError
-from ..multipass import Found, SampledAttribution, generator
 from ..validation import whole_number
 from ..variants.fills import Filler, FillLike, as_fill
 

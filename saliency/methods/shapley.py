@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..engine.passes import Passes
-from ..multipass import Found, generator
+from ..engine.multi_pass import Found, generator
+from ..engine.runner import Passes
 from .features import Coalitions, CoalitionSampling, Parts, Solution, standard_errors
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..attribution.forward import Evidence, Trace
 from ..attribution.options import Sampling
 from ..engine.estimates import Estimate, rank_correlation
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, SampledAttribution, estimated
+from ..engine.runner import Passes
 from ..layers.find import LayerLike
-from ..multipass import Found, SampledAttribution, estimated
 from ..validation import real_number
 from .cam import GradCAM, warn_if_signed
 from .smoothing import noisy_copies

@@ -17,12 +17,12 @@ from ..attribution.options import Sampling
 from ..attribution.registry import method as method_named
 from ..attribution.resolved_target import Selection
 from ..engine.estimates import Estimate
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
+from ..engine.runner import Passes
 from ..engine.spread import Variance
 from ..errors import MethodError
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
-from ..multipass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
 from ..validation import real_number
 from .gradient import VanillaGradient
 

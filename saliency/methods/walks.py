@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.options import Running
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, MultiPassAttribution
 from ..engine.quadrature import Rule
 from ..engine.quadrature import rule as rule_of
-from ..multipass import Found, MultiPassAttribution
+from ..engine.runner import Passes
 from ..validation import real_number
 from ..variants.baselines import BaselineLike, Diffusion, baselines, settled
 from .path import residual_of, scores_of, wide

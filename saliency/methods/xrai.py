@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attribution.options import Running
-from ..engine.passes import Passes
+from ..engine.multi_pass import Found, MultiPassAttribution
 from ..engine.quadrature import Rule
 from ..engine.quadrature import rule as rule_of
+from ..engine.runner import Passes
 from ..errors import MethodError
-from ..multipass import Found, MultiPassAttribution
 from .path import mean_gradients, wide
 
 SCALES = (50.0, 100.0, 150.0, 250.0, 500.0, 1200.0)

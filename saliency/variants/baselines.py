@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..engine.multi_pass import generator
 from ..errors import MethodError, did_you_mean
 from ..io.image_io import ImageLike
 from ..io.inputs import Prepare, read
-from ..multipass import generator
 from ..validation import real_number
 
 COLOURS = ("mean", "black", "white")

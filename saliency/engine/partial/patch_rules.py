@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operations import Op, argument
 from .patches import Kernel, Patch, Rectangles, cut
+from .recording import Op, argument
 from .replay import Move
 
 aten = torch.ops.aten

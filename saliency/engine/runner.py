@@ -22,8 +22,8 @@ from ..attribution.resolved_target import Selection
 from ..errors import TargetError
 from ..hooks.model_state import is_out_of_memory, leaf, run
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
+from .chunk_tuner import fits, pace_of
 from .estimates import Estimate
-from .pace import fits, pace_of
 from .progress import Bar
 
 CHECKED_EVERY = 16
@@ -265,7 +265,7 @@ class Passes:
     def _runner(self, *, backward: bool) -> Callable[[Tensor], Any]:
         if self._precision == "exact":
             return lambda inputs: run(self.model, inputs)
-        from .precision import runner
+        from .fast_copy import runner
 
         chosen = runner(self.model, self.x, self._precision, backward=backward)
         self.ran("gradients" if backward else "forwards", chosen.note)

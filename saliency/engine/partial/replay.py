@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hooks.pytree import agree, mapped
-from .operations import Op
-from .tape import Given, Slot, Step, Tape
+from ...hooks.pytree import agree, mapped
+from .recording import Given, Op, Slot, Step, Tape
 
 
 class Unlike(Exception):  # noqa: N818

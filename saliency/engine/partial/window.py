@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError
-from ..hooks.model_state import is_out_of_memory, run
-from ..hooks.pytree import agree
-from .localops import Call, Still, pointwise, way_of
-from .operations import Escapes
+from ...errors import MethodError
+from ...hooks.model_state import is_out_of_memory, run
+from ...hooks.pytree import agree
+from .patch_rules import Call, Still, pointwise, way_of
 from .patches import Patch, Rectangles, whole
+from .recording import Escapes, Given, Slot, Tape
 from .replay import Move, Program, Rows, Unlike, slots_among
-from .tape import Given, Slot, Tape
 
 ONLY_WHERE_REACHED = "only where the window reaches"
 WHOLE_FORWARDS = "whole forwards"

@@ -13,15 +13,15 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from .attribution.base import Attribution, Finding
-from .attribution.options import Chunk, Effort, Limits, Running, Sampling
-from .attribution.resolved_target import Selection
-from .engine.estimates import Estimate
-from .engine.passes import Passes, plainly
-from .errors import MethodError
-from .hooks.manager import HookManager
-from .hooks.model_state import run
-from .validation import chosen, is_whole
+from ..attribution.base import Attribution, Finding
+from ..attribution.options import Chunk, Effort, Limits, Running, Sampling
+from ..attribution.resolved_target import Selection
+from ..errors import MethodError
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run
+from ..validation import chosen, is_whole
+from .estimates import Estimate
+from .runner import Passes, plainly
 
 MOST_PASSES = 100_000
 """Where a tolerance or a time ends the work, it ends here at the latest."""

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LayerError
-from ..hooks.manager import HookManager
-from ..hooks.model_state import is_out_of_memory, run
-from ..hooks.pytree import agree, first_tensor, mapped
-from ..layers.find import find
-from .operations import Escapes
+from ...errors import LayerError
+from ...hooks.manager import HookManager
+from ...hooks.model_state import is_out_of_memory, run
+from ...hooks.pytree import agree, first_tensor, mapped
+from ...layers.find import find
+from .recording import Escapes, Tape
 from .replay import Program, Unlike
-from .tape import Tape
 
 ONLY_BEHIND = "behind the layer only"
 WHOLE_FORWARDS = "whole forwards"
