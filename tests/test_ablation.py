@@ -14,7 +14,7 @@ from saliency import CAM, MethodError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, mapped
 from saliency.layers.find import layout_of
-from saliency.methods.ablation import AblationCAM, ReciproCAM
+from saliency.methods.ablation_cam import AblationCAM, ReciproCAM
 from saliency.testing import tiny_model
 
 

@@ -14,7 +14,7 @@ from torchvision import transforms
 from saliency.errors import MethodError
 from saliency.io.crop_detection import TransformPreprocess
 from saliency.io.preprocess import Preprocess
-from saliency.variants.baselines import Diffusion, baselines, blurred, settled
+from saliency.methods.baselines import Diffusion, baselines, blurred, settled
 
 PREPROCESS = Preprocess(size=(16, 16), resize=18)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from saliency.errors import MethodError
 from saliency.io.image_io import open_picture
 from saliency.io.preprocess import Preprocess
-from saliency.methods.features import FeatureAblation
+from saliency.methods.perturbation.feature_ablation import FeatureAblation
+from saliency.methods.perturbation.segments import as_segments, segmented
 from saliency.testing import tiny_model
-from saliency.variants.segments import as_segments, segmented
 from tests.games import Linear, noise, per_cell, picture
 
 CAT = Path(__file__).parent.parent / "assets" / "chelsea.jpg"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import NotApplicableError, SaliencyWarning, TargetError
-from saliency.methods.biases import BiasWatch
-from saliency.methods.full import FullGrad
+from saliency.methods.bias_terms import BiasWatch
+from saliency.methods.full_grad import FullGrad
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency import MethodError
-from saliency.methods.layered import LayerReader, Masks
-from saliency.methods.masking import ISCAM, SSCAM, ScoreCAM
+from saliency.methods.layer_reader import LayerReader, Masks
+from saliency.methods.score_cam import ISCAM, SSCAM, ScoreCAM
 
 
 @pytest.fixture(autouse=True)

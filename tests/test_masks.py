@@ -10,10 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from saliency import MethodError, TargetError
-from saliency.methods.extremal import ExtremalPerturbation, blurred_where, pyramid, smooth_mask
-from saliency.methods.masks import Descent, MeaningfulPerturbation, OptimisedMask, blurring, enlarging, shifted
+from saliency.methods.perturbation.fills import BLUR
+from saliency.methods.perturbation.mask_optimisation import (
+    Descent,
+    ExtremalPerturbation,
+    MeaningfulPerturbation,
+    OptimisedMask,
+    blurred_where,
+    blurring,
+    enlarging,
+    pyramid,
+    shifted,
+    smooth_mask,
+)
 from saliency.testing import tiny_model
-from saliency.variants.fills import BLUR
 
 BOTH: list[type[OptimisedMask]] = [MeaningfulPerturbation, ExtremalPerturbation]
 ROWS, COLUMNS = slice(16, 32), slice(36, 52)

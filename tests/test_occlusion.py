@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import saliency.methods.occlusion as module
 import torch
 from captum.attr import Occlusion as CaptumOcclusion
 from torch import Tensor, nn
 
-import saliency.methods.occlusion as module
 from saliency.errors import MethodError
-from saliency.methods.occlusion import Occlusion
+from saliency.methods.perturbation.fills import Filler, as_fill
+from saliency.methods.perturbation.occlusion import Occlusion
 from saliency.testing import check_method, tiny_model
-from saliency.variants.fills import Filler, as_fill
 from tests.games import Linear, noise, picture
 
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saliency import METHODS, GradCAM, contrast, explain_together, probability, value
-from saliency.engine.pullback import stem_of
-from saliency.engine.quadrature import FIRST_NODES, RULES, Adaptive, Rule
-from saliency.engine.quadrature import rule as rule_of
 from saliency.errors import MethodError, NotApplicableError
-from saliency.methods.path import IDGI, ExpectedGradients, IntegratedGradients
-from saliency.methods.walks import BlurIG, GuidedIG
+from saliency.methods.baselines import blurred
+from saliency.methods.first_conv import stem_of
+from saliency.methods.integrated_gradients import IDGI, ExpectedGradients, IntegratedGradients
+from saliency.methods.path_variants import BlurIG, GuidedIG
+from saliency.methods.quadrature import FIRST_NODES, RULES, Adaptive, Rule
+from saliency.methods.quadrature import rule as rule_of
 from saliency.testing import tiny_model
-from saliency.variants.baselines import blurred
 
 SHAPE = (3, 8, 8)
 
@@ -194,7 +194,7 @@ def test_a_tolerance_is_met_by_the_true_residual(levels: list[float]) -> None:
 
 
 def test_a_tolerance_that_cannot_be_met_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saliency.methods.path.MOST_NODES", 20)
+    monkeypatch.setattr("saliency.methods.integrated_gradients.MOST_NODES", 20)
     model = Function(lambda x: (x[:, 0, 0, 0] > 0.1).double() + 1e-9 * x[:, 0, 0, 0])  # a jump has no gradient
     x = torch.ones(1, *SHAPE, dtype=torch.float64)
     found = IntegratedGradients(model, tolerance=0.01).attribute(x, 0)

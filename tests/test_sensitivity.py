@@ -11,8 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from saliency import MethodError
-from saliency.engine.dependence import Dependence, TotalOrder, criterion
-from saliency.methods.sensitivity import HSIC, GridAttribution, Sobol, _HypercubeDesign, _SobolDesign
+from saliency.methods.perturbation.sobol_hsic import (
+    HSIC,
+    Dependence,
+    GridAttribution,
+    Sobol,
+    TotalOrder,
+    _HypercubeDesign,
+    _SobolDesign,
+    criterion,
+)
 from saliency.testing import tiny_model
 
 BOTH: list[type[GridAttribution]] = [Sobol, HSIC]
@@ -153,7 +161,7 @@ def test_the_criterion_is_the_one_written_out() -> None:
 def test_blocks_of_the_kernel_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     bits, scores = _HypercubeDesign(3, 5)(0, 130), torch.randn(130, dtype=torch.float64)
     whole = criterion(bits, scores, 1.0)
-    monkeypatch.setattr("saliency.engine.dependence._BLOCK", 37)
+    monkeypatch.setattr("saliency.methods.perturbation.sobol_hsic._BLOCK", 37)
     parts = criterion(bits, scores, 1.0)
     assert torch.allclose(whole.value, parts.value)
     assert torch.allclose(whole.error, parts.error)

@@ -11,7 +11,7 @@ from captum.attr import KernelShap, ShapleyValueSampling
 from torch import Tensor
 
 from saliency.errors import SaliencyWarning
-from saliency.methods.shapley import KernelSHAP, ShapleySampling
+from saliency.methods.perturbation.shap import KernelSHAP, ShapleySampling
 from saliency.testing import tiny_model
 from tests.games import SIZE, Game, Linear, coverage, interplay, noise, per_cell, picture, shapley_values
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, GradCAMPlusPlus, GuidedBackprop, MethodError, VanillaGradient
-from saliency.engine.spread import Variance
-from saliency.methods.smooth_cam import SmoothGradCAMPlusPlus
-from saliency.methods.smoothing import NoisyAttribution, SmoothGrad, SmoothGradSquared, VarGrad
+from saliency.methods.smooth_grad_cam import SmoothGradCAMPlusPlus
+from saliency.methods.smoothing import NoisyAttribution, SmoothGrad, SmoothGradSquared, VarGrad, Variance
 from saliency.testing import check_method, tiny_model
 
 ALL: list[type[NoisyAttribution]] = [SmoothGrad, SmoothGradSquared, VarGrad]

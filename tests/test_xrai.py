@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from saliency.methods.path import IntegratedGradients
+from saliency.methods.integrated_gradients import IntegratedGradients
 from saliency.methods.xrai import AREA, XRAI, Segments, ranked, segments
 from saliency.testing import tiny_model
 from saliency.testing.subject import images

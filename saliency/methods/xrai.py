@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..attribution.options import Running
 from ..engine.multi_pass import Found, MultiPassAttribution
-from ..engine.quadrature import Rule
-from ..engine.quadrature import rule as rule_of
 from ..engine.runner import Passes
 from ..errors import MethodError
-from .path import mean_gradients, wide
+from .integrated_gradients import mean_gradients, wide
+from .quadrature import Rule
+from .quadrature import rule as rule_of
 
 SCALES = (50.0, 100.0, 150.0, 250.0, 500.0, 1200.0)
 """Felzenszwalb's scales, from small segments to large ones, for an image of `AREA` pixels."""

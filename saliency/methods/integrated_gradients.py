@@ -13,12 +13,12 @@ from ..attribution.options import Limits, Running, Sampling
 from ..attribution.resolved_target import Selection
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
-from ..engine.pullback import weighted_gradients
-from ..engine.quadrature import Adaptive, Rule
-from ..engine.quadrature import rule as rule_of
 from ..engine.runner import Make, Passes
 from ..targets.targets import ClassScore, Probability
-from ..variants.baselines import BaselineLike, Kept, baselines, settled
+from .baselines import BaselineLike, Kept, baselines, settled
+from .first_conv import weighted_gradients
+from .quadrature import Adaptive, Rule
+from .quadrature import rule as rule_of
 
 MOST_NODES = 256
 """Where an adaptive integral ends at the latest: the gradients at all nodes are kept."""

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MethodError, did_you_mean
-from ..validation import is_real
+from ...errors import MethodError, did_you_mean
+from ...validation import is_real
 
 BLUR = 1 / 20
 """The blur's standard deviation, as a share of the picture's shorter edge: 11 pixels at 224."""

@@ -21,7 +21,7 @@ from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
 from ..validation import chosen, is_whole, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
-from .combined import FusedCAM
+from .combined_cam import FusedCAM
 
 _CAMS: dict[str, type[LayerCombination]] = {
     cls.name: cls for cls in (GradCAM, HiResCAM, LayerCAM, GradCAMPlusPlus, XGradCAM)

@@ -23,7 +23,7 @@ from ..hooks.pytree import tensors_in
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
 from ..layers.default_layer import survey
 from ..layers.layout import Layout, layout_from
-from .biases import POINTWISE, BiasWatch
+from .bias_terms import POINTWISE, BiasWatch
 
 TOLERATED = 1e-3
 """The share of the score that may be missing from the sum of all terms before it is said aloud."""

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..engine.multi_pass import Found, generator
-from ..engine.runner import Passes
-from .features import Coalitions, CoalitionSampling, Parts, Solution, standard_errors
+from ...engine.multi_pass import Found, generator
+from ...engine.runner import Passes
+from .feature_ablation import Coalitions, CoalitionSampling, Parts, Solution, standard_errors
 
 
 class _Shapley(CoalitionSampling):

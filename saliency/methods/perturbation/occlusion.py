@@ -8,14 +8,14 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.explanation import Sign
-from ..attribution.options import Running
-from ..engine.multi_pass import Found, MultiPassAttribution
-from ..engine.partial.window import ONLY_WHERE_REACHED, Local
-from ..engine.runner import Make, Passes
-from ..errors import MethodError
-from ..validation import is_pair, is_whole
-from ..variants.fills import Filler, FillLike, as_fill
+from ...attribution.explanation import Sign
+from ...attribution.options import Running
+from ...engine.multi_pass import Found, MultiPassAttribution
+from ...engine.partial.window import ONLY_WHERE_REACHED, Local
+from ...engine.runner import Make, Passes
+from ...errors import MethodError
+from ...validation import is_pair, is_whole
+from .fills import Filler, FillLike, as_fill
 
 Place = tuple[int, int]  # top, left
 

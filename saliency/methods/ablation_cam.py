@@ -21,7 +21,7 @@ from ..hooks.pytree import first_tensor, mapped, tensors_in
 from ..layers.find import LayerLike
 from ..validation import chosen
 from .cam import _linear_head, warn_if_signed
-from .layered import LayerReader, Reading, channel_count, strongest
+from .layer_reader import LayerReader, Reading, channel_count, strongest
 
 
 class AblationCAM(MultiPassAttribution):

@@ -9,14 +9,14 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.explanation import Sign
-from ..attribution.options import Running, Sampling
-from ..engine.estimates import Estimate, rank_correlation
-from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution
-from ..engine.runner import Passes
-from ..errors import warn
-from ..variants.fills import Filler, FillLike, as_fill
-from ..variants.segments import SegmentsLike, as_segments, segmented
+from ...attribution.explanation import Sign
+from ...attribution.options import Running, Sampling
+from ...engine.estimates import Estimate, rank_correlation
+from ...engine.multi_pass import Found, MultiPassAttribution, SampledAttribution
+from ...engine.runner import Passes
+from ...errors import warn
+from .fills import Filler, FillLike, as_fill
+from .segments import SegmentsLike, as_segments, segmented
 
 SUPERPIXELS = 50
 

@@ -17,7 +17,7 @@ from ..engine.runner import Passes
 from ..layers.find import LayerLike
 from ..validation import chosen, real_number, whole_number
 from .cam import warn_if_signed
-from .layered import LayerReader, Masks, Reading, channel_count
+from .layer_reader import LayerReader, Masks, Reading, channel_count
 
 
 class ScoreCAM(MultiPassAttribution):

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from ..engine.runner import Make, Passes, gradient_at
 from ..hooks.autograd_graph import next_functions
 from ..hooks.model_state import leaf, run
-from .runner import Make, Passes, gradient_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.options import Sampling
-from ..engine.multi_pass import Found, generator
-from ..engine.runner import Passes
-from ..validation import real_number
-from ..variants.fills import FillLike
-from ..variants.segments import SegmentsLike
-from .features import SUPERPIXELS, Coalitions, CoalitionSampling, Parts, Solution, standard_errors
+from ...attribution.options import Sampling
+from ...engine.multi_pass import Found, generator
+from ...engine.runner import Passes
+from ...validation import real_number
+from .feature_ablation import SUPERPIXELS, Coalitions, CoalitionSampling, Parts, Solution, standard_errors
+from .fills import FillLike
+from .segments import SegmentsLike
 
 
 class LIME(CoalitionSampling):

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.explanation import Sign
-from ..attribution.options import Sampling
-from ..engine.estimates import Estimate, precise_type, rank_correlation
-from ..engine.multi_pass import Found, SampledAttribution, estimated, generator
-from ..engine.runner import Passes
-from ..errors import MethodError
-from ..validation import chosen, real_number, whole_number
-from ..variants.fills import Filler, FillLike, as_fill
+from ...attribution.explanation import Sign
+from ...attribution.options import Sampling
+from ...engine.estimates import Estimate, precise_type, rank_correlation
+from ...engine.multi_pass import Found, SampledAttribution, estimated, generator
+from ...engine.runner import Passes
+from ...errors import MethodError
+from ...validation import chosen, real_number, whole_number
+from .fills import Filler, FillLike, as_fill
 
 TOGETHER = 16
 """So many masks are added up at once."""

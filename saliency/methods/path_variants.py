@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..attribution.options import Running
 from ..engine.multi_pass import Found, MultiPassAttribution
-from ..engine.quadrature import Rule
-from ..engine.quadrature import rule as rule_of
 from ..engine.runner import Passes
 from ..validation import real_number
-from ..variants.baselines import BaselineLike, Diffusion, baselines, settled
-from .path import residual_of, scores_of, wide
+from .baselines import BaselineLike, Diffusion, baselines, settled
+from .integrated_gradients import residual_of, scores_of, wide
+from .quadrature import Rule
+from .quadrature import rule as rule_of
 
 CLOSE = 1e-9
 """How near, over the whole way, a step of Guided IG comes to where it should be."""

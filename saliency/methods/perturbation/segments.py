@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import MethodError
-from ..io.preprocess import Preprocess
-from ..validation import is_pair, is_whole
+from ...errors import MethodError
+from ...io.preprocess import Preprocess
+from ...validation import is_pair, is_whole
 
 COMPACTNESS, SMOOTHING = 10.0, 1.0
 """SLIC's weight of nearness against likeness in colour, and the blur before it in pixels: scikit-image's usual ones."""

@@ -1,1 +1,0 @@
-"""What is put in place of a picture or of its parts: baselines, fillings and superpixels."""
