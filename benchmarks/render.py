@@ -17,7 +17,7 @@ from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency import Explanation, Preprocess, overlay
 from saliency.io.image_io import open_picture
 from saliency.io.preprocess import Frame
-from saliency.render import save_picture
+from saliency.render.overlay import save_picture
 
 SIZE = (1600, 1066)
 TARGET = 0.25  # of matplotlib's time

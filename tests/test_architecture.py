@@ -254,7 +254,11 @@ def test_imports_only_go_down(name: str) -> None:
 
 
 def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in ("from .render import overlay", "from saliency.render import overlay", "import saliency.render"):
+    for source in (
+        "from .render import overlay",
+        "from saliency.render.overlay import overlay",
+        "import saliency.render.overlay",
+    ):
         monkeypatch.setitem(PARSED, "errors", ast.parse(source))
         with pytest.raises(AssertionError, match="errors imports up"):
             test_imports_only_go_down("errors")

@@ -24,9 +24,9 @@ from saliency import cli, zoo
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import Trace
 from saliency.cli import arguments, choices, main
-from saliency.maps import SIGNS
 from saliency.methods import METHODS
-from saliency.render import overlay, save_picture
+from saliency.render.heatmap import SIGNS
+from saliency.render.overlay import overlay, save_picture
 from tests.commandline import ASSETS, COFFEE, copies, loaded, share_models, started
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))

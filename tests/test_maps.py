@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError
-from saliency.maps import Channels, heatmap, limits, shared_limit
+from saliency.render.heatmap import Channels, heatmap, limits, shared_limit
 
 
 def explained(values: Tensor, sign: Sign = "signed", size: tuple[int, int] | None = None) -> Explanation:

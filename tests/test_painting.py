@@ -19,10 +19,10 @@ from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.crop_detection import Box
 from saliency.io.preprocess import Frame, Preprocess
-from saliency.maps import shared_limit
-from saliency.render import contact_sheet, cutout, figure, overlay
+from saliency.render.blending import Opacity, spread, window
 from saliency.render.colors import CENTRE, table
-from saliency.render.painting import Opacity, spread, window
+from saliency.render.heatmap import shared_limit
+from saliency.render.overlay import contact_sheet, cutout, figure, overlay
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # Geometry ------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from PIL import Image
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import RenderError
 from saliency.io.preprocess import Frame
-from saliency.maps import heatmap, shared_limit
-from saliency.render import contact_sheet, cutout, figure, overlay, save_picture
+from saliency.render.blending import Opacity
 from saliency.render.colors import table
-from saliency.render.painting import Opacity
-from saliency.uncertainty import significance, standard_error
+from saliency.render.heatmap import heatmap, shared_limit
+from saliency.render.overlay import contact_sheet, cutout, figure, overlay, save_picture
+from saliency.render.significance import significance, standard_error
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # The photo -----------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from PIL import Image, ImageFont
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.preprocess import Frame, Preprocess
-from saliency.render import contact_sheet, figure
 from saliency.render.colors import table
+from saliency.render.overlay import contact_sheet, figure
 from saliency.render.sheet import ellipsised, wrapped
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
@@ -159,7 +159,7 @@ def test_a_figure_of_nothing_is_an_error() -> None:
 
 def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
     check = (
-        "import sys, saliency.render; "
+        "import sys, saliency.render.overlay; "
         "print([m for m in ('matplotlib', 'cv2', 'torchvision', 'timm') if m in sys.modules])"
     )
     found = subprocess.run(  # noqa: S603
@@ -171,7 +171,7 @@ def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
 def test_a_figure_does_not_import_pyplot() -> None:
     check = (
         "import sys, torch; sys.path.insert(0, 'tests'); from drawing import explained, noise, whole; "
-        "from saliency.render import figure; "
+        "from saliency.render.overlay import figure; "
         "figure(explained(torch.rand(1, 3, 3), whole(noise(9, 9)))); print('matplotlib.pyplot' in sys.modules)"
     )
     root = Path(__file__).parent.parent

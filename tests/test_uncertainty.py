@@ -13,7 +13,7 @@ from torch import Tensor
 import saliency
 from saliency import Explanation, RenderError, VanillaGradient, overlay, significance, standard_error
 from saliency.io.preprocess import Frame
-from saliency.render.painting import Opacity
+from saliency.render.blending import Opacity
 from saliency.testing import tiny_model
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from ..errors import ImageError
 from ..io.image_io import open_picture
 from ..io.preprocess import Frame
-from ..render import overlay
+from ..render.overlay import overlay
 from .drawing import write_overlay
 from .folder import MAP_SUFFIX, MAPS, PREVIEW_SUFFIX
 from .folder import PHOTOS as PREVIEWS

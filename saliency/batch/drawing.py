@@ -16,9 +16,9 @@ from PIL import Image
 from ..attribution.explanation import Explanation
 from ..io.atomic_write import replacing
 from ..io.preprocess import Frame
-from ..render import save_picture
+from ..render.blending import Shade, paint, shade, spread, units, window
 from ..render.colors import CENTRE, DIVERGING, SEQUENTIAL
-from ..render.painting import Shade, paint, shade, spread, units, window
+from ..render.overlay import save_picture
 from .folder import heat_file, map_file, overlay_file, preview_file
 from .job import Job, Look
 from .keeping import Kept

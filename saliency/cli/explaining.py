@@ -14,10 +14,10 @@ from ..attribution.explanation import Explanation, Sign
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..io.image_io import open_picture
 from ..io.preprocess import Frame
-from ..maps import Percentile
-from ..render import contact_sheet, overlay, save_picture
+from ..render.blending import Opacity, probability
 from ..render.colors import table
-from ..render.painting import Opacity, probability
+from ..render.heatmap import Percentile
+from ..render.overlay import contact_sheet, overlay, save_picture
 from .choices import ALL, built, methods_and_photos, ready_model, require_folder, target_of
 from .console import Screen, UsageError, visible
 from .outcomes import Outcome, tell

@@ -15,7 +15,7 @@ from ..errors import RenderError
 from ..inspection.statistics.gradients import GradientStatistics, LayerGradients, ParameterGradients
 from ..inspection.tabular import number, share
 from ..validation import chosen, is_real
-from .canvas import new_figure
+from .figure import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..io.preprocess import Frame
-from ..maps import Percentile, chosen_percentile, limits
 from ..validation import whole_number
-from .painting import (
+from .blending import (
     Opacity,
     Shade,
     frame_of,
@@ -29,6 +28,7 @@ from .painting import (
     spread,
     window,
 )
+from .heatmap import Percentile, chosen_percentile, limits
 
 PAPER = "#ffffff"
 INK = "#1d1f23"

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from ..attribution.explanation import Explanation
-from ..maps import several, shared_limit
-from .canvas import new_figure
-from .painting import Opacity, Shade, frame_of, method_title, paint, shade, title, units
+from .blending import Opacity, Shade, frame_of, method_title, paint, shade, title, units
+from .heatmap import several, shared_limit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 100
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of a size in inches. It needs no display and no pyplot, which would keep it alive in a list."""
+    made: Figure = _kind()(figsize=(width, height), layout="constrained", dpi=DPI)
+    return made
+
+
+@cache
+def _kind() -> Any:
+    import matplotlib.figure
+
+    class Figure(matplotlib.figure.Figure):
+        """A figure that a notebook can show though nobody has imported pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png", bbox_inches="tight")
+            return png.getvalue()
+
+    return Figure
+
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,10 +19,10 @@ from ..errors import RenderError, warn
 from ..io.crop_detection import Box
 from ..io.image_io import ImageLike, open_picture
 from ..io.preprocess import Frame
-from ..maps import Percentile, chosen_percentile, limits, read_sign, reduce_channels, require_explanation
 from ..methods import METHODS
 from ..validation import real_number
 from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
+from .heatmap import Percentile, chosen_percentile, limits, read_sign, reduce_channels, require_explanation
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .attribution.explanation import Explanation, Sign
-from .errors import RenderError
-from .maps import Channels, read_sign, reduce_channels, require_explanation
+from ..attribution.explanation import Explanation, Sign
+from ..errors import RenderError
+from .heatmap import Channels, read_sign, reduce_channels, require_explanation
 
 
 def standard_error(explanation: Explanation) -> Explanation:

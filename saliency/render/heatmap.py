@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from .attribution.explanation import Explanation, Sign
-from .errors import NonFiniteError, RenderError
-from .validation import chosen, is_pair, real_number
+from ..attribution.explanation import Explanation, Sign
+from ..errors import NonFiniteError, RenderError
+from ..validation import chosen, is_pair, real_number
 
 Channels = Literal["sum", "mean", "max_abs"]
 Percentile = float | Literal["auto"] | None

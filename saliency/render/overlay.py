@@ -1,0 +1,179 @@
+"""From an explanation to a picture: the map in colours, over the original photo, where the model looked.
+
+    overlay        the photo with the map over it
+    cutout         the photo only where the map is strong
+    contact_sheet  photos by methods, with titles
+    figure         a matplotlib figure with a colour bar in the map's units
+    shared_limit   one scale for several drawings
+    save_picture   fast, and whole or not at all
+
+Nothing here changes an explanation, and the photo is never renormalised. `flow` draws what `inspection` measured.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageColor
+
+from ..attribution.explanation import Explanation, Sign
+from ..errors import RenderError
+from ..io.atomic_write import replacing
+from ..io.image_io import ImageLike
+from ..validation import real_number
+from .blending import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
+from .figure import figure
+from .heatmap import Percentile, shared_limit
+from .sheet import contact_sheet
+from .significance import significance
+
+__all__ = ["contact_sheet", "cutout", "figure", "overlay", "save_picture", "shared_limit"]
+
+PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
+JPEG_QUALITY = 90
+WEBP_QUALITY = 90
+
+
+def overlay(
+    explanation: Explanation,
+    picture: ImageLike | None = None,
+    *,
+    opacity: Opacity = 0.5,
+    colormap: str | None = None,
+    sign: Sign | None = None,
+    percentile: Percentile = "auto",
+    limit: float | None = None,
+    fade: float | None = None,
+) -> Image.Image:
+    """The original, uncropped photo with the map in colours where the model looked: RGB, the photo's size.
+
+    Outside the model's crop, and everywhere at opacity 0, it equals the photo bit for bit.
+
+    Args:
+        explanation: Of one image.
+        picture: Drawn on instead of the explanation's own picture; the map then covers all of it.
+        opacity: 0..1, or "map": as strong as the map is, so that pixels without evidence stay as they are.
+        colormap: Any name of matplotlib; by default inferno, and RdBu_r for signed maps, whose centre is
+            zero.
+        sign: As in `heatmap`; by default what the method's paper does.
+        percentile: Where colours saturate, in percent of the map's magnitudes; None is the largest; "auto" is
+            99.5 for gradients at the input and the largest for maps with one channel.
+        limit: The map value at full colour instead, as `shared_limit` finds it for several.
+        fade: Lets the photo through where the map is less than so many standard errors from zero, all the more the
+            less it is; 2 leaves what chance would not do. For methods that sample; see `significance`.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: More images than one, no picture, or an unknown or impossible option.
+
+    Warns:
+        SaliencyWarning: The map is the same everywhere, or rounding errors, which are drawn as zero.
+    """
+    require_one(explanation, "overlay")
+    shading = shade(explanation, sign, percentile, limit)
+    return paint(frame_of(explanation, picture), shading, colormap, opacity, _trust(explanation, sign, fade))
+
+
+def _trust(explanation: Explanation, sign: Sign | None, fade: float | None) -> Plane | None:
+    """How much of each cell's colour is shown, 0 to 1 (h, w), where what is not significant fades; None for all."""
+    if fade is None:
+        return None
+    fade = real_number("fade", fade, above=0, hint="; it is a number of standard errors, such as 2", error=RenderError)
+    share = (significance(explanation, sign=sign)[0] / fade).clamp(max=1)
+    return share.float().cpu().numpy()
+
+
+def cutout(
+    explanation: Explanation,
+    picture: ImageLike | None = None,
+    *,
+    keep: float | None = 0.2,
+    background: str = "black",
+    sign: Sign | None = None,
+) -> Image.Image:
+    """The photo only where the map is strong, on a plain background: RGB, as large as the photo.
+
+    What lies outside the model's crop is background: the model did not see it.
+
+    Args:
+        explanation: Of one image.
+        picture: As in `overlay`.
+        keep: The share of the crop's pixels that is shown, those with the largest magnitudes (pixels that tie
+            with the last of them too, pixels without evidence never); None fades the photo in with the map.
+        background: A colour: a name ("white"), "#rrggbb", or whatever else Pillow reads.
+        sign: As in `heatmap`; by default what the method's paper does.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: More images than one, no picture, or an impossible option.
+
+    Warns:
+        SaliencyWarning: The map is the same everywhere, or rounding errors, which count as zero.
+    """
+    require_one(explanation, "cutout")
+    if keep is not None:
+        keep = real_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
+    frame = frame_of(explanation, picture)
+    shading = shade(explanation, sign, "auto" if keep is None else None)
+    inside = window(frame)
+    weight = np.abs(spread(shading.values, frame, inside))
+    if keep is not None:
+        place = weight.size - max(1, round(weight.size * keep))
+        weight = ((weight >= np.partition(weight, place, axis=None)[place]) & (weight > 0)).astype(np.float32)
+    return _on_background(frame.picture, inside.area, weight, background)
+
+
+def _on_background(picture: Image.Image, area: tuple[slice, slice], weight: Plane, background: str) -> Image.Image:
+    """The picture where the weight is 1, the background where it is 0 and outside `area`."""
+    import cv2
+
+    try:
+        color = ImageColor.getcolor(str(background), "RGB")
+    except ValueError as error:
+        raise RenderError(f'background "{background}" is no colour; write a name or "#rrggbb"') from error
+    ground = np.full((picture.height, picture.width, 3), color, np.uint8)
+    photo = np.asarray(rgb(picture))[area]
+    ground[area] = cv2.blendLinear(photo, ground[area], weight, 1 - weight)
+    return Image.fromarray(ground)
+
+
+def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
+    """Write the picture in the format that the path's suffix names, and return the path.
+
+    The file appears whole or not at all: it is written beside its place and moved there. PNG is lossless and
+    several times faster than Pillow's; JPEG and WebP are of quality 90.
+
+    Raises:
+        RenderError: It is no PIL picture, or the suffix is none of .png, .jpg, .jpeg and .webp.
+        OSError: The folder is missing, or cannot be written to.
+    """
+    if not isinstance(picture, Image.Image):
+        raise RenderError(f"save_picture takes a picture, as overlay(...) returns; got {type(picture).__name__}")
+    path = Path(path)
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')
+    with replacing(path) as temporary:
+        if path.suffix.lower() == ".png":
+            temporary.write_bytes(_png(picture))
+        elif path.suffix.lower() == ".webp":
+            picture.save(temporary, format="WEBP", quality=WEBP_QUALITY)
+        else:
+            picture.convert("RGB").save(temporary, format="JPEG", quality=JPEG_QUALITY)
+    return path
+
+
+def _png(picture: Image.Image) -> bytes:
+    """The picture as the bytes of a PNG file.
+
+    No parameters are passed: the very naming of a compression level switches OpenCV's fast strategy off.
+    """
+    import cv2
+
+    orders = {"L": None, "RGB": cv2.COLOR_RGB2BGR, "RGBA": cv2.COLOR_RGBA2BGRA}
+    if picture.mode not in orders:
+        picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    order = orders[picture.mode]
+    pixels = np.asarray(picture)
+    return cv2.imencode(".png", pixels if order is None else cv2.cvtColor(pixels, order))[1].tobytes()
