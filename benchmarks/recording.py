@@ -14,8 +14,8 @@ import saliency
 from benchmarks.memory import status
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency.inspection import record
-from saliency.inspection.recording.keeping import Keep
-from saliency.inspection.recording.taping import PARTS
+from saliency.inspection.call_recorder import PARTS
+from saliency.inspection.retention import Keep
 
 FORWARD, BOTH = 1.15, 1.25
 CALLS = 200

@@ -14,6 +14,7 @@ from .errors import RenderError as RenderError
 from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
+from .inspection.gradient_flow import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS
 from .methods.ablation_cam import AblationCAM as AblationCAM
@@ -61,7 +62,6 @@ from .methods.smoothing import SmoothGrad as SmoothGrad
 from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
 from .methods.xrai import XRAI as XRAI
-from .render.flow import gradient_flow as gradient_flow
 from .render.heatmap import heatmap as heatmap
 from .render.heatmap import shared_limit as shared_limit
 from .render.overlay import contact_sheet as contact_sheet

@@ -22,7 +22,7 @@ import saliency
 from saliency import GuidedBackprop
 from saliency.errors import LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.inspection import rules
-from saliency.inspection.editing import edit_activations, edit_gradients
+from saliency.inspection.edit import edit_activations, edit_gradients
 from saliency.testing.snapshot import Snapshot
 
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from saliency.errors import ExplanationError, ImageError, LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.inspection import rules
-from saliency.inspection.editing import edit_activations
+from saliency.inspection.edit import edit_activations
+from saliency.inspection.feature_store import Features
 from saliency.inspection.features import extract_features
-from saliency.inspection.features.shards import Features
 from saliency.testing.snapshot import Snapshot
 
 

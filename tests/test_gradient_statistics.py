@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import saliency
 from saliency import ImageError, LayerError, MethodError, ModelError, NotApplicableError, TargetError
 from saliency.inspection import edit_gradients, record, rules
-from saliency.inspection.statistics.gradients import (
+from saliency.inspection.gradient_statistics import (
     GradientStatistics,
     LayerGradients,
     ParameterGradients,

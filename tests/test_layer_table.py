@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import saliency
 from saliency.errors import LayerError, MethodError, ModelError
 from saliency.hooks.manager import HookManager
-from saliency.inspection.structure import costs, layer_table
-from saliency.inspection.structure.arithmetic import Operations
-from saliency.inspection.structure.rows import LayerTable
+from saliency.inspection import timing as costs
+from saliency.inspection.flops import Operations
+from saliency.inspection.layer_table import LayerTable, layer_table
 from saliency.testing.snapshot import Snapshot
 from tests.commandline import COFFEE
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import saliency
 from saliency.errors import ImageError, LayerError, ModelError, NotApplicableError, TargetError
 from saliency.inspection import rules
-from saliency.inspection.editing import edit_activations
-from saliency.inspection.products import jacobian_vector_product, vector_jacobian_product
+from saliency.inspection.edit import edit_activations
+from saliency.inspection.jacobian import jacobian_vector_product, vector_jacobian_product
 from saliency.testing.snapshot import Snapshot
 
 vjp, jvp = vector_jacobian_product, jacobian_vector_product

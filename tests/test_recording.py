@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
 from saliency.hooks.pytree import tensors_in
 from saliency.inspection import Call, Recording, record
-from saliency.inspection.recording.keeping import TensorStatistics
-from saliency.inspection.wrapped import outside
+from saliency.inspection.functorch_compat import outside
+from saliency.inspection.retention import TensorStatistics
 from saliency.testing.snapshot import Snapshot
 
 

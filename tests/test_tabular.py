@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saliency.errors import LayerError, SaliencyError
-from saliency.inspection.tabular import Column, Table, number, share, si
+from saliency.inspection.tables import Column, Table, number, share, si
 
 
 @dataclass(frozen=True)

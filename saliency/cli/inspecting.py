@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from ..attribution.resolved_target import Selection
 from ..errors import ModelError
 from ..hooks.model_state import borrowed, reference, run
-from ..inspection.statistics.activations import activation_statistics
-from ..inspection.statistics.gradients import gradient_statistics
-from ..inspection.structure import layer_table
-from ..inspection.structure.rows import LayerRow
-from ..inspection.tabular import Column, Table
+from ..inspection.activation_statistics import activation_statistics
+from ..inspection.gradient_flow import gradient_flow
+from ..inspection.gradient_statistics import gradient_statistics
+from ..inspection.layer_table import LayerRow, layer_table
+from ..inspection.tables import Column, Table
 from ..io.atomic_write import is_stream, replacing
 from ..io.inputs import read
 from ..layers.default_layer import survey
-from ..render.flow import gradient_flow
 from .choices import ready_model, target_of
 from .console import GAP, Screen, UsageError, visible
 from .console import Column as ScreenColumn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from ..inspection.tabular import escaped
+from ..inspection.tables import escaped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

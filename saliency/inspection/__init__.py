@@ -13,19 +13,19 @@
 The model is left as it was found, and so are its gradients.
 """
 
-from .editing import Editing, edit_activations, edit_gradients, rules
+from . import edit_rules as rules
+from .activation_statistics import ActivationStatistics, LayerActivations, activation_statistics
+from .call_recorder import Call
+from .edit import Editing, edit_activations, edit_gradients
+from .feature_store import Features
 from .features import extract_features
-from .features.shards import Features
+from .gradient_statistics import GradientStatistics, LayerGradients, ParameterGradients, gradient_statistics
+from .jacobian import jacobian_vector_product, vector_jacobian_product
+from .layer_table import LayerRow, LayerTable, layer_table
 from .moments import Moments, moments
-from .products import jacobian_vector_product, vector_jacobian_product
-from .recording import Recording, record
-from .recording.keeping import TensorStatistics
-from .recording.taping import Call
-from .statistics.activations import ActivationStatistics, LayerActivations, activation_statistics
-from .statistics.gradients import GradientStatistics, LayerGradients, ParameterGradients, gradient_statistics
-from .structure import layer_table
-from .structure.rows import LayerRow, LayerTable
-from .tabular import Column, Table
+from .record import Recording, record
+from .retention import TensorStatistics
+from .tables import Column, Table
 
 __all__ = [
     "ActivationStatistics",

@@ -14,10 +14,10 @@ from ...errors import ImageError, LayerError, MethodError
 from ...hooks.manager import HookManager
 from ...hooks.model_state import borrowed, unwrap
 from ...hooks.pytree import tensors_in
-from ..feeding import Feed, called, feeds
-from ..selecting import LayersLike, require_seen, selected
-from .shards import RESERVED, Features, Rows
-from .storing import Sink, Store
+from ..feature_store import RESERVED, Features, Rows
+from ..feature_writer import Sink, Store
+from ..layer_selection import LayersLike, require_seen, selected
+from ..model_inputs import Feed, called, feeds
 
 
 @overload

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...hooks.manager import HookManager
-from ...hooks.model_state import parts
-from ...hooks.pytree import first_tensor, tensors_in
-from ..feeding import Feed, called
-from .arithmetic import Operations, closed_form, known_kind
+from ..hooks.manager import HookManager
+from ..hooks.model_state import parts
+from ..hooks.pytree import first_tensor, tensors_in
+from .flops import Operations, closed_form, known_kind
+from .model_inputs import Feed, called
 
 
 class Layer:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ...hooks.autograd_graph import this_backward
-from ..wrapped import outside
+from ..hooks.autograd_graph import this_backward
+from .functorch_compat import outside
 
 Place = tuple[Sequence[int], Sequence[int], int]
 """Size, stride and offset of a view of another tensor."""

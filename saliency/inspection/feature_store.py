@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...errors import ExplanationError, LayerError, did_you_mean, warn
+from ..errors import ExplanationError, LayerError, did_you_mean, warn
 
 Labels = Tensor | list[Any] | None
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...errors import ImageError, ModelError
-from ...hooks.model_state import borrowed, unwrap
-from ..feeding import Feed, feeds
-from ..selecting import LayersLike, selected
+from ..errors import ImageError, ModelError
+from ..hooks.model_state import borrowed, unwrap
+from .layer_selection import LayersLike, selected
+from .model_inputs import Feed, feeds
 
 
 class Passes:

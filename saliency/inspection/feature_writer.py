@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ImageError, LayerError, MethodError, warn
-from ...io.atomic_write import replacing, save_tensors
-from .shards import INDEX, LABELS, Features, Labels, Rows, type_name
+from ..errors import ImageError, LayerError, MethodError, warn
+from ..io.atomic_write import replacing, save_tensors
+from .feature_store import INDEX, LABELS, Features, Labels, Rows, type_name
 
 _SHARD = re.compile(r"shard-\d{5,}\.safetensors")
 _BYTES = 1 << 28  # in one file, where the caller does not say how many images

@@ -11,18 +11,123 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import LayerError
-from ...hooks.manager import HookManager
-from ...hooks.pytree import first_tensor, tensors_in
-from ...layers.layout import Grid
-from ..feeding import Feed, called
-from ..moments import Moments, moments
-from ..selecting import LayersLike
-from ..tabular import Column, Table, listed, number, share
-from .channels import ChannelAxes
-from .heaps import Call, Calls, Heap, Seen
-from .natures import can_be_called, cuts_nothing_off, hands_on
-from .passes import Passes, is_finite
+from ..errors import LayerError
+from ..hooks.manager import HookManager
+from ..hooks.pytree import first_tensor, tensors_in
+from ..layers.layout import Grid, layout_from
+from .accumulators import Call, Calls, Heap, Seen
+from .batches import Passes, is_finite
+from .layer_selection import LayersLike
+from .model_inputs import Feed, called
+from .moments import Moments, moments
+from .tables import Column, Table, listed, number, share
+
+POOLING = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
+_FIRST = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm, nn.PReLU),
+    *(nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *POOLING,
+)
+_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
+# Derived classes permute their axes, as LayerNorm2d of torchvision and timm does.
+_LAST_THEMSELVES = (nn.LayerNorm, nn.RMSNorm)
+
+
+class ChannelAxes:
+    """Which axis of an output holds the channels.
+
+    Convolutions, their norms and pooling have them first, after the images; linear layers, attention and
+    `nn.LayerNorm` last, by their definition. Whatever else has the shape of one of these outputs is taken to lie like
+    it. Else: (N, K) has its channels second and (N, T, C) last; of four axes those two are the places whose proportions
+    are the input's, so that Swin's (N, h, w, K) is told from (N, K, h, w); where neither fits, they come second, as
+    they do where there are more axes. An output of fewer than two axes has no channels.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def of(self, module: nn.Module, shape: tuple[int, ...], images: int, size: Grid | None) -> int | None:
+        """The axis of an output.
+
+        Args:
+            module: The layer.
+            shape: Of its output.
+            images: How many images there are in the batch.
+            size: (H, W) of the input; None where it is no picture.
+        """
+        if len(shape) < 2:
+            return None
+        axis = _by_definition(module, len(shape))
+        if axis is not None:
+            self._known.setdefault(shape[1:], axis)
+            return axis
+        return self._known.get(shape[1:], _by_shape(shape, images, size))
+
+
+def _by_definition(module: nn.Module, axes: int) -> int | None:
+    if isinstance(module, _FIRST):
+        return 1
+    if isinstance(module, _LAST) or type(module) in _LAST_THEMSELVES:
+        return axes - 1
+    return None
+
+
+def _by_shape(shape: tuple[int, ...], images: int, size: Grid | None) -> int:
+    if len(shape) == 3:
+        return 2
+    if len(shape) == 4 and size is not None:
+        layout = layout_from(shape, images, size, ())
+        return 3 if layout is not None and layout.kind == "NHWC" else 1
+    return 1
+
+
+# The files of torch.nn.modules whose modules give zeros because they were given them.
+_HANDING_ON = frozenset("channelshuffle dropout flatten padding pixelshuffle pooling upsampling".split())  # noqa: SIM905
+_NAMES = ("pool", "drop", "flatten")
+# Those whose modules cut nothing off, and give zeros where their weights are zeros.
+_WEIGHING = frozenset("batchnorm conv instancenorm linear normalization sparse".split())  # noqa: SIM905
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Whether a module computes something when it is called: a ModuleList or a ParameterList does not."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def hands_on(module: nn.Module) -> bool:
+    """Whether a module gives zeros only because it was given them: pooling, dropout, or what consists of such.
+
+    Of classes that are not torch's own, the name tells: `FastAdaptiveAvgPool`, `DropPath`.
+    """
+    if isinstance(module, nn.Identity) or not _HANDING_ON.isdisjoint(map(_file, type(module).__mro__)):
+        return True
+    if any(True for _ in module.parameters()):
+        return False
+    children = list(module.children())
+    name = type(module).__name__.lower()
+    return all(map(hands_on, children)) if children else any(each in name for each in _NAMES)
+
+
+def cuts_nothing_off(module: nn.Module) -> bool:
+    """Whether a module gives nothing but zeros only if its weights or its input are: linear layers and norms.
+
+    Of torch's own classes, since derived ones may rectify, and of an `nn.Sequential` that ends with one.
+    """
+    if type(module) is nn.Sequential:
+        return len(module) > 0 and cuts_nothing_off(module[-1])
+    return _file(type(module)) in _WEIGHING
+
+
+def _file(kind: type) -> str:
+    package, _, file = kind.__module__.rpartition(".")
+    return file if package == "torch.nn.modules" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +183,7 @@ def activation_statistics(
     is needed does not grow with the batches.
 
     Channels lie where the layer's definition puts them: second in (N, K, h, w) and (N, K), last in (N, T, C) and in the
-    (N, h, w, K) of Swin; `saliency.inspection.statistics.channels` has the details.
+    (N, h, w, K) of Swin; `saliency.inspection.activation_statistics` has the details.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit as it was.

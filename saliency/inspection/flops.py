@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...hooks.pytree import tensors_in
+from ..hooks.pytree import tensors_in
 
 Formula = Callable[[Any, Any], int]
 """(the first argument of a call, its output) -> its multiply-adds."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import MethodError, did_you_mean
-from ..moments import Moments, moments_later, moments_of_sample
-from ..wrapped import is_wrapped, outside
+from ..errors import MethodError, did_you_mean
+from .functorch_compat import is_wrapped, outside
+from .moments import Moments, moments_later, moments_of_sample
 
 Keep = str | Callable[[Tensor], Any]
 """One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import TargetError
-from ...hooks.pytree import mapped
-from ...targets.class_names import Categories
-from ...targets.targets import OutputTarget, TargetLike, as_target
-from ..feeding import Feed
+from ..errors import TargetError
+from ..hooks.pytree import mapped
+from ..targets.class_names import Categories
+from ..targets.targets import OutputTarget, TargetLike, as_target
+from .model_inputs import Feed
 
 Loss = Callable[..., Tensor]
 """loss(output) or loss(output, labels) -> a scalar, or one number per image, of which the mean is taken."""

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ImageError
-from ...hooks.manager import HookManager
-from ...hooks.model_state import leaf
-from ...hooks.pytree import first_tensor, mapped, tensors_in
-from ...hooks.rectifiers import refuse_checkpoints
-from ..feeding import Feed, called
-from ..moments import Moments, moments
-from .heaps import Call, Calls
-from .objectives import Objective
-from .passes import is_finite
+from ..errors import ImageError
+from ..hooks.manager import HookManager
+from ..hooks.model_state import leaf
+from ..hooks.pytree import first_tensor, mapped, tensors_in
+from ..hooks.rectifiers import refuse_checkpoints
+from .accumulators import Call, Calls
+from .batches import is_finite
+from .gradient_objective import Objective
+from .model_inputs import Feed, called
+from .moments import Moments, moments
 
 
 class Arrivals:

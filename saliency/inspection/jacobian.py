@@ -20,8 +20,8 @@ from ..hooks.model_state import borrowed, unwrap
 from ..hooks.pytree import mapped, tensors_in
 from ..layers.find import find
 from ..targets.class_names import Categories, class_index, output_tensor, per_image
-from .feeding import Feed, categories_of, feed
-from .selecting import require_seen
+from .layer_selection import require_seen
+from .model_inputs import Feed, categories_of, feed
 
 _Function = Callable[[Tensor], Tensor]
 """From a layer's output, or the input, to the model's output."""

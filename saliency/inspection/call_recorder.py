@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ...hooks.autograd_graph import Exit, edge, exits, is_recorded_since, now, this_backward
-from ...hooks.manager import HookManager
-from ...hooks.pytree import mapped, tensors_in
-from .inbox import Backward, Inbox, View
-from .keeping import Keeper
+from ..hooks.autograd_graph import Exit, edge, exits, is_recorded_since, now, this_backward
+from ..hooks.manager import HookManager
+from ..hooks.pytree import mapped, tensors_in
+from .backward_log import Backward, Inbox, View
+from .retention import Keeper
 
 PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 

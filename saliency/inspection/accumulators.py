@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from ..moments import Moments, moments
+from .moments import Moments, moments
 
 _Kept = TypeVar("_Kept")
 

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...errors import ModelError
-from ...targets.targets import TargetLike
-from ...validation import real_number
-from ..feeding import categories_of
-from ..moments import Moments, moments
-from ..selecting import LayersLike
-from ..tabular import Column, Table, listed, number, share
-from .arriving import Arrivals, ratio_of, ratios_of_layers
-from .natures import can_be_called
-from .objectives import Loss, Objective
-from .passes import Passes
+from ..errors import ModelError
+from ..targets.targets import TargetLike
+from ..validation import real_number
+from .activation_statistics import can_be_called
+from .batches import Passes
+from .gradient_collector import Arrivals, ratio_of, ratios_of_layers
+from .gradient_objective import Loss, Objective
+from .layer_selection import LayersLike
+from .model_inputs import categories_of
+from .moments import Moments, moments
+from .tables import Column, Table, listed, number, share
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import LayerError, MethodError, NotApplicableError, closest
-from ...hooks.manager import is_seen
-from ..selecting import require_seen, selected
+from ..errors import LayerError, MethodError, NotApplicableError, closest
+from ..hooks.manager import is_seen
+from .layer_selection import require_seen, selected
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
 """Layers as for `selected`; parameters by name ("fc.bias"), by pattern or themselves; tensors; or several."""

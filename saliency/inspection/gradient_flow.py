@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import RenderError
-from ..inspection.statistics.gradients import GradientStatistics, LayerGradients, ParameterGradients
-from ..inspection.tabular import number, share
+from ..render.figure import new_figure
 from ..validation import chosen, is_real
-from .figure import new_figure
+from .gradient_statistics import GradientStatistics, LayerGradients, ParameterGradients
+from .tables import number, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...hooks.manager import HookManager
-from ...hooks.model_state import reference
-from ...hooks.pytree import tensors_in
-from ..feeding import Feed, called
+from ..hooks.manager import HookManager
+from ..hooks.model_state import reference
+from ..hooks.pytree import tensors_in
+from .model_inputs import Feed, called
 
 
 class Holding(NamedTuple):
