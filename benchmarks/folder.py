@@ -31,12 +31,12 @@ import saliency
 from benchmarks.timing import Timing, verdict
 from saliency.batch import Look, batch
 from saliency.batch.drawing import Task, draw
-from saliency.batch.folder import LISTING
-from saliency.batch.job import Job
-from saliency.batch.naming import names
+from saliency.batch.engine_local import cores
+from saliency.batch.image_entry import names
+from saliency.batch.loading import prepare
 from saliency.batch.network import Network
-from saliency.batch.pipeline import cores
-from saliency.batch.reading import prepare
+from saliency.batch.output_folder import LISTING
+from saliency.batch.run_options import Job
 from saliency.batch.sources import find
 from saliency.engine.allocator import keep_memory
 from saliency.io.image_io import open_picture

@@ -9,7 +9,7 @@ import torch
 
 import saliency
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
-from saliency.inspection import layer_table
+from saliency.inspection.layer_table import layer_table
 
 MODELS = ("resnet50", "efficientnet_lite0")
 LIMIT = {("resnet50", 1): 1.0, ("resnet50", 10): 1.0}  # one forward; what goes beyond it is the watching

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.memory import status
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
-from saliency.inspection import record
 from saliency.inspection.call_recorder import PARTS
+from saliency.inspection.record import record
 from saliency.inspection.retention import Keep
 
 FORWARD, BOTH = 1.15, 1.25

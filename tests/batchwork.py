@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from saliency import Preprocess
 from saliency.batch import Summary, batch
-from saliency.batch.committing import Committer
-from saliency.batch.pipeline import Local
-from saliency.report import report
+from saliency.batch.engine_local import Local
+from saliency.batch.manifest_writer import Committer
+from saliency.batch.report import report
 
 IMPORTED: list[object] = [cv2, mpl, Committer, Local, report]
 """What a run imports when it needs it: processes that are to be killed at work have it from the start."""

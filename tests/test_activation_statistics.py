@@ -27,10 +27,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import saliency
 from saliency import ImageError, LayerError, ModelError
-from saliency.inspection import edit_activations, record, rules
+from saliency.inspection import edit_activations, rules
 from saliency.inspection.activation_statistics import ActivationStatistics, LayerActivations, activation_statistics
 from saliency.inspection.gradient_statistics import gradient_statistics
 from saliency.inspection.layer_table import layer_table
+from saliency.inspection.record import record
 from saliency.testing import tiny_model
 from saliency.testing.snapshot import Snapshot
 from saliency.testing.subject import images

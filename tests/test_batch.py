@@ -17,13 +17,16 @@ from PIL import Image
 
 import saliency
 from saliency import GradCAM, ImageError, TargetError, overlay
-from saliency.batch import BatchError, Look, Progress, StoppedError, batch, pipeline, running, unit
+from saliency.batch import BatchError, Look, Progress, StoppedError, batch
+from saliency.batch import engine_local as pipeline
+from saliency.batch import run as running
+from saliency.batch import work_group as unit
 from saliency.batch.drawing import Made, Task, draw
-from saliency.batch.job import Job
+from saliency.batch.image_entry import Photo, open_photo
+from saliency.batch.loading import prepare
 from saliency.batch.manifest import KEYS
 from saliency.batch.manifest import row as a_row
-from saliency.batch.photos import Photo, open_photo
-from saliency.batch.reading import prepare
+from saliency.batch.run_options import Job
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
 BOTH = ("grad_cam", "vanilla_gradient")
@@ -286,7 +289,7 @@ def test_what_failed_stays_so_until_it_is_tried_again(
     quick(source, tmp_path / "whole")
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("saliency.batch.reading.open_photo", fail)
+        patch.setattr("saliency.batch.loading.open_photo", fail)
         assert quick(source, out).failed == 1
     again = quick(source, out)
     assert (again.fresh, again.failed) == (0, 1)
@@ -331,7 +334,7 @@ def test_changes_are_noticed_again_wherever_a_run_is_cut_short(
     quick(source, tmp_path / "out")
     change(source)
     with monkeypatch.context() as patch:
-        patch.setattr(f"saliency.batch.folder.Folder.{step}", cut_short)
+        patch.setattr(f"saliency.batch.output_folder.Folder.{step}", cut_short)
         with pytest.raises(KeyboardInterrupt):
             quick(source, tmp_path / "out")
     assert quick(source, tmp_path / "out").fresh == 3
@@ -555,7 +558,7 @@ def test_photos_that_are_too_large_to_wait_are_decoded_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick(source, tmp_path / "whole")
-    monkeypatch.setattr("saliency.batch.reading.Budget.keep", lambda self, picture: False)
+    monkeypatch.setattr("saliency.batch.loading.Budget.keep", lambda self, picture: False)
     quick(source, tmp_path / "out")
     assert_same(tmp_path / "out", tmp_path / "whole")
 

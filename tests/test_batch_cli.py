@@ -21,10 +21,11 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency.batch import Look, Progress, StoppedError, batch, unit
-from saliency.batch.again import draw_again
-from saliency.batch.keeping import read_map
-from saliency.batch.table import write_parquet
+from saliency.batch import Look, Progress, StoppedError, batch
+from saliency.batch import work_group as unit
+from saliency.batch.map_store import read_map
+from saliency.batch.parquet import write_parquet
+from saliency.batch.redraw import draw_again
 from saliency.cli import batching, rendering
 from saliency.cli.arguments import Parser
 from saliency.cli.console import Screen, UsageError
@@ -372,7 +373,7 @@ def test_drawing_again_stops_where_nothing_can_be_written(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("saliency.batch.again.write_overlay", full)
+    monkeypatch.setattr("saliency.batch.redraw.write_overlay", full)
     with pytest.raises(StoppedError, match="make room"):
         list(draw_again(tmp_path / "run", tmp_path / "again", look=Look()))
 
@@ -392,7 +393,7 @@ def test_the_table_has_the_rows_of_the_manifest(source: Path, tmp_path: Path) ->
 
 
 def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saliency.batch.table.find_spec", lambda name: None)
+    monkeypatch.setattr("saliency.batch.parquet.find_spec", lambda name: None)
     assert not write_parquet([], tmp_path / "x.parquet")
     assert not (tmp_path / "x.parquet").exists()
 

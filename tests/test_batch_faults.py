@@ -26,11 +26,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saliency.batch import BatchError, StoppedError, running
-from saliency.batch.committing import Committer
+from saliency.batch import BatchError, StoppedError
+from saliency.batch import run as running
 from saliency.batch.drawing import Made
-from saliency.batch.keeping import read_map
 from saliency.batch.manifest import Manifest, row
+from saliency.batch.manifest_writer import Committer
+from saliency.batch.map_store import read_map
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -218,7 +219,7 @@ def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.keeping.Kept.encoded", full)
+    monkeypatch.setattr("saliency.batch.map_store.Kept.encoded", full)
     with pytest.raises(StoppedError, match="make room"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert rows(tmp_path / "out") == []

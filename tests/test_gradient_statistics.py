@@ -21,13 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 import saliency
 from saliency import ImageError, LayerError, MethodError, ModelError, NotApplicableError, TargetError
-from saliency.inspection import edit_gradients, record, rules
+from saliency.inspection import edit_gradients, rules
 from saliency.inspection.gradient_statistics import (
     GradientStatistics,
     LayerGradients,
     ParameterGradients,
     gradient_statistics,
 )
+from saliency.inspection.record import record
 from saliency.testing import tiny_model
 from saliency.testing.snapshot import Snapshot
 from saliency.testing.subject import images

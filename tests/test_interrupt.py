@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from saliency import Attribution, GradCAM, GuidedBackprop
 from saliency.hooks.scope import opened
-from saliency.inspection import edit_activations, edit_gradients, record, rules
+from saliency.inspection import edit_activations, edit_gradients, rules
+from saliency.inspection.record import record
 from saliency.testing import tiny_model
 
 ROUNDS = 400

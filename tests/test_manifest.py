@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from saliency.batch.batch_size import Plan
 from saliency.batch.manifest import Manifest, encoded, row
-from saliency.batch.plan import Plan
 
 METHODS = ("one", "two")
 

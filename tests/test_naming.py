@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saliency.batch.naming import LONGEST, names
-from saliency.batch.photos import Photo
+from saliency.batch.image_entry import LONGEST, Photo, names
 
 
 def photo(name: str, *folder: str) -> Photo:

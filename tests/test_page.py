@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from saliency.report import packing, report
+from saliency.batch.report import packing, report
 from tests.browser import Visit, chromium, until, visit
 from tests.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 

@@ -22,22 +22,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from saliency.batch import BatchError, Progress, StoppedError, batch, ray_engine
+from saliency.batch import BatchError, Progress, StoppedError, batch
+from saliency.batch import engine_ray as ray_engine
+from saliency.batch.batch_size import Plan
 from saliency.batch.drawing import Task
-from saliency.batch.folder import Folder
-from saliency.batch.job import Job
-from saliency.batch.locking import LOCK, locked
-from saliency.batch.orders import Orders
-from saliency.batch.photos import Photo
-from saliency.batch.pipeline import MOST_AHEAD
-from saliency.batch.plan import Plan
+from saliency.batch.engine_local import MOST_AHEAD
+from saliency.batch.engine_ray import OnRay, on_ray
+from saliency.batch.image_entry import Photo
+from saliency.batch.output_folder import LOCK, Folder, locked
+from saliency.batch.progress import Orders
 from saliency.batch.ray_cluster import Share, connected
-from saliency.batch.ray_engine import OnRay, on_ray
 from saliency.batch.ray_feeder import Feeder
 from saliency.batch.ray_worker import Done, Worker
-from saliency.batch.running import Run
+from saliency.batch.run import Run
+from saliency.batch.run_options import Job
 from saliency.batch.sources import find
-from saliency.batch.unit import Work
+from saliency.batch.work_group import Work
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 
 # Ray builds its settings by way of names that it has deprecated itself.

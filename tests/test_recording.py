@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
 from saliency.hooks.pytree import tensors_in
-from saliency.inspection import Call, Recording, record
+from saliency.inspection import Call, Recording
 from saliency.inspection.functorch_compat import outside
+from saliency.inspection.record import record
 from saliency.inspection.retention import TensorStatistics
 from saliency.testing.snapshot import Snapshot
 

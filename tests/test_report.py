@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from saliency.batch.report import packing, report
 from saliency.cli.console import Screen, UsageError
 from saliency.cli.reporting import Request
 from saliency.cli.reporting import report as report_command
 from saliency.errors import ExplanationError
 from saliency.render.colors import table
-from saliency.report import packing, report
 
 Row = dict[str, Any]
 
@@ -332,7 +332,7 @@ def test_an_error_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: py
     def fail(*anything: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("saliency.report._page", fail)
+    monkeypatch.setattr("saliency.batch.report._page", fail)
     with pytest.raises(OSError, match="No space left"):
         report(out)
     assert (out / "index.html").read_bytes() == before

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from saliency.batch import BatchError
-from saliency.batch.lists import target_from
-from saliency.batch.photos import Photo, open_photo, shown
-from saliency.batch.sources import find
+from saliency.batch.image_entry import Photo, open_photo, shown
+from saliency.batch.sources import find, target_from
 from saliency.errors import ImageError
 
 

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..validation import whole_number
-from .folder import Folder
-from .job import FORMATS, SIGNS, Job, Look
-from .locking import locked
-from .orders import Orders, Progress, Summary
-from .problems import BatchError, StoppedError, unwritable
-from .running import Run
+from .errors import BatchError, StoppedError, unwritable
+from .output_folder import Folder, locked
+from .progress import Orders, Progress, Summary
+from .run import Run
+from .run_options import FORMATS, SIGNS, Job, Look
 from .sources import find
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .unit import Engine
+    from .work_group import Engine
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "Look", "Progress", "StoppedError", "Summary", "batch"]
 
@@ -148,11 +147,11 @@ def _carried_out(run: Run, engine: str, device: str, workers: int | None) -> Sum
     if run.is_complete() and not run.fresh:
         return run.summary(run.finish())
     if engine == "ray":
-        from .ray_engine import on_ray
+        from .engine_ray import on_ray
 
         with on_ray(device, workers) as cluster:
             return _worked(run, cluster, cluster.lanes, cluster.most)
-    from .pipeline import Local, devices_of, most_at_once
+    from .engine_local import Local, devices_of, most_at_once
 
     devices = devices_of(device) if isinstance(run.job.model, str) or device != "auto" else [""]
     local = Local(devices, workers)

@@ -19,14 +19,14 @@ from ..io.preprocess import Frame
 from ..render.blending import Shade, paint, shade, spread, units, window
 from ..render.colors import CENTRE, DIVERGING, SEQUENTIAL
 from ..render.overlay import save_picture
-from .folder import heat_file, map_file, overlay_file, preview_file
-from .job import Job, Look
-from .keeping import Kept
+from .errors import Failure, stops_everything
+from .image_entry import Photo, open_photo, shown
+from .loading import Prepared
 from .manifest import Row, row
+from .map_store import Kept
 from .network import Found
-from .photos import Photo, open_photo, shown
-from .problems import Failure, stops_everything
-from .reading import Prepared
+from .output_folder import heat_file, map_file, overlay_file, preview_file
+from .run_options import Job, Look
 
 PREVIEW = 640  # the longest side of the plain photo that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80

@@ -18,9 +18,9 @@ from ..errors import LayerError, MethodError, NotApplicableError, TargetError, d
 from ..hooks.model_state import is_out_of_memory, reference
 from ..targets.class_names import Categories, class_index, class_scores
 from ..targets.targets import ClassScore, TargetLike
-from .job import Job
-from .problems import Failure
-from .reading import Prepared
+from .errors import Failure
+from .loading import Prepared
+from .run_options import Job
 
 Found = Mapping[str, Explanation | Failure]
 """What each method found on one photo."""

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .pipeline import cores
-from .problems import BatchError
+from .engine_local import cores
+from .errors import BatchError
 
 INSTALL = 'pip install "saliency-toolkit[ray]"'
 MOST_THREADS = 8

@@ -13,13 +13,13 @@ import torch
 
 from ..engine.allocator import keep_memory
 from .drawing import Made, Task, draw
-from .job import Job
-from .locking import LOCK
+from .errors import BatchError, StoppedError
+from .image_entry import shown
+from .loading import Budget, Prepared, prepare
 from .network import Found, Network
-from .photos import shown
-from .problems import BatchError, StoppedError
-from .reading import Budget, Prepared, prepare
-from .unit import Group, explained, loaded, share_of
+from .output_folder import LOCK
+from .run_options import Job
+from .work_group import Group, explained, loaded, share_of
 
 
 @dataclass(slots=True)

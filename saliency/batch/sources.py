@@ -5,19 +5,162 @@ Folders, files, patterns, lists (CSV, TSV, JSON lines, plain lines) and WebDatas
 
 from __future__ import annotations
 
+import csv
 import glob
+import json
 import os
+import posixpath
+import re
+import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from ..io.atomic_write import PICTURES
-from .folder import Own, is_made
-from .lists import LISTS, read_list
-from .photos import Photo, absolute, label_of
-from .problems import BatchError
-from .shards import read_shard
+from .errors import BatchError
+from .image_entry import Photo, absolute, label_of
+from .output_folder import Own, is_made
+
+_PICTURES = frozenset(("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
+_CLASSES = ("target", "cls", "class", "label")
+_LONGEST_NOTE = 1 << 20  # bytes of a .cls or .json member
+
+
+def read_shard(file: str) -> Iterator[Photo]:
+    """The photos of a tar file, in its order; its members are never written to disk.
+
+    What belongs together has one name up to the first dot of its file name: 0001.jpg, 0001.cls (a class index or
+    name), 0001.json (an object with "cls", "label", "class" or "target").
+    """
+    stem = Path(file).stem
+    waiting: list[Photo] = []
+    target: int | str | None = None
+    key = None
+    try:
+        with tarfile.open(file, "r:") as shard:
+            for member in shard:
+                if not member.isfile():
+                    continue
+                folder, label = posixpath.split(member.name)
+                name, _, suffix = label.partition(".")
+                if (folder, name) != key:
+                    yield from (replace(photo, target=target) for photo in waiting)
+                    key, waiting, target = (folder, name), [], None
+                kind = suffix.rpartition(".")[2].lower()
+                if kind in _PICTURES:
+                    waiting.append(_tar_photo(file, stem, folder, label, member))
+                elif kind in ("cls", "json") and member.size <= _LONGEST_NOTE:
+                    noted = shard.extractfile(member)
+                    target = _class(noted.read() if noted else b"", kind) if target is None else target
+    except (OSError, tarfile.TarError, ValueError) as error:
+        yield from (replace(photo, target=target) for photo in waiting)
+        problem = f"the shard cannot be read to its end: {error}"
+        yield Photo(absolute(file), file, label=label_of(file), problem=problem)
+        return
+    yield from (replace(photo, target=target) for photo in waiting)
+
+
+def _tar_photo(file: str, stem: str, folder: str, label: str, member: tarfile.TarInfo) -> Photo:
+    return Photo(
+        absolute(file),
+        f"{file}/{member.name}",
+        folder=(stem, *(part for part in folder.split("/") if part)),
+        label=label,
+        offset=member.offset_data,
+        size=member.size,
+        problem="a sparse member of the shard, which is not read" if member.sparse is not None else "",
+    )
+
+
+def _class(data: bytes, kind: str) -> int | str | None:
+    text = data.decode("utf-8", "replace").strip()
+    if kind == "cls":
+        return target_from(text)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    found = next((fields[name] for name in _CLASSES if name in fields), None) if isinstance(fields, dict) else None
+    return target_from(found) if isinstance(found, int | str) else None
+
+
+LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
+
+_PATHS = ("path", "file", "filename", "image", "photo", "source")
+_TARGETS = ("target", "class", "label", "category")
+
+
+def read_list(file: str) -> Iterator[Photo]:
+    """The photos that a list names. Relative paths begin in the list's own folder.
+
+    CSV and TSV: with a line of titles (path, target), in any order, or without one: the path, then the target. JSON
+    lines: an object with "path" and "target", or the path alone. Plain lines (.txt): a path each.
+
+    Raises:
+        BatchError: The list cannot be read.
+    """
+    suffix = Path(file).suffix.lower()
+    try:
+        # Bytes that are no text may stand in a path, and come back as they were when it is opened.
+        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
+            rows = _json_rows(lines) if suffix in (".jsonl", ".ndjson") else _rows(lines, suffix)
+            for number, path, target in rows:
+                yield _entry(file, number, path, target)
+    except (OSError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BatchError(f"the list {file} cannot be read: {reason}") from error
+
+
+def target_from(text: object) -> int | str | None:
+    """A target as it is written in a list: an index, a name, or nothing."""
+    if text is None or isinstance(text, int):
+        return text
+    word = str(text).strip()
+    return int(word) if re.fullmatch(r"[+-]?\d+", word) else word or None
+
+
+def _entry(file: str, number: int, path: str, target: object) -> Photo:
+    if not path:
+        return Photo(absolute(file), f"{file}:{number}", label=f"line {number}", problem="the line names no path")
+    whole = os.path.join(os.path.dirname(file), path)  # noqa: PTH118, PTH120 - of a path with surrogates, too
+    return Photo(absolute(whole), path, label=label_of(path), target=target_from(target))
+
+
+def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, str, object]]:
+    """(number of the line, path, target) of each row."""
+    if suffix == ".txt":
+        yield from ((number, line.strip("\r\n"), None) for number, line in enumerate(lines, 1) if line.strip())
+        return
+    reader = csv.reader(lines, delimiter="\t" if suffix == ".tsv" else ",")
+    at_path, at_target, first = 0, 1, True
+    for row in reader:
+        if not any(row):
+            continue
+        titles = [cell.strip().casefold() for cell in row]
+        if first and any(title in _PATHS for title in titles):
+            at_path = next(at for at, title in enumerate(titles) if title in _PATHS)
+            at_target = next((at for at, title in enumerate(titles) if title in _TARGETS), len(titles))
+            first = False
+            continue
+        first = False
+        path = row[at_path] if at_path < len(row) else ""
+        yield reader.line_num, path, row[at_target] if at_target < len(row) else None
+
+
+def _json_rows(lines: TextIO) -> Iterator[tuple[int, str, object]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        fields = {"path": row} if isinstance(row, str) else row if isinstance(row, dict) else {}
+        path = next((fields[name] for name in _PATHS if name in fields), "")
+        target = next((fields[name] for name in _TARGETS if name in fields), None)
+        yield number, path if isinstance(path, str) else "", target
 
 
 def find(

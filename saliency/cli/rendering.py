@@ -1,4 +1,4 @@
-"""`saliency render`: overlays drawn again from kept maps. The work is `saliency.batch.again.draw_again`."""
+"""`saliency render`: overlays drawn again from kept maps. The work is `saliency.batch.redraw.draw_again`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     from rich.text import Text
 
     from ..batch import StoppedError
-    from ..batch.again import draw_again
+    from ..batch.redraw import draw_again
     from ..render.colors import table
     from .console import visible
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..report import report as write_page
+from ..batch.report import report as write_page
 from .console import Screen, UsageError, visible
 
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 
 from .drawing import Made, Task, draw
+from .errors import BatchError
+from .loading import Budget, Prepared, prepare
 from .network import Found, Network
-from .problems import BatchError
-from .reading import Budget, Prepared, prepare
-from .unit import Group, Work, explained, replicas, share_of
+from .work_group import Group, Work, explained, replicas, share_of
 
 MOST_LANES = 8
 """Networks side by side on processors; each takes the memory of a batch."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..validation import real_number
-from .problems import BatchError
+from .errors import BatchError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from ..errors import SaliencyError
-from .photos import Photo, shown
+from .image_entry import Photo, shown
 
 
 class BatchError(SaliencyError, RuntimeError):

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
-from ..errors import RenderError
-from ..render.colors import DIVERGING, SEQUENTIAL, table
+from ...errors import RenderError
+from ...render.colors import DIVERGING, SEQUENTIAL, table
 from .reading import Photo, Row
 
 CHUNK = 4_000_000  # characters; the rows of about 10,000 photos with four methods

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ..errors import ExplanationError
+from ...errors import ExplanationError
 
 FORMAT = "saliency batch 1"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .drawing import Made
+from .errors import StoppedError, unwritable
 from .manifest import Manifest
-from .problems import StoppedError, unwritable
 
 TOLD = 20
 """Failures that a summary names."""

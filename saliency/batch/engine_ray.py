@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from .drawing import Made
-from .job import Job
-from .locking import LOCK
-from .pipeline import MOST_AHEAD, most_at_once
-from .problems import BatchError, StoppedError
+from .engine_local import MOST_AHEAD, most_at_once
+from .errors import BatchError, StoppedError
+from .output_folder import LOCK
 from .ray_cluster import Share, both_ends, connected, library
 from .ray_feeder import Feeder, feed
 from .ray_worker import Done, Worker
-from .unit import Group, Work
+from .run_options import Job
+from .work_group import Group, Work
 
 MOST_TRIES = 4
 """Workers that may die of the same group before it is given up."""

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .naming import names
-from .photos import Photo, exists, stamp_of
-from .problems import BatchError
+from .errors import BatchError
+from .image_entry import Photo, exists, names, stamp_of
 
 
 @dataclass(frozen=True, slots=True)

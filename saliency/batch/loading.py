@@ -11,8 +11,8 @@ from torch import Tensor
 from ..errors import ImageError
 from ..io.crop_detection import Box, TransformPreprocess
 from ..io.preprocess import Preprocess
-from .photos import Photo, open_photo
-from .problems import Failure
+from .errors import Failure
+from .image_entry import Photo, open_photo
 
 KEPT_BYTES = 256 << 20
 """Of decoded pictures that wait for their maps; further ones are decoded again when they are drawn on."""

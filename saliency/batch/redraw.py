@@ -16,13 +16,13 @@ from ..io.image_io import open_picture
 from ..io.preprocess import Frame
 from ..render.overlay import overlay
 from .drawing import write_overlay
-from .folder import MAP_SUFFIX, MAPS, PREVIEW_SUFFIX
-from .folder import PHOTOS as PREVIEWS
-from .job import Look
-from .keeping import Kept, read_map
-from .photos import Photo, open_photo, stamp_of
-from .pipeline import cores
-from .problems import BatchError, Failure, stops_everything, unwritable
+from .engine_local import cores
+from .errors import BatchError, Failure, stops_everything, unwritable
+from .image_entry import Photo, open_photo, stamp_of
+from .map_store import Kept, read_map
+from .output_folder import MAP_SUFFIX, MAPS, PREVIEW_SUFFIX
+from .output_folder import PHOTOS as PREVIEWS
+from .run_options import Look
 
 
 @dataclass(frozen=True, slots=True)

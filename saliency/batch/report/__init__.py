@@ -9,7 +9,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from ..io.atomic_write import replacing
+from ...io.atomic_write import replacing
 from .packing import Packer, dumped
 from .reading import Row, read_about, read_photos
 

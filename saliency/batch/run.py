@@ -11,21 +11,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .folder import FORMAT, LISTING, PAGE, PARQUET, Folder
-from .job import Job, differences
+from .batch_size import Plan
+from .errors import BatchError, unwritable
+from .image_entry import Photo
+from .listing import joined
 from .manifest import Manifest
-from .orders import Orders, Progress, Summary, interrupts
-from .photos import Photo
-from .plan import Plan
-from .problems import BatchError, unwritable
-from .renewing import joined
+from .output_folder import FORMAT, LISTING, PAGE, PARQUET, Folder
+from .progress import Orders, Progress, Summary, interrupts
+from .run_options import Job, differences
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .committing import Committer
     from .drawing import Made
-    from .unit import Engine, Group
+    from .manifest_writer import Committer
+    from .work_group import Engine, Group
 
 DISTRIBUTION = "saliency-toolkit"
 
@@ -116,8 +116,8 @@ class Run:
             lanes: How many groups it does at once.
             most: The largest batch that is tried.
         """
-        from .committing import Committer
-        from .unit import Work, loaded
+        from .manifest_writer import Committer
+        from .work_group import Work, loaded
 
         model = loaded(self.job)
         self._begin(model)
@@ -231,7 +231,7 @@ class Run:
             if not same:
                 self.about |= {"counts": counts, "finished": complete}
                 self._write_about()
-            from .table import write_parquet
+            from .parquet import write_parquet
 
             if not (same and (self.folder.path / PARQUET).is_file()):
                 write_parquet(self.manifest.rows(), self.folder.path / PARQUET)
@@ -260,7 +260,7 @@ class Run:
 
 
 def _page(folder: Path) -> Path:
-    from ..report import report
+    from .report import report
 
     return report(folder)
 

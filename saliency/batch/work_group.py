@@ -19,12 +19,12 @@ from torch import nn
 
 from ..errors import SaliencyError
 from ..zoo import load
+from .batch_size import Plan
 from .drawing import Made, Task
-from .job import Job
+from .errors import BatchError
+from .loading import Prepared
 from .network import Found, Network, TooLargeError
-from .plan import Plan
-from .problems import BatchError
-from .reading import Prepared
+from .run_options import Job
 
 Group = Sequence[Task]
 Halving = Callable[[range], tuple[range, range]]

@@ -17,8 +17,8 @@ from safetensors.numpy import save
 
 from ..attribution.explanation import Explanation
 from ..errors import ExplanationError
-from .folder import FORMAT, MAP_SUFFIX
-from .photos import leads_out
+from .image_entry import leads_out
+from .output_folder import FORMAT, MAP_SUFFIX
 
 _HEADER, _VALUES = "saliency", "values"
 _FACTS = (
