@@ -6,7 +6,7 @@ from pathlib import Path
 
 from saliency.attribution.base import Attribution
 from saliency.attribution.registry import summary
-from saliency.cli.listing import paper
+from saliency.cli.commands.lists import paper
 from saliency.methods import METHODS
 
 README = Path(__file__).parent.parent / "README.md"

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from saliency import zoo
-from saliency.cli import choices
+from saliency.cli import parsing as choices
 
 ASSETS = Path(__file__).parents[1] / "assets"
 COFFEE = ASSETS / "coffee.jpg"

@@ -26,8 +26,9 @@ from saliency.batch import work_group as unit
 from saliency.batch.map_store import read_map
 from saliency.batch.parquet import write_parquet
 from saliency.batch.redraw import draw_again
-from saliency.cli import batching, rendering
 from saliency.cli.arguments import Parser
+from saliency.cli.commands import batch as batching
+from saliency.cli.commands import render as rendering
 from saliency.cli.console import Screen, UsageError
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import started

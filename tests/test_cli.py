@@ -23,7 +23,8 @@ import saliency
 from saliency import cli, zoo
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import Trace
-from saliency.cli import arguments, choices, main
+from saliency.cli import arguments, main
+from saliency.cli import parsing as choices
 from saliency.methods import METHODS
 from saliency.render.heatmap import SIGNS
 from saliency.render.overlay import overlay, save_picture
@@ -226,7 +227,7 @@ def test_an_error_in_the_model_costs_only_its_photo(
             raise RuntimeError("out of memory\nfor 3 reasons")
         return explain_together(methods, picture, target)
 
-    monkeypatch.setattr("saliency.cli.explaining.explain_together", fragile)
+    monkeypatch.setattr("saliency.cli.commands.explain.explain_together", fragile)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert names(tmp_path) == ["chelsea.grad_cam.png", "coffee.grad_cam.png", "rocket.grad_cam.png"]
@@ -241,7 +242,7 @@ def test_a_full_disk_is_told_of_the_file(
             raise OSError(errno.ENOSPC, "No space left on device")
         return save_picture(picture, path)
 
-    monkeypatch.setattr("saliency.cli.explaining.save_picture", full)
+    monkeypatch.setattr("saliency.cli.commands.explain.save_picture", full)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert len(names(tmp_path)) == 4
@@ -379,7 +380,7 @@ def test_an_interrupted_run_keeps_what_is_made(
             raise KeyboardInterrupt
         return save_picture(picture, path)
 
-    monkeypatch.setattr("saliency.cli.explaining.save_picture", interrupted)
+    monkeypatch.setattr("saliency.cli.commands.explain.save_picture", interrupted)
     got = explain(run, tmp_path, *PHOTOS, "-m", "grad_cam", "layer_cam", "--sheet")
     assert got.code == 130
     made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]

@@ -17,7 +17,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from saliency.cli import DISTRIBUTION, choices, inspecting, main
+from saliency.cli import DISTRIBUTION, main
+from saliency.cli import parsing as choices
+from saliency.cli.commands import layers as inspecting
 from saliency.errors import ModelError
 from tests.browser import chromium, visit
 from tests.commandline import COFFEE, loaded, share_models

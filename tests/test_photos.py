@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saliency.cli.photos import find_photos, labels
+from saliency.cli.images import find_photos, labels
 
 
 @given(st.lists(st.sampled_from(["a", "A", "b", "a-2", "a.jpg", "ä", "a\u0308"]), max_size=9), st.data())

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saliency.batch.report import packing, report
+from saliency.cli.commands.report import Request
+from saliency.cli.commands.report import report as report_command
 from saliency.cli.console import Screen, UsageError
-from saliency.cli.reporting import Request
-from saliency.cli.reporting import report as report_command
 from saliency.errors import ExplanationError
 from saliency.render.colors import table
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, did_you_mean
-from . import batching, rendering
 from .arguments import Help, Parser, look_options, whole
+from .commands import batch as batching
+from .commands import render as rendering
 
 if TYPE_CHECKING:
     from .console import Screen
@@ -87,7 +88,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from .explaining import Request, explain
+        from .commands.explain import Request, explain
 
     # The default would stay in front of what is typed: argparse extends it.
     arguments.methods = arguments.methods or [METHOD]
@@ -96,21 +97,21 @@ def _explain(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def _methods(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from .listing import methods
+        from .commands.lists import methods
 
     return methods(screen)
 
 
 def _layers(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from .inspecting import Request, layers
+        from .commands.layers import Request, layers
 
     return layers(Request(**vars(arguments), version=version(DISTRIBUTION)), screen)
 
 
 def _models(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from .listing import models
+        from .commands.lists import models
 
     return models(arguments.pattern, arguments.all, screen)
 
@@ -181,7 +182,7 @@ def _weights_option(group: argparse._ActionsContainer) -> None:
 
 def _report(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("starting"):
-        from .reporting import Request, report
+        from .commands.report import Request, report
 
     return report(Request(**vars(arguments)), screen)
 

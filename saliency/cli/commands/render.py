@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .batching import drawing_options, look_of
+from .batch import drawing_options, look_of
 
 if TYPE_CHECKING:
-    from .console import Screen
+    from ..console import Screen
 
 EXAMPLES = """\
 examples:
@@ -33,10 +33,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Draw them, say what became of it, and return the exit code."""
     from rich.text import Text
 
-    from ..batch import StoppedError
-    from ..batch.redraw import draw_again
-    from ..render.colors import table
-    from .console import visible
+    from ...batch import StoppedError
+    from ...batch.redraw import draw_again
+    from ...render.colors import table
+    from ..console import visible
 
     if arguments.colormap is not None:
         table(arguments.colormap)

@@ -9,19 +9,19 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..attribution.base import Attribution, explain_together
-from ..attribution.explanation import Explanation, Sign
-from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..io.image_io import open_picture
-from ..io.preprocess import Frame
-from ..render.blending import Opacity, probability
-from ..render.colors import table
-from ..render.heatmap import Percentile
-from ..render.overlay import contact_sheet, overlay, save_picture
-from .choices import ALL, built, methods_and_photos, ready_model, require_folder, target_of
-from .console import Screen, UsageError, visible
-from .outcomes import Outcome, tell
-from .photos import Photo, find_photos, labels
+from ...attribution.base import Attribution, explain_together
+from ...attribution.explanation import Explanation, Sign
+from ...errors import ImageError, LayerError, NotApplicableError, TargetError
+from ...io.image_io import open_picture
+from ...io.preprocess import Frame
+from ...render.blending import Opacity, probability
+from ...render.colors import table
+from ...render.heatmap import Percentile
+from ...render.overlay import contact_sheet, overlay, save_picture
+from ..console import Screen, UsageError, visible
+from ..images import Photo, find_photos, labels
+from ..parsing import ALL, built, methods_and_photos, ready_model, require_folder, target_of
+from ..summary import Outcome, tell
 
 SHEET = "sheet.png"
 THUMB = 240

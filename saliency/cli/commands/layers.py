@@ -15,21 +15,21 @@ from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..attribution.resolved_target import Selection
-from ..errors import ModelError
-from ..hooks.model_state import borrowed, reference, run
-from ..inspection.activation_statistics import activation_statistics
-from ..inspection.gradient_flow import gradient_flow
-from ..inspection.gradient_statistics import gradient_statistics
-from ..inspection.layer_table import LayerRow, layer_table
-from ..inspection.tables import Column, Table
-from ..io.atomic_write import is_stream, replacing
-from ..io.inputs import read
-from ..layers.default_layer import survey
-from .choices import ready_model, target_of
-from .console import GAP, Screen, UsageError, visible
-from .console import Column as ScreenColumn
-from .page import Section, figure_html, page, picture_html
+from ...attribution.resolved_target import Selection
+from ...errors import ModelError
+from ...hooks.model_state import borrowed, reference, run
+from ...inspection.activation_statistics import activation_statistics
+from ...inspection.gradient_flow import gradient_flow
+from ...inspection.gradient_statistics import gradient_statistics
+from ...inspection.layer_table import LayerRow, layer_table
+from ...inspection.tables import Column, Table
+from ...io.atomic_write import is_stream, replacing
+from ...io.inputs import read
+from ...layers.default_layer import survey
+from ..console import GAP, Screen, UsageError, visible
+from ..console import Column as ScreenColumn
+from ..layers_html import Section, figure_html, page, picture_html
+from ..parsing import ready_model, target_of
 
 FITTING = 40  # rows that are shown without --all
 

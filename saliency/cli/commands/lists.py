@@ -9,13 +9,13 @@ from collections import Counter
 from rich.table import Table
 from rich.text import Text
 
-from ..attribution.base import Attribution
-from ..attribution.registry import source, summary
-from ..errors import did_you_mean
-from ..methods import METHODS
-from ..zoo import Listing
-from ..zoo import models as zoo_models
-from .console import Column, Screen, UsageError
+from ...attribution.base import Attribution
+from ...attribution.registry import source, summary
+from ...errors import did_you_mean
+from ...methods import METHODS
+from ...zoo import Listing
+from ...zoo import models as zoo_models
+from ..console import Column, Screen, UsageError
 
 _WHERE = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import look_options, whole
+from ..arguments import look_options, whole
 
 if TYPE_CHECKING:
-    from ..batch import Look, Progress, Summary
-    from .console import Screen
+    from ...batch import Look, Progress, Summary
+    from ..console import Screen
 
 EVERYTHING = "all"
 EXAMPLES = """\
@@ -88,7 +88,7 @@ def options(parser: argparse.ArgumentParser, model: str, method: str) -> None:
 
 def drawing_options(parser: argparse.ArgumentParser) -> None:
     """How overlays are drawn, and in which format."""
-    from ..batch import FORMATS
+    from ...batch import FORMATS
 
     looks = parser.add_argument_group("how it is drawn")
     looks.add_argument("--format", metavar="NAME", choices=FORMATS, default="png", help="png, jpg or webp")
@@ -102,8 +102,8 @@ def size(text: str) -> int | None:
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Do it, say what became of it, and return the exit code."""
-    from ..batch import StoppedError, batch
-    from .console import UsageError
+    from ...batch import StoppedError, batch
+    from ..console import UsageError
 
     if arguments.restart and arguments.resume:
         raise UsageError("--restart begins anew and --resume goes on; choose one")
@@ -151,7 +151,7 @@ def tell(summary: Summary, screen: Screen) -> None:
     """The summary: what failed, how much was done and how fast, and where it is."""
     from rich.text import Text
 
-    from .console import Column, visible
+    from ..console import Column, visible
 
     if summary.failures and screen.is_terminal and not screen.quiet:
         columns = (Column("photo", "bold"), Column("method"), Column("why", "red", wraps=True))
@@ -222,7 +222,7 @@ def _bar(screen: Screen) -> Iterator[Callable[[Progress], None] | None]:
 
 def look_of(arguments: argparse.Namespace) -> Look:
     """How the overlays are drawn, from the options of that name."""
-    from ..batch import Look
+    from ...batch import Look
 
     return Look(
         format=arguments.format,
@@ -238,13 +238,13 @@ def _methods(words: list[str] | None) -> tuple[list[str], bool]:
     names = list(dict.fromkeys(words or ["grad_cam"]))
     if EVERYTHING not in names:
         return names, False
-    from ..methods import METHODS
+    from ...methods import METHODS
 
     return list(METHODS), True
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
-    from .console import UsageError
+    from ..console import UsageError
 
     options: dict[str, Any] = {}
     for word in words:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..batch.report import report as write_page
-from .console import Screen, UsageError, visible
+from ...batch.report import report as write_page
+from ..console import Screen, UsageError, visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
