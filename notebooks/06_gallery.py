@@ -44,11 +44,11 @@ Markdown("\n".join(["| method | in a sentence | one call costs |", "|---|---|---
 #
 # One loop over `METHODS`, with no name of a method in it. Many take one forward and one backward, and all that can
 # share these do. Those that smooth, integrate, cover up and ask again take tens to thousands of passes. Here each that
-# samples has 60 for one photo, and the others a few steps, less than their authors would allow: a look, and no more.
+# samples has 96 for one photo, and the others a few steps, less than their authors would allow: a look, and no more.
 # (It still is the longest wait in these pages, two minutes or so.)
 
 # %%
-quick = {"passes": 60, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "precision": "fast"}
+quick = {"passes": 96, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "precision": "fast"}
 methods = []
 for cls in saliency.METHODS.values():
     options = {name: value for name, value in quick.items() if name in cls.options()}
@@ -87,7 +87,7 @@ sheet(rows, across=7, thumb=120)
 #
 # **What to beware of.** A map that looks right need not be right, and one that looks odd may be telling. The lattice
 # of DeconvNet is the same for every photo; [the first page on heatmaps](03_first_heatmap.ipynb) shows why. Maps that
-# agree are no independent witnesses: they read the same layer. And sixty passes are few. The patchwork of LIME and
+# agree are no independent witnesses: they read the same layer. And 96 passes are few. The patchwork of LIME and
 # Kernel SHAP around the rocket is noise for the most part, and extremal perturbation has taken 10 of its 800 steps.
 #
 # The same from the command line, with a file per photo and method:

@@ -17,172 +17,38 @@ from saliency import METHODS, Attribution
 
 HOME = Path(saliency.__file__).parent
 
-# From the ground up: a module imports from the floors below its own.
-FLOORS: list[set[str]] = [
-    {
-        "batch.orders",
-        "batch.plan",
-        "batch.ray_feeder",
-        "borders",
-        "engine",
-        "engine.allocator",
-        "engine.estimates",
-        "engine.pace",
-        "engine.progress",
-        "errors",
-        "files",
-        "interrupts",
-        "marks",
-        "nests",
-        "tape",
-        "tape.operations",
-        "tape.patches",
-        "variants",
-    },
-    {
-        "batch.manifest",
-        "calls",
-        "classes",
-        "engine.dependence",
-        "engine.spread",
-        "methods.biases",
-        "model",
-        "options",
-        "pictures",
-        "ramp",
-        "rectifiers",
-        "report.reading",
-        "tape.tape",
-        "zoo.download",
-        "zoo.weights",
-    },
-    {
-        "batch.photos",
-        "batch.table",
-        "engine.quadrature",
-        "hooks",
-        "layouts",
-        "preprocess",
-        "tape.replay",
-        "targets",
-        "variants.fills",
-    },
-    {
-        "batch.naming",
-        "batch.problems",
-        "effort",
-        "engine.folding",
-        "locality",
-        "rows",
-        "tape.localops",
-        "variants.segments",
-    },
-    {
-        "batch.job",
-        "batch.lists",
-        "batch.locking",
-        "batch.reading",
-        "batch.renewing",
-        "engine.tuning",
-        "survey",
-        "tape.local",
-    },
-    {
-        "batch.folder",
-        "batch.shards",
-        "engine.precision",
-        "explanation",
-        "images",
-        "layers",
-        "selection",
-        "zoo.libraries",
-    },
-    {"batch.keeping", "batch.sources", "engine.passes", "tape.behind", "trace", "zoo.bundled"},
-    {"attribution", "engine.pullback", "zoo"},
-    {"catalogue", "methods.cam", "methods.full", "methods.gradient", "multipass"},
-    {
-        "batch.network",
-        "methods.combined",
-        "methods.eigen",
-        "methods.features",
-        "methods.layered",
-        "methods.masks",
-        "methods.occlusion",
-        "methods.rise",
-        "methods.sensitivity",
-        "methods.smoothing",
-        "variants.baselines",
-    },
-    {"inspection.wrapped", "methods.smooth_cam"},
-    {
-        "inspection.feeding",
-        "inspection.moments",
-        "inspection.selecting",
-        "inspection.tabular",
-        "methods",
-        "methods.ablation",
-        "methods.extremal",
-        "methods.lime",
-        "methods.masking",
-        "methods.path",
-        "methods.refined",
-        "methods.shapley",
-    },
-    {
-        "inspection.recording.inbox",
-        "inspection.recording.keeping",
-        "inspection.structure.arithmetic",
-        "methods.walks",
-        "methods.xrai",
-    },
-    {"inspection.statistics.heaps", "inspection.statistics.objectives", "inspection.statistics.passes"},
-    {
-        "inspection.editing.places",
-        "inspection.editing.ruling",
-        "inspection.statistics.channels",
-        "inspection.statistics.natures",
-    },
-    {"inspection.features.shards", "inspection.recording.taping", "inspection.structure.watching"},
-    {"inspection.structure.costs", "inspection.structure.rows"},
-    {
-        "inspection.editing.attaching",
-        "inspection.editing.rules",
-        "inspection.features.storing",
-        "inspection.recording.summary",
-    },
-    {"inspection.statistics.activations", "inspection.statistics.arriving"},
-    {"inspection.editing", "inspection.recording", "inspection.statistics.gradients", "inspection.structure"},
-    {"inspection.features", "inspection.products", "inspection.statistics"},
-    {"inspection"},
-    {"maps"},
-    {"render.colors", "uncertainty"},
-    {"render.canvas", "render.painting", "report.packing"},
-    {"render.flow", "render.plot", "render.sheet", "report"},
-    {"render"},
-    {"batch.drawing", "testing.snapshot", "testing.subject"},
-    {"batch.committing", "batch.unit", "testing.contract", "testing.inputs", "testing.untouched"},
-    {"batch.pipeline", "batch.ray_worker", "batch.running", "testing.values"},
-    {"batch.again", "batch.ray_cluster", "testing"},
-    {"batch.ray_engine", "cli.arguments", "cli.console", "cli.page", "cli.photos"},
-    {"batch", "cli.choices", "cli.outcomes", "cli.reporting"},
-    {"cli.batching"},
-    {"cli.explaining", "cli.inspecting", "cli.listing", "cli.rendering"},
-    {"cli"},
-    {"__main__"},
+# From the bottom up: a package imports from those before it. Inside a package the order is free, without cycles.
+LAYERS = [
+    "errors",
+    "validation",
+    "io",
+    "targets",
+    "hooks",
+    "layers",
+    "attribution",
+    "engine",
+    "methods",
+    "render",
+    "inspection",
+    "zoo",
+    "batch",
+    "testing",
+    "cli",
+    "__main__",
 ]
 
 # The command line answers `--help` without the library, so these may reach for it inside their functions only.
 LIGHT = {
     "cli",
-    "cli.choices",
     "cli.arguments",
+    "cli.parsing",
     "cli.console",
-    "cli.outcomes",
-    "cli.listing",
-    "cli.explaining",
-    "cli.inspecting",
-    "cli.batching",
-    "cli.rendering",
+    "cli.summary",
+    "cli.commands.lists",
+    "cli.commands.explain",
+    "cli.commands.layers",
+    "cli.commands.batch",
+    "cli.commands.render",
 }
 
 PUBLIC: list[str] = vars(saliency)["__all__"]
@@ -233,36 +99,41 @@ def own(imported: str) -> str | None:
     return name
 
 
-def floor(name: str) -> int:
-    return next((at for at, modules in enumerate(FLOORS) if name in modules), len(FLOORS))
+def layer(name: str) -> int:
+    return LAYERS.index(name.split(".")[0])
 
 
-def test_every_module_has_its_floor() -> None:
-    placed = [name for modules in FLOORS for name in modules]
-    assert len(placed) == len(set(placed))
-    assert set(MODULES) - {""} == set(placed)
+def below(name: str) -> set[str]:
+    """The modules of this package that a module imports, also inside functions."""
+    reached = {own(imported) for imported in imports(name)}
+    return {each for each in reached if each is not None and each != name}
+
+
+def test_every_package_has_its_layer() -> None:
+    assert {name.split(".")[0] for name in MODULES if name} == set(LAYERS)
 
 
 @pytest.mark.parametrize("name", sorted(set(MODULES) - {""}))
 def test_imports_only_go_down(name: str) -> None:
-    for imported in imports(name):
-        below = own(imported)
-        if below is None or below == name:
-            continue
-        assert below != "" or name in LIGHT, f"{name} imports from the package itself: {imported}"
-        assert below == "" or floor(below) < floor(name), f"{name} imports up: {imported}"
+    for each in below(name):
+        assert each or name in LIGHT, f"{name} imports from the package itself"
+        assert not each or layer(each) <= layer(name), f"{name} imports up: {each}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    after: dict[str, set[str]] = {name: below(name) - {""} for name in MODULES if name}
+    while leaves := [name for name, rest in after.items() if not rest & after.keys()]:
+        for name in leaves:
+            del after[name]
+    assert not after, f"a cycle among {sorted(after)}"
 
 
 def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in (
-        "from .render import overlay",
-        "from saliency.render.overlay import overlay",
-        "import saliency.render.overlay",
-    ):
+    for source in ("from .render.overlay import overlay", "import saliency.render.overlay"):
         monkeypatch.setitem(PARSED, "errors", ast.parse(source))
         with pytest.raises(AssertionError, match="errors imports up"):
             test_imports_only_go_down("errors")
-    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from ..render import overlay"))
+    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from ..render.overlay import overlay"))
     with pytest.raises(AssertionError, match=r"methods\.cam imports up"):
         test_imports_only_go_down("methods.cam")
     monkeypatch.setitem(PARSED, "errors", ast.parse("def f():\n    from saliency import overlay"))
@@ -270,11 +141,18 @@ def test_the_walk_sees_an_import_that_goes_up(monkeypatch: pytest.MonkeyPatch) -
         test_imports_only_go_down("errors")
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(set(MODULES) - {""}) if floor(name) < floor("render.colors")])
+def test_the_walk_sees_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARSED, "methods.cam", ast.parse("from .gradient import VanillaGradient"))
+    monkeypatch.setitem(PARSED, "methods.gradient", ast.parse("def f():\n    from .cam import GradCAM"))
+    with pytest.raises(AssertionError, match=r"a cycle among .*methods\.cam"):
+        test_no_module_imports_itself_through_others()
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(set(MODULES) - {""}) if layer(name) < LAYERS.index("render")])
 def test_nothing_below_the_drawing_draws(name: str) -> None:
     drawing = {"matplotlib", "cv2", "PIL.ImageDraw", "PIL.ImageFont"}
     # Inpainting, the dilation of segments, and sums in double precision draw nothing.
-    if name in ("variants.fills", "methods.xrai", "inspection.moments"):
+    if name in ("methods.perturbation.fills", "methods.xrai"):
         drawing.remove("cv2")
     found = [each for each in imports(name) if each in drawing or each.split(".")[0] in drawing]
     assert not found
@@ -283,7 +161,7 @@ def test_nothing_below_the_drawing_draws(name: str) -> None:
 HEAVY = ("torchvision", "timm", "matplotlib", "cv2", "skimage", "sklearn", "scipy", "rich", "pandas", "ray")
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if not name or floor(name) < floor("cli.arguments")])
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if not name or layer(name) < LAYERS.index("cli")])
 def test_what_is_heavy_is_imported_where_it_is_used(name: str) -> None:
     assert not [each for each in imports(name, lazy=False) if each.split(".")[0] in HEAVY]
 
@@ -432,4 +310,4 @@ def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward(name: s
         assert "backward" not in called
         assert "eval" not in called or name in ("zoo", "libraries", "bundled")
     registers = {each for each in called if each.startswith("register_") and each.endswith("_hook")}
-    assert not registers or name == "hooks" or name.startswith("testing")
+    assert not registers or name == "hooks.manager" or name.startswith("testing")

@@ -142,7 +142,7 @@ class MeaningfulPerturbation(OptimisedMask):
         steps: Steps of gradient descent; the paper's are 300.
         sparsity: What it costs to hide, as above; the paper's 0.08 is meant for probabilities.
         smoothness: What edges cost; the paper's is 0.01.
-        fill: What stands where the image is hidden: see `saliency.methods.perturbation.fills.FillLike`, without "inpaint".
+        fill: What stands where the image is hidden: see `saliency.methods.perturbation.fills.FillLike`; not "inpaint".
         **running: See `saliency.attribution.options.Running`.
 
     Values: (N, 1, H, W), 0 to 1: how far each pixel was hidden.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import METHODS, Attribution
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 BUILT_IN = [name for name, cls in METHODS.items() if cls.__module__.startswith("saliency.")]
 # What draws, or lays windows and superpixels over the picture, does not do so mirror-wise.
 STILL = [name for name in BUILT_IN if "chunk" not in METHODS[name].options()]

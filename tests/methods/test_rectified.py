@@ -22,7 +22,7 @@ from saliency.io.preprocess import as_preprocess
 from tests.reference import RULES, error, reference
 
 Form = Callable[[Tensor], Tensor]
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 
 jit = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 rules = pytest.mark.parametrize("rule", RULES)

@@ -174,7 +174,7 @@ def test_a_figure_does_not_import_pyplot() -> None:
         "from saliency.render.overlay import figure; "
         "figure(explained(torch.rand(1, 3, 3), whole(noise(9, 9)))); print('matplotlib.pyplot' in sys.modules)"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     found = subprocess.run(  # noqa: S603
         [sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=root
     )

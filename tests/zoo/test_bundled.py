@@ -14,7 +14,7 @@ from saliency.errors import ModelError
 from saliency.io.preprocess import Preprocess
 from saliency.zoo import bundled
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 
 
 def photo(name: str) -> Image.Image:

@@ -43,7 +43,7 @@ from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 # Ray builds its settings by way of names that it has deprecated itself.
 pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 METHODS = ("grad_cam", "layer_cam")
 
 

@@ -22,8 +22,8 @@ from saliency.cli import parsing as choices
 from saliency.cli.commands import layers as inspecting
 from saliency.errors import ModelError
 from tests.browser import chromium, visit
+from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models
-from tests.test_console import under_terminal
 
 RESNET = ("resnet18", "--weights", "none")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from saliency.batch.report import packing, report
+from tests.batch.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 from tests.browser import Visit, chromium, until, visit
-from tests.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

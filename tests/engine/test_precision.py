@@ -20,8 +20,7 @@ from saliency.engine.folding import agreement, fold_exactly, foldable, private_c
 from saliency.errors import MethodError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import borrowed
-
-from .threads import in_threads
+from tests.threads import in_threads
 
 named: dict[str, Any] = {**METHODS}
 

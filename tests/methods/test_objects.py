@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import METHODS, Explanation, GradCAM, RefineCAM, SaliencyWarning, explain_together
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 CAMS = [
     name
     for name, cls in METHODS.items()

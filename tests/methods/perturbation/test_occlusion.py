@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saliency.methods.occlusion as module
+import saliency.methods.perturbation.occlusion as module
 import torch
 from captum.attr import Occlusion as CaptumOcclusion
 from torch import Tensor, nn

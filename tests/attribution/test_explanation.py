@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saliency.files
 import torch
 from PIL import Image
 from safetensors import safe_open
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
 from saliency.hooks.rectifiers import Coverage
+from saliency.io.atomic_write import replacing
 from saliency.io.preprocess import Frame
 from saliency.testing import tiny_model
 
@@ -182,7 +182,7 @@ def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     def write() -> None:
-        with saliency.io.atomic_write.replacing(tmp_path / "a") as temporary:
+        with replacing(tmp_path / "a") as temporary:
             temporary.write_bytes(b"half")
             raise KeyboardInterrupt
 

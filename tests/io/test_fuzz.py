@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FUZZER = Path(__file__).with_name("fuzz_images.py")
+FUZZER = Path(__file__).parents[1] / "fuzz_images.py"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from saliency.errors import ModelError
 from saliency.io.preprocess import Preprocess, as_preprocess
 from saliency.zoo.libraries import Timm, Torchvision, imagenet_categories
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 SMALL = "timm/test_resnet"  # a third of a million weights
 
 

@@ -10,16 +10,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import saliency
 from saliency import Explanation, RenderError, VanillaGradient, overlay, significance, standard_error
+from saliency.attribution.explanation import Sign
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity
 from saliency.testing import tiny_model
 
 
-def sampled(
-    values: Tensor, error: Tensor | None, sign: saliency.attribution.explanation.Sign = "signed"
-) -> Explanation:
+def sampled(values: Tensor, error: Tensor | None, sign: Sign = "signed") -> Explanation:
     """An explanation of a grey photo by values and errors (1, C, h, w)."""
     picture = Image.new("RGB", (64, 48), (128, 128, 128))
     like = VanillaGradient(tiny_model()).attribute(torch.randn(1, 3, 16, 16), 0)

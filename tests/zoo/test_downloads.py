@@ -130,7 +130,7 @@ def test_torchvision_weights_by_name_bring_their_own_preprocessing() -> None:
 
 def run(code: str, *, first_on_path: Path | None = None) -> str:
     path = [str(first_on_path)] if first_on_path else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(Path(__file__).parents[1])])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(Path(__file__).parents[2])])}
     return subprocess.run(  # noqa: S603  this interpreter on a literal of this file
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     ).stdout

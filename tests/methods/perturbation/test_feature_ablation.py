@@ -19,7 +19,7 @@ from saliency.methods.perturbation.segments import as_segments, segmented
 from saliency.testing import tiny_model
 from tests.games import Linear, noise, per_cell, picture
 
-CAT = Path(__file__).parent.parent / "assets" / "chelsea.jpg"
+CAT = Path(__file__).parents[3] / "assets" / "chelsea.jpg"
 PREPROCESS = Preprocess(size=(224, 224), resize=256)
 
 
