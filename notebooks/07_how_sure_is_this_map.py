@@ -40,7 +40,11 @@ def draw(pictures, titles):
 
 
 draw(
-    [saliency.overlay(rise), saliency.overlay(saliency.standard_error(rise)), saliency.overlay(rise, fade=2)],
+    [
+        saliency.overlay(rise),
+        saliency.overlay(saliency.standard_error(rise)),
+        saliency.overlay(rise, min_significance=2),
+    ],
     ["RISE, 400 masks", "its standard error", "faded below two errors"],
 )
 

@@ -100,7 +100,7 @@ figure, axes = plt.subplots(1, 3, figsize=(10.5, 2.7), layout="constrained")
 pictures = {
     "Kernel SHAP": saliency.overlay(shap),
     "standard error": saliency.overlay(saliency.standard_error(shap)),
-    "faded below two errors": saliency.overlay(shap, fade=2),
+    "faded below two errors": saliency.overlay(shap, min_significance=2),
 }
 for axis, (title, picture) in zip(axes, pictures.items(), strict=True):
     axis.imshow(picture)

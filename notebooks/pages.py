@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from saliency.io.atomic_write import replacing
+from saliency.io.atomic_write import atomic_write
 
 HOME = Path(__file__).parent
 SECONDS_PER_CELL = 600
@@ -129,7 +129,7 @@ def cell_name(index: int, cell: NotebookNode) -> str:
 
 def write(notebook: NotebookNode, path: Path) -> None:
     """Write a notebook, whole or not at all."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(nbformat.writes(notebook) + "\n", "utf-8")
 
 

@@ -12,7 +12,7 @@ from .errors import MethodError, SaliencyError, did_you_mean
 _Choice = TypeVar("_Choice")
 
 
-def chosen(
+def check_choice(
     option: str, choice: _Choice, choices: Sequence[_Choice], *, error: type[SaliencyError] = MethodError
 ) -> _Choice:
     """The choice, if it is one of the choices. Raises `error`, with the closest, where it is not."""
@@ -24,7 +24,7 @@ def chosen(
     return choice
 
 
-def whole_number(option: str, given: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
+def check_whole_number(option: str, given: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
     """An option that counts something. Raises `error` for what is no whole number, or one below `least`."""
     if not is_whole(given, least):
         raise error(f"{option}={given!r} is not a whole number of at least {least}")

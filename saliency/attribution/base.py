@@ -19,23 +19,30 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError
-from ..hooks.model_state import borrowed, carried, is_categories, is_preprocess, reference, unwrap
+from ..hooks.model_state import (
+    is_categories,
+    is_preprocess,
+    model_attribute,
+    prepared_for_attribution,
+    reference_tensor,
+    unwrap,
+)
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, read
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..targets.class_names import as_categories
 from ..targets.targets import TargetLike
 from .explanation import Explanation, Setting, Sign
-from .forward import Evidence, Trace
-from .options import Effort
+from .forward import SharedForward, TargetGradients
+from .options import RunStats
 from .output_rows import has_batch_statistics, warn_of_coupling
-from .resolved_target import Selection
+from .resolved_target import ResolvedTarget
 
 METHODS: dict[str, type[Attribution]] = {}
 """Every method by its name. Classes enter by themselves when they are defined."""
 
 
-class Finding(NamedTuple):
+class BatchAttribution(NamedTuple):
     """What a method found on a batch, for one target."""
 
     values: Tensor  # (N, C, H, W) at the input or (N, 1, h, w) at a layer
@@ -45,8 +52,8 @@ class Finding(NamedTuple):
     residual: Tensor | None = None
     error: Tensor | None = None  # as the values
     agreement: Tensor | None = None  # (N,)
-    effort: tuple[Effort, ...] = ()
-    selection: Selection | None = None
+    effort: tuple[RunStats, ...] = ()
+    selection: ResolvedTarget | None = None
     """What was explained, where that is not the target as it was given."""
 
 
@@ -69,10 +76,10 @@ class Attribution(ABC):
     """How the method's authors read the values."""
     units: ClassVar[str] = "score"
     """What the values are in."""
-    adds_up: ClassVar[bool] = True
+    is_complete: ClassVar[bool] = True
     """Whether values and residual, where there is one, make up the score less something that is the same for every
     image: a baseline's score, or nothing."""
-    trial: ClassVar[Mapping[str, Any]] = {}
+    quick_options: ClassVar[Mapping[str, Any]] = {}
     """Options under which one call is quick, where the defaults take many passes: for tests, and for a first look."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -96,10 +103,10 @@ class Attribution(ABC):
         self.model = unwrap(model)
         # What stands on a wrapper counts as on the model within.
         if preprocess is None:
-            preprocess = carried("preprocess", is_preprocess, model)
+            preprocess = model_attribute("preprocess", is_preprocess, model)
         self.preprocess = None if preprocess is None else as_preprocess(preprocess)
         if categories is None:
-            categories = carried("categories", is_categories, model)
+            categories = model_attribute("categories", is_categories, model)
         self.categories = None if categories is None else as_categories(categories)
 
     @property
@@ -171,13 +178,13 @@ class Attribution(ABC):
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single one use attribute")
         batch = self.read(image)
-        selections = [Selection(target, len(batch.tensor), self.categories) for target in targets]
-        with borrowed(self.model):
+        selections = [ResolvedTarget(target, len(batch.tensor), self.categories) for target in targets]
+        with prepared_for_attribution(self.model):
             findings = self.explain_each(batch.tensor, selections)
         return [self.explanation(*pair, batch) for pair in zip(findings, selections, strict=True)]
 
     @abstractmethod
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """The values and scores of a batch: the only thing a method writes.
 
         The model is in evaluation mode, gradients are enabled, and `target(output)` gives the scores.
@@ -187,15 +194,15 @@ class Attribution(ABC):
             target: The function from the model's output to scores (N,).
         """
 
-    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """The findings for several targets; methods that can share a forward among them do it here."""
         return [self.explain(x, target) for target in targets]
 
     def read(self, image: ImagesLike) -> Batch:
         """The image or images as the model's input, on the model's device."""
-        return read(image, self.preprocess, like=reference(self.model))
+        return read(image, self.preprocess, like=reference_tensor(self.model))
 
-    def explanation(self, finding: Finding, selection: Selection, batch: Batch) -> Explanation:
+    def explanation(self, finding: BatchAttribution, selection: ResolvedTarget, batch: Batch) -> Explanation:
         """A finding, checked, with what is needed to read it. Raises NonFiniteError for NaN and infinity."""
         values = finding.values.detach()
         # The sum is finite unless a value is not, or unless it overflows: then a closer look decides.
@@ -239,26 +246,26 @@ class TracedAttribution(Attribution):
     backwards: ClassVar[int | None] = None
     """How many backward passes the method asks for, at most; None where it does not say."""
 
-    def layers(self, x: Tensor, target: Selection) -> tuple[str, ...]:
+    def layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """The names of the layers that the method reads on a batch, for a target; none by default."""
         return ()
 
     @abstractmethod
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The finding, from what one forward says of one target."""
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """One forward, read for one target."""
         return self.explain_each(x, [target])[0]
 
-    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """One forward, read for each target."""
         return [findings[0] for findings in read_one_forward([self], x, targets)]
 
 
 def read_one_forward(
-    methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[Selection]
-) -> list[list[Finding]]:
+    methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[ResolvedTarget]
+) -> list[list[BatchAttribution]]:
     """What several methods find in one forward, for each of several targets."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupling()
@@ -267,7 +274,7 @@ def read_one_forward(
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
     backwards = [method.backwards for method in methods]
     most = None if None in backwards else len(targets) * sum(each for each in backwards if each is not None)
-    trace = Trace(methods[0].model, x, (name for names in layers for name in names), deepest, most)
+    trace = SharedForward(methods[0].model, x, (name for names in layers for name in names), deepest, most)
     findings = []
     for target in targets:
         evidence = trace.evidence(target)
@@ -303,9 +310,9 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     if any((each.preprocess, each.categories) != (first.preprocess, first.categories) for each in methods):
         raise MethodError("explain_together takes methods with the same preprocessing and the same class names")
     batch = first.read(image)
-    selection = Selection(target, len(batch.tensor), first.categories)
+    selection = ResolvedTarget(target, len(batch.tensor), first.categories)
     traced = [method for method in methods if isinstance(method, TracedAttribution)]
-    with borrowed(first.model):
+    with prepared_for_attribution(first.model):
         shared = read_one_forward(traced, batch.tensor, [selection])[0] if traced else []
         found = dict(zip(map(id, traced), shared, strict=True))
         findings = [found[id(m)] if id(m) in found else m.explain(batch.tensor, selection) for m in methods]

@@ -21,7 +21,7 @@ from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import save_tensors
 from ..io.crop_detection import Box
 from ..io.preprocess import Frame
-from .options import Effort
+from .options import RunStats
 
 Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any]
@@ -74,7 +74,7 @@ class Explanation:
     residual: Tensor | None = None
     error: Tensor | None = None
     agreement: Tensor | None = None
-    effort: tuple[Effort, ...] = ()
+    effort: tuple[RunStats, ...] = ()
 
     def __len__(self) -> int:
         """The number of images."""
@@ -161,7 +161,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain = {name: each for name, each in header.items() if name != "format"}
     plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
-    plain["effort"] = tuple(Effort(**each) for each in plain.get("effort", ()))
+    plain["effort"] = tuple(RunStats(**each) for each in plain.get("effort", ()))
     plain["frames"] = tuple(
         None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), _box(*box))
         for i, box in enumerate(plain["frames"])

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from ..errors import LayerError, TargetError
 from ..hooks.manager import HookManager, Rule
-from ..hooks.model_state import leaf, run
+from ..hooks.model_state import leaf, run_model
 from ..hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
 from ..layers.find import layout_of
 from ..layers.layout import Layout
-from .resolved_target import Selection
+from .resolved_target import ResolvedTarget
 
 
-class Trace:
+class SharedForward:
     """One forward of a borrowed model on a batch, with the outputs of some layers kept.
 
     Args:
@@ -51,7 +51,7 @@ class Trace:
                 for name in dict.fromkeys(layers)
             }
             with torch.set_grad_enabled(gradients == "input"):
-                self.output: Any = run(model, self.x)
+                self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
         self._layouts: dict[str, Layout] = {}
 
@@ -74,15 +74,15 @@ class Trace:
             raise
         return [next(found) if each.requires_grad else None for each in at]
 
-    def evidence(self, selection: Selection) -> Evidence:
+    def evidence(self, selection: ResolvedTarget) -> TargetGradients:
         """What this forward says of one target."""
-        return Evidence(self, selection)
+        return TargetGradients(self, selection)
 
 
-class Evidence:
+class TargetGradients:
     """What one forward says of one target: scores, activations and gradients."""
 
-    def __init__(self, trace: Trace, selection: Selection) -> None:
+    def __init__(self, trace: SharedForward, selection: ResolvedTarget) -> None:
         self.trace = trace
         self.selection = selection
         self._scores = selection(trace.output)
@@ -102,7 +102,7 @@ class Evidence:
 
     def activation(self, layer: str) -> Tensor:
         """The output of a layer as maps (N, K, h, w)."""
-        return widened(self.trace.layout(layer)(self.trace.layers[layer].detach()))
+        return at_least_float32(self.trace.layout(layer)(self.trace.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
         """The gradient of the scores at a layer (N, K, h, w). One backward serves all layers of the trace."""
@@ -116,7 +116,7 @@ class Evidence:
             }
             if all(gradient is None for gradient in gradients):
                 raise LayerError(independent_of(layer))
-        return widened(layout(self._layer_gradients[layer]))
+        return at_least_float32(layout(self._layer_gradients[layer]))
 
     def input_gradient(self) -> Tensor:
         """The gradient of the scores at the input (N, C, H, W)."""
@@ -164,7 +164,7 @@ class Evidence:
 
     def _has_gradient(self) -> bool:
         """Whether the scores have a gradient at the input: one more forward and backward, for an error."""
-        whole = Trace(self.trace.model, self.trace.x)
+        whole = SharedForward(self.trace.model, self.trace.x)
         scores = self.selection(whole.output)
         return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
 
@@ -178,7 +178,7 @@ def independent_of(*layers: str) -> str:
     )
 
 
-def widened(maps: Tensor) -> Tensor:
+def at_least_float32(maps: Tensor) -> Tensor:
     """Half precision as float32: a sum over a map overflows or drowns in it."""
     return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
 

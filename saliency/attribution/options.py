@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from ..io.preprocess import PreprocessLike
-from ..validation import real_number, whole_number
+from ..validation import check_whole_number, real_number
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]
@@ -14,7 +14,7 @@ OnInterrupt = Literal["raise", "return"]
 Stopped = Literal["complete", "passes", "seconds", "tolerance", "interrupt"]
 
 
-class Running(TypedDict, total=False):
+class EngineOptions(TypedDict, total=False):
     """The options that all methods of many passes share. None of the first five changes what is estimated.
 
     Attributes:
@@ -41,7 +41,7 @@ class Running(TypedDict, total=False):
     categories: list[str] | tuple[str, ...] | None
 
 
-class Sampling(Running, total=False):
+class SamplingOptions(EngineOptions, total=False):
     """The options of methods that draw samples, and so can stop at any time. The first limit that is met ends the work.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sampling(Running, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class RunStats:
     """What a method spent on one image.
 
     Attributes:
@@ -78,7 +78,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Budget:
     """When the work on an image ends. Raises MethodError for limits that are none."""
 
     passes: int | None = None
@@ -87,7 +87,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.passes is not None:
-            object.__setattr__(self, "passes", whole_number("passes", self.passes))
+            object.__setattr__(self, "passes", check_whole_number("passes", self.passes))
         for name in ("seconds", "tolerance"):
             limit = getattr(self, name)
             if limit is not None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import TargetError, warn
-from ..hooks.model_state import parts, run
-from ..hooks.pytree import agree, children, rounding, with_children
+from ..hooks.model_state import run_model, unique_modules
+from ..hooks.pytree import rounding, tree_children, tree_with_children, trees_agree
 from ..targets.targets import OutputTarget, Target
 
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"
@@ -80,7 +80,7 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
         x: (1, C, H, W) one image.
     """
     autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    modules = tuple((id(each), *each._forward_hooks, *each._forward_pre_hooks) for each in parts(model))
+    modules = tuple((id(each), *each._forward_hooks, *each._forward_pre_hooks) for each in unique_modules(model))
     key = tuple(x.shape[1:]), x.dtype, x.device, autocast, modules
     with _lock:
         known = _known.setdefault(model, {})
@@ -96,14 +96,14 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
 
 def _compared(model: nn.Module, x: Tensor, dtype: torch.dtype) -> OutputRows:
     with torch.no_grad():
-        one = run(model, x)
+        one = run_model(model, x)
         try:
-            two = run(model, torch.cat([x, x.flip(-1) / 2]))
+            two = run_model(model, torch.cat([x, x.flip(-1) / 2]))
         except Exception as error:  # noqa: BLE001 - whatever the model raises is said in the result
             return OutputRows(_Unclear(), f"one pass at a time: the model does not run a batch of two images ({error})")
         division = _divided(one, two)
         try:
-            alone = agree(one, _repeated(division, two, 0, 1), coarsest=rounding(dtype, x.device))
+            alone = trees_agree(one, _repeated(division, two, 0, 1), coarsest=rounding(dtype, x.device))
         except TargetError:
             alone = True  # what cannot be divided cannot be compared
     return OutputRows(division, "" if alone else COUPLED)
@@ -115,7 +115,7 @@ def _divided(one: Any, two: Any) -> _Division:
         return _Unclear()
     if isinstance(one, Tensor):
         return _dimension(tuple(one.shape), tuple(two.shape))
-    first, second = children(one), children(two)
+    first, second = tree_children(one), tree_children(two)
     if first is None or second is None:
         return None if isinstance(one, _SHARED) else _Unclear()
     if isinstance(one, tuple | list) and (len(first), len(second)) == (1, 2):
@@ -141,10 +141,10 @@ def _repeated(division: _Division, output: Any, row: int, times: int) -> Any:
         return torch.cat([output.narrow(division, row, 1)] * times, division)
     if isinstance(division, _PerImage):
         return type(output)([output[row]] * times)
-    parts_of_it = children(output)
+    parts_of_it = tree_children(output)
     if isinstance(division, list) and parts_of_it is not None and len(parts_of_it) == len(division):
         pairs = zip(division, parts_of_it, strict=True)
-        return with_children(output, [_repeated(part, each, row, times) for part, each in pairs])
+        return tree_with_children(output, [_repeated(part, each, row, times) for part, each in pairs])
     came = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise TargetError(
         f"a {came} in the model's output does not show which part of it belongs to which image; explain one image at a "
@@ -168,7 +168,7 @@ def one_by_one(target: Target, rows: OutputRows) -> str:
 
 def has_batch_statistics(model: nn.Module) -> bool:
     """Whether a batch norm takes its statistics from the batch in evaluation mode too."""
-    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in parts(model))
+    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in unique_modules(model))
 
 
 def warn_of_coupling() -> None:
@@ -179,7 +179,7 @@ def warn_of_coupling() -> None:
     )
 
 
-def for_rows(target: Target, images: int, image: int, count: int, rows: Callable[[], OutputRows]) -> Target:
+def repeat_target(target: Target, images: int, image: int, count: int, rows: Callable[[], OutputRows]) -> Target:
     """The target of one image of a batch, as a function of an output whose rows are `count` passes of that image.
 
     Args:
@@ -191,11 +191,11 @@ def for_rows(target: Target, images: int, image: int, count: int, rows: Callable
     """
     if isinstance(target, OutputTarget):
         return target.repeated(image, count)
-    return RowByRow(target, images, image, count, rows())
+    return RepeatedTarget(target, images, image, count, rows())
 
 
 @dataclass(frozen=True, slots=True)
-class RowByRow:
+class RepeatedTarget:
     """Any function of a batch's output, asked for one of its images.
 
     A function may do anything with the rows of a batch, so each pass is presented to it as a whole batch of copies.

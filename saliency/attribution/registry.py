@@ -9,7 +9,7 @@ from ..errors import MethodError, did_you_mean
 from .base import METHODS, Attribution
 
 
-def method(name: object) -> type[Attribution]:
+def get_method(name: object) -> type[Attribution]:
     """The method of a name. Raises MethodError, with the closest names, where there is none."""
     if not isinstance(name, str) or name not in METHODS:
         hint = did_you_mean(str(name), METHODS) or "; there are " + ", ".join(METHODS)

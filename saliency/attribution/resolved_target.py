@@ -11,10 +11,10 @@ from torch import Tensor
 from ..errors import NonFiniteError, TargetError
 from ..targets.class_names import Categories, class_probabilities, class_scores
 from ..targets.targets import ClassScore, OutputTarget, TargetLike, as_target
-from .output_rows import OutputRows, for_rows
+from .output_rows import OutputRows, repeat_target
 
 
-class Selection:
+class ResolvedTarget:
     """The target of one call. It settles on the first output that it sees, and keeps to that.
 
     So the top class is chosen once, on the clean image, however many passes a method makes.
@@ -36,7 +36,7 @@ class Selection:
         """
         if not self._settled:
             if isinstance(self.target, OutputTarget):
-                self.target = self.target.settle(output)
+                self.target = self.target.resolve_from(output)
             self.probabilities = self._probabilities(output)
             self._settled = True
         before = _versions(output)
@@ -58,7 +58,7 @@ class Selection:
             return self.target.names(self.images, self.categories)
         return (getattr(self.target, "__name__", type(self.target).__name__).strip("<>"),) * self.images
 
-    def rows(self, image: int, count: int, rows: Callable[[], OutputRows]) -> Selection:
+    def rows(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
         """The settled target of one image, for an output whose rows are `count` passes of that image.
 
         Args:
@@ -68,7 +68,7 @@ class Selection:
         """
         if not self._settled:
             raise ValueError("the target has seen no output yet: run the batch as it is first")
-        selection = Selection(for_rows(self.target, self.images, image, count, rows), count, self.categories)
+        selection = ResolvedTarget(repeat_target(self.target, self.images, image, count, rows), count, self.categories)
         selection._settled = True
         return selection
 

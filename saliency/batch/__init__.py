@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..validation import whole_number
+from ..validation import check_whole_number
 from .errors import BatchError, StoppedError, unwritable
 from .output_folder import Folder, locked
 from .progress import Orders, Progress, Summary
@@ -168,4 +168,4 @@ def _worked(run: Run, engine: Engine, lanes: int, most: int) -> Summary:
 
 
 def _whole(name: str, number: int | None) -> int | None:
-    return None if number is None else whole_number(name, number, error=BatchError)
+    return None if number is None else check_whole_number(name, number, error=BatchError)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..attribution.explanation import Explanation
-from ..io.atomic_write import replacing
+from ..io.atomic_write import atomic_write
 from ..io.preprocess import Frame
 from ..render.blending import Shade, paint, shade, spread, units, window
 from ..render.colors import CENTRE, DIVERGING, SEQUENTIAL
@@ -244,7 +244,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(data)
 
 

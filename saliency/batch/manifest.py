@@ -13,7 +13,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from ..io.atomic_write import replacing
+from ..io.atomic_write import atomic_write
 
 Row = dict[str, Any]
 
@@ -188,7 +188,7 @@ class Manifest:
                 yield found, end
 
     def _rewrite(self, rows: Iterable[Row]) -> None:
-        with replacing(self.path) as temporary, temporary.open("wb") as file:
+        with atomic_write(self.path) as temporary, temporary.open("wb") as file:
             for each in rows:
                 file.write(encoded(each))
             file.flush()

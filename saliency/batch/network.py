@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, explain_together
 from ..attribution.explanation import Explanation
-from ..attribution.registry import method
+from ..attribution.registry import get_method
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
-from ..hooks.model_state import is_out_of_memory, reference
+from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..targets.class_names import Categories, class_index, class_scores
 from ..targets.targets import ClassScore, TargetLike
 from .errors import Failure
@@ -42,12 +42,12 @@ class ClassOfEach(ClassScore):
         """Itself: what was named is resolved photo by photo, so that a wrong one costs its photo only."""
         return self
 
-    def settle(self, output: Any) -> ClassScore:
+    def resolve_from(self, output: Any) -> ClassScore:
         """With the top class, where none was named."""
         top = class_scores(output).detach().argmax(1).tolist()
         return ClassScore(
             tuple(own if each is None else each for each, own in zip(self.classes, top, strict=True))
-        ).settle(output)
+        ).resolve_from(output)
 
 
 class Network:
@@ -67,7 +67,7 @@ class Network:
         self.methods = _built(job, model)
         self.preprocess = self.methods[0].preprocess
         self.categories = self.methods[0].categories
-        like = reference(model)
+        like = reference_tensor(model)
         self.device = torch.device("cpu") if like is None else like.device
         self._dtype = torch.float32 if like is None else like.dtype
         self._target = resolved(job.target, self.categories)
@@ -182,7 +182,7 @@ def _release(x: Tensor) -> None:
 
 def _built(job: Job, model: nn.Module) -> list[Attribution]:
     """The methods of a job on a model, each with the options that it has."""
-    classes = [method(name) for name in job.methods]
+    classes = [get_method(name) for name in job.methods]
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in job.options:
         if name not in known:
@@ -201,7 +201,7 @@ def _built(job: Job, model: nn.Module) -> list[Attribution]:
 
 
 def _on_a_processor(model: nn.Module) -> bool:
-    like = reference(model)
+    like = reference_tensor(model)
     return like is None or like.device.type == "cpu"
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..io.atomic_write import replacing
+from ..io.atomic_write import atomic_write
 from .errors import BatchError, unwritable
 from .image_entry import Photo, absolute
 from .manifest import MANIFEST, Manifest
@@ -118,7 +118,7 @@ class Folder:
 
     def write_about(self, about: dict[str, Any]) -> None:
         """Replace `manifest.json`."""
-        with replacing(self.path / ABOUT) as temporary:
+        with atomic_write(self.path / ABOUT) as temporary:
             temporary.write_text(json.dumps(about, indent=1, ensure_ascii=True) + "\n", "utf-8", newline="\n")
 
     def listing(self, *, damaged: bool = False) -> list[Photo]:
@@ -145,7 +145,7 @@ class Folder:
 
     def write_listing(self, photos: Sequence[Photo]) -> None:
         """Replace the listing."""
-        with replacing(self.path / LISTING) as temporary:
+        with atomic_write(self.path / LISTING) as temporary:
             temporary.write_text("".join(f"{photo.to_json()}\n" for photo in photos), "ascii", newline="\n")
 
     def has_rows(self) -> bool:

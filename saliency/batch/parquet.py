@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..io.atomic_write import replacing
+from ..io.atomic_write import atomic_write
 from .manifest import NUMBERS, WHOLE, Row
 
 ROWS_AT_ONCE = 10_000
@@ -32,7 +32,7 @@ def write_parquet(rows: Iterable[Row], path: Path) -> bool:
     parquet = importlib.import_module("pyarrow.parquet")
     schema = _schema(arrow)
     rows = iter(rows)
-    with replacing(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+    with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         while some := list(islice(rows, ROWS_AT_ONCE)):
             writer.write_table(arrow.Table.from_pylist([_plain(row) for row in some], schema=schema))
     return True

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from ..io.atomic_write import PICTURES
+from ..io.atomic_write import IMAGE_SUFFIXES
 from .errors import BatchError
 from .image_entry import Photo, absolute, label_of
 from .output_folder import Own, is_made
@@ -262,7 +262,7 @@ class _Folder:
             folders = []
             for entry in entries:
                 path = os.path.join(folder, entry.name)  # noqa: PTH118
-                if os.path.splitext(entry.name)[1].lower() in PICTURES:  # noqa: PTH122
+                if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:  # noqa: PTH122
                     yield _photo(path, below)
                 if self._recursive and _is_folder(entry):
                     folders.append((path, (*below, entry.name)))

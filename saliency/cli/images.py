@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..io.atomic_write import PICTURES
+from ..io.atomic_write import IMAGE_SUFFIXES
 
 _LONGEST = 160  # bytes of a label; a file system takes 255, and method, suffix and a temporary name need theirs
 
@@ -63,7 +63,7 @@ def _inside(folder: Path) -> list[Photo]:
         files = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
     except OSError as error:
         return [Photo(folder, f"the folder cannot be listed: {error.strerror}")]
-    pictures = [Photo(each) for each in files if each.suffix.lower() in PICTURES]
+    pictures = [Photo(each) for each in files if each.suffix.lower() in IMAGE_SUFFIXES]
     return pictures or [Photo(folder, "the folder has no pictures in it")]
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ..attribution.base import Attribution
-from ..attribution.registry import method
+from ..attribution.registry import get_method
 from ..errors import did_you_mean
-from ..io.atomic_write import PICTURES
+from ..io.atomic_write import IMAGE_SUFFIXES
 from ..methods import METHODS
 from ..targets.class_names import Categories, class_index
 from ..zoo import load
@@ -39,14 +39,14 @@ def methods_and_photos(words: Sequence[str]) -> tuple[list[str], list[str]]:
     names: list[str] = []
     for word in words:
         if word not in photos:
-            names += list(METHODS) if word == ALL else [method(word).name]
+            names += list(METHODS) if word == ALL else [get_method(word).name]
     if not names:
         raise UsageError(f"--method names no method, but {', '.join(photos)}; `saliency methods` lists them")
     return list(dict.fromkeys(names)), photos
 
 
 def _is_path(word: str) -> bool:
-    return "/" in word or "\\" in word or Path(word).suffix.lower() in PICTURES or os.path.exists(word)  # noqa: PTH110 - unlike Path, never raises
+    return "/" in word or "\\" in word or Path(word).suffix.lower() in IMAGE_SUFFIXES or os.path.exists(word)  # noqa: PTH110 - unlike Path, never raises
 
 
 def ready_model(name: str, weights: str, device: str, screen: Screen) -> nn.Module:
@@ -91,7 +91,7 @@ def built(names: Iterable[str], model: nn.Module, layer: str | None, settings: S
         MethodError: A value that an option does not take.
         UsageError: None of the methods reads a layer, or has such an option.
     """
-    classes = [method(name) for name in names]
+    classes = [get_method(name) for name in names]
     options = _options(classes, settings)
     places = [_layer_options(cls, layer) for cls in classes]
     if layer is not None and not any(places):

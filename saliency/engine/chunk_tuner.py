@@ -15,7 +15,7 @@ MOST_ON_A_PROCESSOR = 16
 MOST_ON_AN_ACCELERATOR = 256
 
 
-class Pace:
+class ChunkTuner:
     """The chunk size of one kind of pass: the sizes 1, 2, 4, ... are tried once each, and then the fastest is kept.
 
     Every try is real work, so nothing is thrown away. Rates are kept up to date: where the fastest size falls behind
@@ -59,21 +59,21 @@ class Pace:
             self._rates = {each: rate for each, rate in self._rates.items() if each <= self.most}
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Pace]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, ChunkTuner]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def pace_of(model: nn.Module, kind: Hashable, x: torch.Tensor) -> Pace:
+def chunk_tuner_for(model: nn.Module, kind: Hashable, x: torch.Tensor) -> ChunkTuner:
     """What this process knows of the pace of a model, for one kind of pass and inputs like `x` (1, C, H, W)."""
     key = kind, tuple(x.shape[1:]), x.dtype, x.device, torch.get_num_threads()
     with _lock:
         paces = _known.setdefault(model, {})
         if key not in paces:
-            paces[key] = Pace(MOST_ON_A_PROCESSOR if x.device.type == "cpu" else MOST_ON_AN_ACCELERATOR)
+            paces[key] = ChunkTuner(MOST_ON_A_PROCESSOR if x.device.type == "cpu" else MOST_ON_AN_ACCELERATOR)
         return paces[key]
 
 
-def fits(bytes_per_pass: int) -> int:
+def passes_that_fit(bytes_per_pass: int) -> int:
     """How many passes fit into half of the memory that is free, where the system says how much that is."""
     free = _free_memory()
     return sys.maxsize if free is None or bytes_per_pass <= 0 else max(1, free // 2 // bytes_per_pass)

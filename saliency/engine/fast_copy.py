@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..errors import MethodError
 from ..hooks.manager import HookManager
-from ..hooks.model_state import leaf, reference, run
-from ..hooks.pytree import mapped, tensors_in
+from ..hooks.model_state import leaf, reference_tensor, run_model
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .folding import NORMS, Pair, agreement, fold, fold_exactly, hooked, private_copy
 
 Precision = Literal["exact", "fast", "bf16"]
@@ -29,7 +29,7 @@ ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Variant:
     """One way to run a model faster."""
 
     precision: Precision
@@ -50,12 +50,12 @@ class Way:
         return ", ".join(filter(None, how))
 
 
-FAST = Way("fast")
-WEIGHTS = Way("bf16", torch.bfloat16, least_cosine=0.99, most_error=0.2)
-AUTOCAST = Way("bf16", autocast=True, least_cosine=0.99, most_error=0.2)
+FAST = Variant("fast")
+WEIGHTS = Variant("bf16", torch.bfloat16, least_cosine=0.99, most_error=0.2)
+AUTOCAST = Variant("bf16", autocast=True, least_cosine=0.99, most_error=0.2)
 
 
-def ways_for(precision: Precision, backward: bool) -> list[Way]:
+def variants_for(precision: Precision, backward: bool) -> list[Variant]:
     """The ways to be tried for a precision, the most promising first."""
     if precision == "fast":
         return [FAST]
@@ -74,12 +74,12 @@ class Trial:
         """The output and, where it is wanted, the gradient at the input."""
         if not self.backward:
             with torch.no_grad():
-                return run(model, self.x), None
+                return run_model(model, self.x), None
         with torch.enable_grad():  # the caller may have them off
             x = leaf(self.x)
-            output = run(model, x)
+            output = run_model(model, x)
             score = self.score(output).sum() if self.score else _sum(output)
-            return mapped(output, Tensor.detach), torch.autograd.grad(score, x)[0]
+            return tree_map_tensors(output, Tensor.detach), torch.autograd.grad(score, x)[0]
 
     def seconds(self, model: nn.Module) -> float:
         """How long that takes."""
@@ -97,8 +97,8 @@ class Trial:
         return our / their
 
 
-def tuned(
-    model: nn.Module, way: Way, trial: Trial, *, keep: Collection[str] = (), pairs: tuple[Pair, ...] | None = None
+def build_variant(
+    model: nn.Module, way: Variant, trial: Trial, *, keep: Collection[str] = (), pairs: tuple[Pair, ...] | None = None
 ) -> tuple[nn.Module, tuple[Pair, ...]]:
     """A private copy that runs in one way, and what is folded in it: these pairs, or those that are found."""
     made = private_copy(model)
@@ -121,7 +121,7 @@ def tuned(
 class _Adapted:
     """The forward of a private copy: takes and gives what the model does, and works in its own layout and type."""
 
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, way: Way) -> None:
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, way: Variant) -> None:
         # A copy that held itself would keep its memory until the collector of cycles comes by.
         self.module = weakref.ref(module)
         self.own = own
@@ -136,7 +136,7 @@ class _Adapted:
             output = forward(suited, *args, **kwargs)
         if self.way.precision == "fast":
             return output
-        return mapped(output, lambda each: each.to(x.dtype) if each.dtype == torch.bfloat16 else each)
+        return tree_map_tensors(output, lambda each: each.to(x.dtype) if each.dtype == torch.bfloat16 else each)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Adapted:
         return _Adapted(copy.deepcopy(self._held(), memo), copy.deepcopy(self.own, memo), self.way)
@@ -149,7 +149,7 @@ class _Adapted:
 
 
 def _sum(output: Any) -> Tensor:
-    tensors = [each for each in tensors_in(output) if each.is_floating_point() and each.requires_grad]
+    tensors = [each for each in tree_tensors(output) if each.is_floating_point() and each.requires_grad]
     return torch.stack([each.float().sum() for each in tensors]).sum()
 
 
@@ -189,7 +189,7 @@ class Runner:
 
         The model gets a clone: it may work in place on its input.
         """
-        return run(self.model, x)
+        return run_model(self.model, x)
 
 
 def runner(
@@ -238,12 +238,12 @@ def runner(
         *(precision, backward, tuple(sample.shape), x.dtype, x.device, torch.get_num_threads(), autocast),
         *(frozenset(keep), hooked(model)),
     )
-    with _aside(x.device):
+    with _isolated(x.device):
         known = _memory.get(model, key)
         attempt = Trial(sample, backward, trial)
         if known is not None:
-            return _again(model, attempt, known)
-        found, chosen = _measured(model, attempt, ways_for(precision, backward), keep)
+            return _rebuild(model, attempt, known)
+        found, chosen = _measured(model, attempt, variants_for(precision, backward), keep)
         _memory.put(model, key, found)
         return chosen
 
@@ -252,7 +252,7 @@ def runner(
 class _Known:
     """What was found out about a model: the way that won, if any, and what it folded. It does not hold the model."""
 
-    way: Way | None
+    way: Variant | None
     pairs: tuple[Pair, ...]
     note: str
 
@@ -277,24 +277,24 @@ _memory = _Memory()
 
 
 @dataclass(frozen=True, slots=True)
-class _Won:
+class _Winner:
     """A way that works, is exact enough, and is faster than the model itself."""
 
     made: nn.Module
-    way: Way
+    way: Variant
     pairs: tuple[Pair, ...]
     ratio: float
     said: str
 
 
-def _measured(model: nn.Module, trial: Trial, ways: list[Way], keep: Collection[str]) -> tuple[_Known, Runner]:
+def _measured(model: nn.Module, trial: Trial, ways: list[Variant], keep: Collection[str]) -> tuple[_Known, Runner]:
     """The fastest of some ways, or the model itself where none wins against it."""
     try:
         expected = trial(model)
     except Exception as error:  # noqa: BLE001 - the pass that is asked for meets it too, and raises it where it belongs
         note = f"exact: the trial of {ways[0].precision} failed ({type(error).__name__})"
         return _Known(None, (), note), Runner(model, note, "exact")
-    best: _Won | None = None
+    best: _Winner | None = None
     dropped: list[str] = []
     for way in ways:
         tried = _tried(model, trial, way, keep, expected)
@@ -312,11 +312,11 @@ def _measured(model: nn.Module, trial: Trial, ways: list[Way], keep: Collection[
 
 
 def _tried(
-    model: nn.Module, trial: Trial, way: Way, keep: Collection[str], expected: tuple[Any, Tensor | None]
-) -> _Won | str:
+    model: nn.Module, trial: Trial, way: Variant, keep: Collection[str], expected: tuple[Any, Tensor | None]
+) -> _Winner | str:
     """One way, measured; or why it is dropped."""
     try:
-        made, pairs = tuned(model, way, trial, keep=keep)
+        made, pairs = build_variant(model, way, trial, keep=keep)
         output, gradient = trial(made)
         error, cosine = agreement(output, expected[0])
         alike = agreement(gradient, expected[1])[1] if trial.backward else cosine
@@ -333,18 +333,18 @@ def _tried(
     said = f"{', '.join(parts_said)}; {ratio:.2f} of the plain time"
     if way.precision == "bf16":
         said += f", cosine {cosine:.4f}" + f" and {alike:.4f} of the gradient" * trial.backward
-    return _Won(made, way, pairs, ratio, said)
+    return _Winner(made, way, pairs, ratio, said)
 
 
-def _again(model: nn.Module, trial: Trial, known: _Known) -> Runner:
+def _rebuild(model: nn.Module, trial: Trial, known: _Known) -> Runner:
     """What won before, on a copy of the weights as they are now."""
     if known.way is None:
         return Runner(model, known.note, "exact")
     precision, row = known.way.precision, trial.x[:1]
     try:
-        made, _ = tuned(model, known.way, trial, pairs=known.pairs)
+        made, _ = build_variant(model, known.way, trial, pairs=known.pairs)
         with torch.no_grad():
-            error, cosine = agreement(run(made, row), run(model, row))
+            error, cosine = agreement(run_model(made, row), run_model(model, row))
     except Exception as failure:  # noqa: BLE001 - memory may be short this time: the model is run as it is
         return Runner(model, f"exact: {precision} failed here ({type(failure).__name__})", "exact")
     if not known.way.serves(error, cosine, cosine):
@@ -354,7 +354,7 @@ def _again(model: nn.Module, trial: Trial, known: _Known) -> Runner:
 
 def _unsuited(model: nn.Module, x: Tensor, precision: Precision) -> str | None:
     """Why a model is not run otherwise than as it is, as far as that is known beforehand."""
-    like = reference(model)
+    like = reference_tensor(model)
     dtype = x.dtype if like is None else like.dtype
     if isinstance(model, torch.jit.ScriptModule):
         return "a scripted model is run as it is"
@@ -366,7 +366,7 @@ def _unsuited(model: nn.Module, x: Tensor, precision: Precision) -> str | None:
 
 
 @contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
+def _isolated(device: torch.device) -> Iterator[None]:
     """Trials leave the random state as it was, and what the user watches the model with does not see them."""
     with ExitStack() as stack:
         devices = [device] if device.type == "cuda" else []

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..hooks.manager import HookManager
-from ..hooks.model_state import parts, run
-from ..hooks.pytree import leaves, tensors_in
+from ..hooks.model_state import run_model, unique_modules
+from ..hooks.pytree import tree_leaves, tree_tensors
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -60,9 +60,9 @@ def private_copy(model: nn.Module) -> nn.Module:
         Exception: Whatever a part of the model that cannot be copied raises.
     """
     # What the memo knows is not copied: a hook may be a method of an object in which it collects.
-    memo = {id(hook): hook for module in parts(model) for hook in _hooks_on(module)}
+    memo = {id(hook): hook for module in unique_modules(model) for hook in _hooks_on(module)}
     made: nn.Module = copy.deepcopy(model, memo)
-    for module in parts(made):
+    for module in unique_modules(made):
         if getattr(module, "training", False):
             module.training = False
     return made
@@ -87,7 +87,7 @@ def fold_exactly(made: nn.Module, model: nn.Module, x: Tensor, keep: Collection[
     """
     with torch.no_grad():
         found = foldable(made, x, keep)
-        expected = run(model, x) if found else None
+        expected = run_model(model, x) if found else None
         checks = 0
 
         def settle(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
@@ -127,7 +127,7 @@ def foldable(made: nn.Module, x: Tensor, keep: Collection[str] = ()) -> tuple[Pa
             hooks.observe(each, partial(_see, gave[name], reads))
         for name, each in norms.items():
             hooks.around(each, partial(_note, took[name]), _end)
-        run(made, x)
+        run_model(made, x)
     if numbers.are_taken:
         return ()
     by_input = {id(given[0]): name for name, given in took.items() if len(given) == 1}
@@ -162,7 +162,7 @@ def fold(made: nn.Module, pairs: Iterable[Pair]) -> list[Callable[[], None]]:
         undo.append(partial(_put, convolution, convolution.weight, convolution.bias))
         _put(convolution, weight, bias)
         rest = _what_is_left(norm)
-        for parent in parts(made):
+        for parent in unique_modules(made):
             for name in [name for name, child in parent._modules.items() if child is norm]:
                 undo.append(partial(parent._modules.__setitem__, name, norm))
                 parent._modules[name] = rest
@@ -171,8 +171,8 @@ def fold(made: nn.Module, pairs: Iterable[Pair]) -> list[Callable[[], None]]:
 
 def agreement(output: Any, expected: Any) -> tuple[float, float]:
     """The relative error and the cosine of the worst tensor of an output; (inf, -1) where they cannot be compared."""
-    ours = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
-    theirs = [each.detach() for each in tensors_in(expected) if each.is_floating_point()]
+    ours = [each.detach() for each in tree_tensors(output) if each.is_floating_point()]
+    theirs = [each.detach() for each in tree_tensors(expected) if each.is_floating_point()]
     if not theirs or [each.shape for each in ours] != [each.shape for each in theirs]:
         return float("inf"), -1.0
     error, cosine = 0.0, 1.0
@@ -203,7 +203,7 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        for each in leaves((args, kwargs or {}), Tensor):
+        for each in tree_leaves((args, kwargs or {}), Tensor):
             if id(each) in self.watched:
                 self.counts[id(each)] += 1
         if func is torch.ops.aten.convolution.default:
@@ -286,7 +286,7 @@ def _put(convolution: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> N
 def _same(made: nn.Module, x: Tensor, expected: Any) -> bool:
     """Whether a folded copy gives what the original does; not where a part of it misses its batch norm."""
     try:
-        return agreement(run(made, x), expected)[0] <= MOST_ERROR
+        return agreement(run_model(made, x), expected)[0] <= MOST_ERROR
     except Exception:  # noqa: BLE001 - whatever it is, these pairs stay as they were
         return False
 

@@ -1,7 +1,7 @@
 """Methods that make many passes of one image: what they have in common.
 
-A subclass writes `explain_image`, which asks `Passes` for scores or gradients and adds them up. Batches, limits, chunk
-sizes, precision, progress and interrupts come by themselves.
+A subclass writes `explain_image`, which asks the `PassRunner` for scores or gradients and adds them up. Batches,
+limits, chunk sizes, precision, progress and interrupts are handled by the base class.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, Finding
-from ..attribution.options import Chunk, Effort, Limits, Running, Sampling
-from ..attribution.resolved_target import Selection
+from ..attribution.base import Attribution, BatchAttribution
+from ..attribution.options import Budget, Chunk, EngineOptions, RunStats, SamplingOptions
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import MethodError
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run
-from ..validation import chosen, is_whole
+from ..hooks.model_state import run_model
+from ..validation import check_choice, is_whole
 from .estimates import Estimate
-from .runner import Passes, plainly
+from .runner import PassRunner, no_autocast
 
 MOST_PASSES = 100_000
 """Where a tolerance or a time ends the work, it ends here at the latest."""
 
 
-class Found(NamedTuple):
+class ImageAttribution(NamedTuple):
     """What a method found on one image."""
 
     values: Tensor  # (C, H, W) at the input or (1, h, w) at a layer
@@ -42,14 +42,14 @@ class MultiPassAttribution(Attribution):
 
     Args:
         model: As for every method.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
     """
 
-    def __init__(self, model: nn.Module, **running: Unpack[Running]) -> None:
+    def __init__(self, model: nn.Module, **running: Unpack[EngineOptions]) -> None:
         super().__init__(model, preprocess=running.get("preprocess"), categories=running.get("categories"))
-        self.precision = chosen("precision", running.get("precision", "exact"), ("exact", "fast", "bf16"))
+        self.precision = check_choice("precision", running.get("precision", "exact"), ("exact", "fast", "bf16"))
         self.progress = running.get("progress")
-        self.on_interrupt = chosen("on_interrupt", running.get("on_interrupt", "raise"), ("raise", "return"))
+        self.on_interrupt = check_choice("on_interrupt", running.get("on_interrupt", "raise"), ("raise", "return"))
         chunk, seed = running.get("chunk", "auto"), running.get("seed", 0)
         if chunk != "auto" and not is_whole(chunk):
             raise MethodError(f'chunk={chunk!r} is neither "auto" nor a whole number of at least 1')
@@ -61,29 +61,29 @@ class MultiPassAttribution(Attribution):
         if unknown:
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """The findings of all images, put together."""
         # What another call does to the model that this one is made in is not done to this one.
         with HookManager():
             return self._explained(x, target)
 
-    def _explained(self, x: Tensor, target: Selection) -> Finding:
+    def _explained(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         with torch.no_grad():
-            scores = target(run(self.model, x))
-        found: list[Found] = []
-        efforts: list[Effort] = []
+            scores = target(run_model(self.model, x))
+        found: list[ImageAttribution] = []
+        efforts: list[RunStats] = []
         interrupted = False
         for image in range(len(x)):
-            with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad(), plainly(x):
+            with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad(), no_autocast(x):
                 passes.interrupted = passes.interrupted or interrupted  # one Ctrl-C is for all images
                 found.append(self.explain_image(passes, scores[image]))
                 efforts.append(passes.effort)
                 interrupted = passes.interrupted
-        return gathered(found, scores, tuple(efforts))
+        return stack_images(found, scores, tuple(efforts))
 
-    def passes_of(self, x: Tensor, target: Selection, image: int) -> Passes:
+    def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
         """The passes of one image (1, C, H, W) of a batch, under this method's options."""
-        return Passes(
+        return PassRunner(
             self.model,
             x,
             target,
@@ -96,12 +96,12 @@ class MultiPassAttribution(Attribution):
             label=self.name or type(self).__name__,
         )
 
-    def limits(self) -> Limits:
+    def limits(self) -> Budget:
         """When the work on an image ends before the method is through; by default not at all."""
-        return Limits()
+        return Budget()
 
     @abstractmethod
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """What the method finds on one image: the only thing that it writes.
 
         Gradients are off; `passes` turns them on where it computes them.
@@ -117,20 +117,20 @@ class SampledAttribution(MultiPassAttribution):
 
     Args:
         model: As for every method.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
     """
 
     samples: ClassVar[int] = 50
     """The passes that are made where no limit is set."""
 
-    def __init__(self, model: nn.Module, **sampling: Unpack[Sampling]) -> None:
-        limits = Limits(sampling.get("passes"), sampling.get("seconds"), sampling.get("tolerance"))
+    def __init__(self, model: nn.Module, **sampling: Unpack[SamplingOptions]) -> None:
+        limits = Budget(sampling.get("passes"), sampling.get("seconds"), sampling.get("tolerance"))
         super().__init__(model, **sampling)  # type: ignore[misc] # a Sampling is a Running
         self.passes, self.seconds, self.tolerance = limits.passes, limits.seconds, limits.tolerance
 
-    def limits(self) -> Limits:
+    def limits(self) -> Budget:
         """The limits that were set; where only a tolerance or a time was, `MOST_PASSES`."""
-        return Limits(self.most_passes, self.seconds, self.tolerance)
+        return Budget(self.most_passes, self.seconds, self.tolerance)
 
     @property
     def most_passes(self) -> int:
@@ -140,10 +140,10 @@ class SampledAttribution(MultiPassAttribution):
         return self.samples if self.seconds is None and self.tolerance is None else MOST_PASSES
 
 
-def estimated(estimate: Estimate, like: Tensor, **more: object) -> Found:
+def from_estimate(estimate: Estimate, like: Tensor, **more: object) -> ImageAttribution:
     """An estimate as a finding, in the type of `like`."""
     error = estimate.error
-    return Found(
+    return ImageAttribution(
         estimate.mean.to(like.dtype),
         None if error is None else error.to(like.dtype),
         estimate.agreement,
@@ -173,10 +173,10 @@ def _mixed(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def gathered(found: Sequence[Found], scores: Tensor, efforts: tuple[Effort, ...]) -> Finding:
+def stack_images(found: Sequence[ImageAttribution], scores: Tensor, efforts: tuple[RunStats, ...]) -> BatchAttribution:
     """The findings of single images as that of a batch."""
     errors = [each.error for each in found if each.error is not None]
-    return Finding(
+    return BatchAttribution(
         torch.stack([each.values for each in found]),
         scores,
         layer=found[0].layer,

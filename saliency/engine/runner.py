@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..attribution.options import Chunk, Effort, Limits, OnInterrupt, Precision, Stopped
+from ..attribution.options import Budget, Chunk, OnInterrupt, Precision, RunStats, Stopped
 from ..attribution.output_rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
-from ..attribution.resolved_target import Selection
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import TargetError
-from ..hooks.model_state import is_out_of_memory, leaf, run
+from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from .chunk_tuner import fits, pace_of
+from .chunk_tuner import chunk_tuner_for, passes_that_fit
 from .estimates import Estimate
 from .progress import Bar
 
@@ -31,11 +31,11 @@ CHECKED_EVERY = 16
 
 _T = TypeVar("_T")
 
-Make = Callable[[int, int], Tensor]
+MakeInputs = Callable[[int, int], Tensor]
 """From the numbers of the first pass and of the one behind the last to their inputs (k, C, H, W)."""
 
 
-class Done(NamedTuple):
+class ChunkResult(NamedTuple):
     """A chunk of passes that were run."""
 
     start: int
@@ -44,7 +44,7 @@ class Done(NamedTuple):
     gradients: Tensor  # (k, C, H, W); of no rows where only forwards were asked for
 
 
-class Passes:
+class PassRunner:
     """The passes of one image: made chunk by chunk, run at the best size, counted, limited, and interruptible.
 
     Used as a context: leaving it ends the progress bar.
@@ -56,7 +56,7 @@ class Passes:
         image: The image's place in the batch.
         limits: When to stop.
         chunk: A number of passes, or "auto".
-        precision: See `saliency.attribution.options.Running`.
+        precision: See `saliency.attribution.options.EngineOptions`.
         progress: See there.
         on_interrupt: See there.
         label: What the progress bar says.
@@ -66,9 +66,9 @@ class Passes:
         self,
         model: nn.Module,
         x: Tensor,
-        selection: Selection,
+        selection: ResolvedTarget,
         image: int,
-        limits: Limits,
+        limits: Budget,
         *,
         chunk: Chunk = "auto",
         precision: Precision = "exact",
@@ -100,7 +100,7 @@ class Passes:
         """How many passes a map takes at least: an interrupt waits for them."""
         self._undo = ExitStack()
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> PassRunner:
         self._undo.callback(self._bar.close)
         if self._on_interrupt == "return" and threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
@@ -120,18 +120,18 @@ class Passes:
         self.interrupted = True
 
     @property
-    def effort(self) -> Effort:
+    def effort(self) -> RunStats:
         """What was spent so far."""
         seconds = time.perf_counter() - self._began
         ran = dict.fromkeys(self._ran.values())
         said = [*ran] if len(ran) < 2 else [f"{how} ({kind})" for kind, how in self._ran.items()]
-        return Effort(self.used, seconds, self.stopped, "; ".join(said) or "exact", "; ".join(self.notes))
+        return RunStats(self.used, seconds, self.stopped, "; ".join(said) or "exact", "; ".join(self.notes))
 
     def ran(self, kind: str, how: str) -> None:
-        """Take note of how a kind of pass is run: see `Effort.precision`."""
+        """Take note of how a kind of pass is run: see `RunStats.precision`."""
         self._ran[kind] = how
 
-    def target(self, count: int) -> Selection:
+    def target(self, count: int) -> ResolvedTarget:
         """The target, for an output of `count` passes of the image."""
         return self._selection.rows(self._image, count, lambda: self._rows)
 
@@ -151,7 +151,7 @@ class Passes:
             warn_of_coupling()
         return bool(reason)
 
-    def forwards(self, make: Make, count: int) -> Iterator[Done]:
+    def forwards(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:
         """The scores of `count` inputs, chunk by chunk. They are made as they are needed.
 
         Args:
@@ -161,17 +161,17 @@ class Passes:
         """
         runner = self._runner(backward=False)
 
-        def compute(start: int, stop: int) -> Done:
-            with torch.no_grad(), plainly(self.x):
+        def compute(start: int, stop: int) -> ChunkResult:
+            with torch.no_grad(), no_autocast(self.x):
                 inputs = make(start, stop)
             # Not inference_mode: neither worker threads of the model nor what it caches could use such tensors.
             with torch.no_grad():
                 scores = self.target(len(inputs))(runner(inputs))
-            return Done(start, inputs, scores.detach(), inputs[:0])
+            return ChunkResult(start, inputs, scores.detach(), inputs[:0])
 
         yield from self.chunks(compute, count, "forward")
 
-    def gradients(self, make: Make, count: int) -> Iterator[Done]:
+    def gradients(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:
         """The scores and the gradients at `count` inputs, chunk by chunk. See `forwards`.
 
         Raises:
@@ -179,12 +179,12 @@ class Passes:
         """
         runner = self._runner(backward=True)
 
-        def compute(start: int, stop: int) -> Done:
-            with torch.no_grad(), plainly(self.x):
+        def compute(start: int, stop: int) -> ChunkResult:
+            with torch.no_grad(), no_autocast(self.x):
                 inputs = make(start, stop)
             at = leaf(inputs)
             scores = self.target(len(inputs))(runner(at))
-            return Done(start, inputs, scores.detach(), gradient_at(scores, at))
+            return ChunkResult(start, inputs, scores.detach(), gradient_at(scores, at))
 
         yield from self.chunks(compute, count, "gradient")
 
@@ -196,7 +196,7 @@ class Passes:
             count: How many passes there are.
             kind: What kind of pass this is; the best size is remembered by it.
         """
-        pace = pace_of(self.model, (kind, self._precision), self.x)
+        pace = chunk_tuner_for(self.model, (kind, self._precision), self.x)
         at, grown, most = 0, _Growth(), count
         if self.limits.passes is not None:
             most = min(count, self.limits.passes - self.used)
@@ -264,7 +264,7 @@ class Passes:
 
     def _runner(self, *, backward: bool) -> Callable[[Tensor], Any]:
         if self._precision == "exact":
-            return lambda inputs: run(self.model, inputs)
+            return lambda inputs: run_model(self.model, inputs)
         from .fast_copy import runner
 
         chosen = runner(self.model, self.x, self._precision, backward=backward)
@@ -272,7 +272,7 @@ class Passes:
         return chosen
 
 
-def plainly(x: Tensor) -> torch.autocast:
+def no_autocast(x: Tensor) -> torch.autocast:
     """A context for arithmetic of our own: the caller's autocast is for the model."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -305,7 +305,7 @@ class _Growth:
 
     def fitting(self) -> int:
         """The largest chunk that the free memory is known to hold."""
-        return fits(self._per_pass)
+        return passes_that_fit(self._per_pass)
 
 
 def _peak() -> int:

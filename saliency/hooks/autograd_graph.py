@@ -30,7 +30,7 @@ def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     return found
 
 
-class Exit(NamedTuple):
+class InputEdge(NamedTuple):
     """An operation that passes gradient on to an input: its node, and the operands that are that input."""
 
     node: Node
@@ -46,10 +46,10 @@ def edge(tensor: Tensor) -> GradientEdge | None:
     return found
 
 
-def now() -> int:
+def current_sequence_nr() -> int:
     """The age of the operations to come in this thread: those recorded from here on are not younger."""
-    age: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return age
+    sequence_nr: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return sequence_nr
 
 
 def is_recorded_since(tensor: Tensor, since: int) -> bool:
@@ -58,24 +58,24 @@ def is_recorded_since(tensor: Tensor, since: int) -> bool:
     if node is None:
         return False
     next_functions(node)
-    return age(node) >= since
+    return sequence_nr(node) >= since
 
 
-def exits(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], since: int) -> list[list[Exit]]:
+def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], since: int) -> list[list[InputEdge]]:
     """For each input, the operations behind it whose gradient it gets, found from the outputs of the same call.
 
     Args:
         outputs: What the call returned.
         inputs: The edges of what it was given, taken before it ran.
-        since: `now()` before it ran: what is older belongs to others.
+        since: `current_sequence_nr()` before it ran: what is older belongs to others.
     """
-    found: list[list[Exit]] = [[] for _ in inputs]
+    found: list[list[InputEdge]] = [[] for _ in inputs]
     wanted: dict[tuple[Node, int], list[int]] = {}
     for at, each in enumerate(inputs):
         if each is not None:
             wanted.setdefault((each.node, each.output_nr), []).append(at)
     seen: set[Node] = set()
-    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None and age(each.grad_fn) >= since]
+    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None and sequence_nr(each.grad_fn) >= since]
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -87,10 +87,10 @@ def exits(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], sinc
                 continue
             for at in wanted.get((function, number), ()):
                 operands.setdefault(at, []).append(operand)
-            if function not in seen and since <= age(function) < _LEAF:
+            if function not in seen and since <= sequence_nr(function) < _LEAF:
                 waiting.append(function)
         for at, places in operands.items():
-            found[at].append(Exit(node, tuple(places)))
+            found[at].append(InputEdge(node, tuple(places)))
     return found
 
 
@@ -98,13 +98,13 @@ def exits(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], sinc
 _LEAF = 2**64 - 1
 
 
-def age(node: Any) -> int:
+def sequence_nr(node: Any) -> int:
     """When an operation was recorded in its thread, as a number that grows."""
     number: int = node._sequence_nr()
     return number
 
 
-class Like(NamedTuple):
+class GradSpec(NamedTuple):
     """What the gradient of a tensor looks like, whatever an operation made of the tensor on its way in."""
 
     shape: torch.Size
@@ -120,19 +120,19 @@ class Like(NamedTuple):
         return whole
 
 
-class Meeting:
+class GradAccumulator:
     """Where the summands of one input's gradient come together: one from each operation that has it as an operand.
 
     All are kept back but the last, which brings what the rule makes of the sum. Backward passes run from the youngest
     operation to the oldest.
     """
 
-    def __init__(self, like: Like, rule: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(self, like: GradSpec, rule: Callable[[Tensor], Tensor | None]) -> None:
         self.like, self.rule = like, rule
         self.backward = -1
         self.sum: Tensor | None = None
 
-    def arrive(self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients) -> Gradients:
+    def add(self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients) -> Gradients:
         """One operation has its gradients, and passes on what this returns; those that are older are still to come."""
         if self.backward != (backward := this_backward()):
             self.backward, self.sum = backward, None

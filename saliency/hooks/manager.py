@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .autograd_graph import Exit, Gradients, Like, Meeting, age, next_functions
-from .model_state import surely
-from .module_hooks import Hook, Revision, paired
-from .pytree import first_tensor, mapped
+from .autograd_graph import GradAccumulator, Gradients, GradSpec, InputEdge, next_functions, sequence_nr
+from .model_state import retry_on_interrupt
+from .module_hooks import ModuleHook, OutputOverride, call_hooks
+from .pytree import first_tensor, tree_map_tensors
 from .rectifiers import Site
-from .scope import Mark, opened
+from .scope import HookScope, active_scopes
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""
 
 
-_Registered = list[tuple[nn.Module, Hook]]
+_Registered = list[tuple[nn.Module, ModuleHook]]
 _Token = TypeVar("_Token")
 
 
@@ -46,21 +46,21 @@ class HookManager(ExitStack[None]):
 
     def __init__(self, *, standing: bool = False, alone: bool = False) -> None:
         super().__init__()
-        self._mark = Mark(standing, alone)
+        self._mark = HookScope(standing, alone)
         self._registered: _Registered = []
         self._on_graphs: list[RemovableHandle] = []
         self._most_on_graphs = 1024
         # Hooks know the mark and not the manager, so it dies with its block, even where a Ctrl-C keeps __exit__ from
         # running.
         self._last_resort = weakref.finalize(
-            self, surely, partial(_close, self._mark, self._registered, self._on_graphs)
+            self, retry_on_interrupt, partial(_close, self._mark, self._registered, self._on_graphs)
         )
 
     def __enter__(self) -> Self:
         """The manager, now the innermost one of this thread."""
         super().__enter__()
         self._mark.thread = threading.get_ident()
-        opened.add(self._mark)
+        active_scopes.add(self._mark)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -68,7 +68,7 @@ class HookManager(ExitStack[None]):
         try:
             super().__exit__(*error)
         finally:
-            surely(partial(_close, self._mark, self._registered, self._on_graphs))
+            retry_on_interrupt(partial(_close, self._mark, self._registered, self._on_graphs))
             self._last_resort.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
@@ -78,7 +78,7 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if mark.acts() else None
 
-        self._put_first(layer, Hook(hook))
+        self._put_first(layer, ModuleHook(hook))
 
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
         """Let `change(output)` take the place of the output of each call of `layer`, where it is not None.
@@ -90,9 +90,9 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return change(output) if mark.acts() else None
 
-        self._put_first(layer, Revision(hook))
+        self._put_first(layer, OutputOverride(hook))
 
-    def _put_first(self, layer: nn.Module, hook: Hook) -> None:
+    def _put_first(self, layer: nn.Module, hook: ModuleHook) -> None:
         if not takes_hooks(layer):
             return
         # Written down first, so that an interrupt in between leaves nothing behind.
@@ -100,7 +100,7 @@ class HookManager(ExitStack[None]):
         # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
         layer.register_forward_hook(hook, prepend=True)
         hooks = layer._forward_hooks
-        for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, Revision)), reverse=True):
+        for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, OutputOverride)), reverse=True):
             with suppress(KeyError):  # another thread may have taken its own away by now
                 hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
@@ -118,7 +118,7 @@ class HookManager(ExitStack[None]):
         """
         if not takes_hooks(layer):
             return
-        first, last = paired(self._mark, begin, end)
+        first, last = call_hooks(self._mark, begin, end)
         self._registered += [(layer, first), (layer, last)]
         layer.register_forward_pre_hook(first, with_kwargs=True)
         layer.register_forward_hook(last, with_kwargs=True)
@@ -172,10 +172,10 @@ class HookManager(ExitStack[None]):
         if not is_leaf:
             next_functions(tensor.grad_fn)
 
-    def at_exit(self, tensor: Tensor, at: Exit, see: Callable[[Tensor], None]) -> None:
+    def at_exit(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
         """Call `see` with what one operation passes on to `tensor`, an operand of it, in each backward pass."""
         # The hook does not hold the node that holds the hook.
-        mark, operands, like = self._mark, at.operands, Like(tensor.shape, tensor.dtype)
+        mark, operands, like = self._mark, at.operands, GradSpec(tensor.shape, tensor.dtype)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
             part = None if mark.closed else like.sum_of(grad_inputs, operands)
@@ -184,7 +184,9 @@ class HookManager(ExitStack[None]):
 
         self._keep(at.node.register_hook(hook))
 
-    def rewrite_input(self, tensor: Tensor, exits: Sequence[Exit], rule: Callable[[Tensor], Tensor | None]) -> None:
+    def rewrite_input(
+        self, tensor: Tensor, exits: Sequence[InputEdge], rule: Callable[[Tensor], Tensor | None]
+    ) -> None:
         """Let the gradient that one call of a module passes on to one of its inputs be what `rule` makes of it.
 
         Other uses of the same input keep their gradient.
@@ -194,11 +196,11 @@ class HookManager(ExitStack[None]):
             exits: The operations that pass on its gradient.
             rule: From the sum of what they pass on to what takes its place; None leaves it.
         """
-        mark, meeting = self._mark, Meeting(Like(tensor.shape, tensor.dtype), rule)
-        by_age = sorted(exits, key=lambda each: age(each.node))
+        mark, meeting = self._mark, GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
+        by_age = sorted(exits, key=lambda each: sequence_nr(each.node))
         for at, each in enumerate(by_age):
             # A hook holds operations older than its own only: none leads back to it, so graphs do not hold themselves.
-            arrive = partial(meeting.arrive, each.operands, [older.node for older in by_age[:at]])
+            arrive = partial(meeting.add, each.operands, [older.node for older in by_age[:at]])
 
             def hook(
                 grad_inputs: Gradients, grad_outputs: Gradients, arrive: Callable[[Gradients], Gradients] = arrive
@@ -229,7 +231,7 @@ def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
     return takes_hooks(layer) and not (inside and isinstance(layer, torch.jit.ScriptModule))
 
 
-def _close(mark: Mark, registered: _Registered, on_graphs: list[RemovableHandle]) -> None:
+def _close(mark: HookScope, registered: _Registered, on_graphs: list[RemovableHandle]) -> None:
     """Take away the hooks of a manager, of which the last may not have been registered yet."""
     mark.closed = True
     for layer, hook in registered:
@@ -243,8 +245,8 @@ def _close(mark: Mark, registered: _Registered, on_graphs: list[RemovableHandle]
                     flags.pop(key, None)
     while on_graphs:
         on_graphs.pop().remove()
-    while mark in opened.marks:
-        opened.marks.remove(mark)
+    while mark in active_scopes.marks:
+        active_scopes.marks.remove(mark)
 
 
 def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
@@ -264,4 +266,4 @@ def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
 def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
     """The output with its first tensor replaced; the container keeps its type."""
     first = first_tensor(output)
-    return mapped(output, lambda each: tensor if each is first else each)
+    return tree_map_tensors(output, lambda each: tensor if each is first else each)

@@ -14,10 +14,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelError
-from .pytree import tensors_in
+from .pytree import tree_tensors
 
 
-def surely(undo: Callable[[], None]) -> None:
+def retry_on_interrupt(undo: Callable[[], None]) -> None:
     """Undo, and begin again where a Ctrl-C interrupts it; the interrupt is raised afterwards.
 
     What is to be undone must bear to be undone twice.
@@ -52,7 +52,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     )
 
 
-def carried(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
+def model_attribute(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
     """An attribute of a model that means by its name what we do; None where it carries none.
 
     What stands on a wrapper, as of `torch.compile`, counts as on the model within.
@@ -117,15 +117,15 @@ def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iter
         model: The model.
         modules: Its parts, where they are known already.
     """
-    holder, modules = object(), parts(model) if modules is None else modules
+    holder, modules = object(), unique_modules(model) if modules is None else modules
     try:
         _evaluation.take(holder, modules)
         yield
     finally:
         try:
-            surely(lambda: _evaluation.give_back(holder))
+            retry_on_interrupt(lambda: _evaluation.give_back(holder))
         except KeyboardInterrupt:  # perhaps on its threshold, before it began
-            surely(lambda: _evaluation.give_back(holder))
+            retry_on_interrupt(lambda: _evaluation.give_back(holder))
             raise
 
 
@@ -174,9 +174,9 @@ def eager() -> Iterator[None]:
         yield
     finally:
         try:
-            surely(lambda: _stance.give_back(holder))
+            retry_on_interrupt(lambda: _stance.give_back(holder))
         except KeyboardInterrupt:  # perhaps on its threshold, before it began
-            surely(lambda: _stance.give_back(holder))
+            retry_on_interrupt(lambda: _stance.give_back(holder))
             raise
 
 
@@ -192,20 +192,20 @@ def _unoptimised() -> Iterator[None]:
         yield
     finally:
         try:
-            surely(lambda: torch._C._set_graph_executor_optimize(optimise))
+            retry_on_interrupt(lambda: torch._C._set_graph_executor_optimize(optimise))
         except KeyboardInterrupt:  # perhaps on its threshold, before it began
-            surely(lambda: torch._C._set_graph_executor_optimize(optimise))
+            retry_on_interrupt(lambda: torch._C._set_graph_executor_optimize(optimise))
             raise
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
+def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, run eagerly, with gradients at hand, whatever the caller's own modes are.
 
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
 
     """
-    modules = parts(model)
+    modules = unique_modules(model)
     kinds = set(map(type, modules))
     if any(issubclass(kind, LazyModuleMixin) for kind in kinds):
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
@@ -219,7 +219,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def parts(model: nn.Module) -> list[nn.Module]:
+def unique_modules(model: nn.Module) -> list[nn.Module]:
     """The model and all modules in it, each once: `model.modules()` in a third of its time."""
     found = {model: None}
     waiting = [model]
@@ -231,7 +231,7 @@ def parts(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def run(model: nn.Module, x: Tensor) -> Any:
+def run_model(model: nn.Module, x: Tensor) -> Any:
     """The model's output for a batch. The model gets a clone: it may normalise its input in place.
 
     Raises:
@@ -257,7 +257,7 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
                 "parameters or buffers of the model were made under torch.inference_mode(), so no gradient can pass "
                 "them; build or load the model outside of it (running it inside is fine)"
             ) from error
-        given = " and ".join(map(_described, tensors_in((args, kwargs)))) or "no tensor"
+        given = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
         if type(error) in _REFUSALS and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
             raise ModelError(f"the model ({type(model).__name__}) refused an input of {given}: {reason}") from error
@@ -285,7 +285,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def reference(model: nn.Module) -> Tensor | None:
+def reference_tensor(model: nn.Module) -> Tensor | None:
     """A floating-point parameter or buffer whose device and dtype an input should have; None for a model without.
 
     The first weight decides; scales and counters only where there is none.

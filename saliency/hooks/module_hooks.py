@@ -10,32 +10,32 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .scope import Mark
+from .scope import HookScope
 
 _Token = TypeVar("_Token")
 
 
-class Hook(partial[Any]):
+class ModuleHook(partial[Any]):
     """A hook on one module. A copy that is made along with the module, by `deepcopy` or `pickle`, does nothing."""
 
     def __reduce__(self) -> Any:
         """What a copy is made from."""
-        return Hook, (_nothing,)
+        return ModuleHook, (_nothing,)
 
 
 def _nothing(*given: Any) -> None:
     """What a copied hook does."""
 
 
-class Revision(Hook):
+class OutputOverride(ModuleHook):
     """A hook that changes what a layer gives, for everybody who comes after it."""
 
 
-def paired(
-    mark: Mark,
+def call_hooks(
+    mark: HookScope,
     begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
     end: Callable[[_Token, Any], Any],
-) -> tuple[Hook, Hook]:
+) -> tuple[ModuleHook, ModuleHook]:
     """A hook before and one after the calls of a layer: `end` gets what `begin` returned for the very same call."""
     begun: list[tuple[int, _Token]] = []  # each with the frame of its call
 
@@ -61,7 +61,7 @@ def paired(
             del begun[at + 1 :]
         return end(begun.pop()[1], kwargs_and_output[-1])
 
-    return Hook(before), Hook(after)
+    return ModuleHook(before), ModuleHook(after)
 
 
 def _frames_below(frame: FrameType) -> Iterator[int]:

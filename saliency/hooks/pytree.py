@@ -14,26 +14,26 @@ from torch import Tensor
 _Leaf = TypeVar("_Leaf")
 
 
-def tensors_in(nest: Any) -> Iterator[Tensor]:
+def tree_tensors(nest: Any) -> Iterator[Tensor]:
     """The tensors of a nest, in order."""
-    return leaves(nest, Tensor)
+    return tree_leaves(nest, Tensor)
 
 
 def first_tensor(nest: Any) -> Tensor | None:
     """The first tensor of a nest; None where there is none."""
-    return next(tensors_in(nest), None)
+    return next(tree_tensors(nest), None)
 
 
-def leaves(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
+def tree_leaves(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
     """The things of one kind in a nest, in order."""
     if isinstance(nest, kind):
         yield nest
     else:
-        for child in children(nest) or ():
-            yield from leaves(child, kind)
+        for child in tree_children(nest) or ():
+            yield from tree_leaves(child, kind)
 
 
-def children(nest: Any) -> list[Any] | None:
+def tree_children(nest: Any) -> list[Any] | None:
     """The direct children of a container, in order; None for anything else."""
     if isinstance(nest, Mapping):
         return list(nest.values())
@@ -44,12 +44,12 @@ def children(nest: Any) -> list[Any] | None:
     return None
 
 
-def with_children(nest: Any, new: list[Any]) -> Any:
+def tree_with_children(nest: Any, new: list[Any]) -> Any:
     """A container of the same type with other children; the same object where none of them changed.
 
     Containers keep their types: named tuples, ordered dicts, dataclasses and subclasses of these.
     """
-    old = children(nest) or []
+    old = tree_children(nest) or []
     if len(old) == len(new) and all(map(operator.is_, old, new)):
         return nest
     if isinstance(nest, tuple | list):
@@ -62,17 +62,17 @@ def with_children(nest: Any, new: list[Any]) -> Any:
     return made
 
 
-def mapped(nest: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nest with each tensor changed, in the order of `tensors_in`; what is not changed stays the same object.
+def tree_map_tensors(nest: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a tree with each tensor changed, in the order of `tree_tensors`; unchanged parts stay the same object.
 
-    Containers keep their types, as in `with_children`.
+    Containers keep their types, as in `tree_with_children`.
     """
     if isinstance(nest, Tensor):
         return change(nest)
     if type(nest) is tuple and len(nest) == 1 and isinstance(nest[0], Tensor):  # as nearly all arguments are
         return (change(nest[0]),)
-    old = children(nest)
-    return nest if old is None else with_children(nest, [mapped(child, change) for child in old])
+    old = tree_children(nest)
+    return nest if old is None else tree_with_children(nest, [tree_map_tensors(child, change) for child in old])
 
 
 def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
@@ -85,7 +85,7 @@ def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     return made
 
 
-def agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
+def trees_agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
     """Whether two nests hold the same tensors up to rounding, which is taken relative to the largest value of each.
 
     Args:
@@ -93,7 +93,7 @@ def agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
         two: The second nest.
         coarsest: The rounding of what they were computed in, where that is coarser than the tensors are.
     """
-    first, second = list(tensors_in(one)), list(tensors_in(two))
+    first, second = list(tree_tensors(one)), list(tree_tensors(two))
     return len(first) == len(second) and all(_agree(*pair, coarsest) for pair in zip(first, second, strict=True))
 
 

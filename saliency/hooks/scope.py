@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-class Mark:
+class HookScope:
     """One manager as its hooks know it: they do not hold the manager itself, so it dies with its block."""
 
     def __init__(self, standing: bool, alone: bool) -> None:
@@ -16,7 +16,7 @@ class Mark:
 
     def acts(self) -> bool:
         """Whether hooks on modules act: in this thread, with nothing open inside that is to be left alone."""
-        open_here = opened.marks
+        open_here = active_scopes.marks
         if not open_here:
             return False
         if open_here[-1] is self:
@@ -40,11 +40,11 @@ class _Opened(threading.local):
     """The managers that are open in a thread, each by its mark, the innermost last."""
 
     def __init__(self) -> None:
-        self.marks: list[Mark] = []
+        self.marks: list[HookScope] = []
 
-    def add(self, mark: Mark) -> None:
+    def add(self, mark: HookScope) -> None:
         """One more, now the innermost. Those that another thread has closed are forgotten."""
         self.marks[:] = [*(each for each in self.marks if not each.closed), mark]
 
 
-opened = _Opened()
+active_scopes = _Opened()

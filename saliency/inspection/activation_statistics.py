@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import LayerError
 from ..hooks.manager import HookManager
-from ..hooks.pytree import first_tensor, tensors_in
+from ..hooks.pytree import first_tensor, tree_tensors
 from ..layers.layout import Grid, layout_from
 from .accumulators import Call, Calls, Heap, Seen
 from .batches import Passes, is_finite
@@ -231,7 +231,7 @@ class _Watch:
         self._batch += 1
         self.calls.begin()
         self._images = feed.size
-        inputs = list(tensors_in((feed.args, feed.kwargs)))
+        inputs = list(tree_tensors((feed.args, feed.kwargs)))
         self._size = next(((int(each.shape[-2]), int(each.shape[-1])) for each in inputs if each.dim() == 4), None)
         self._input_is_finite = all(map(is_finite, inputs))
 
@@ -256,7 +256,7 @@ class _Watch:
 
     def _look_for_nonfinite(self, name: str, output: Any, found: Moments) -> None:
         """Note the layer where NaN or infinity is in what it returned, also behind the first of several tensors."""
-        later = ((moments(each), "a later tensor of the output") for each in islice(tensors_in(output), 1, None))
+        later = ((moments(each), "a later tensor of the output") for each in islice(tree_tensors(output), 1, None))
         for each, part in chain([(found, "the output")], later):
             if each.nan or each.inf:
                 self.first = name
@@ -265,7 +265,7 @@ class _Watch:
 
     def end(self, output: Any) -> None:
         """The batch was run."""
-        if self.first is None and not self.notes and not all(map(is_finite, tensors_in(output))):
+        if self.first is None and not self.notes and not all(map(is_finite, tree_tensors(output))):
             self.notes.append(
                 f"NaN or infinity in the model's output{self._where()}, though no layer in this table gave any: it "
                 "comes from a function behind them"

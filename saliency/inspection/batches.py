@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ImageError, ModelError
-from ..hooks.model_state import borrowed, unwrap
+from ..hooks.model_state import prepared_for_attribution, unwrap
 from .layer_selection import LayersLike, selected
 from .model_inputs import Feed, feeds
 
@@ -64,7 +64,7 @@ class Passes:
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
         """The model for one pass: in evaluation mode, or the copy in training mode; in eager mode, with gradients."""
-        with borrowed(self.model):
+        with prepared_for_attribution(self.model):
             if not self.training:
                 yield self.model
                 return
@@ -87,7 +87,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def _require_numbers(model: nn.Module) -> None:
     """Raise ModelError where the parameters have no shape yet, or none but that."""
-    with borrowed(model):  # which tells of lazy ones
+    with prepared_for_attribution(model):  # which tells of lazy ones
         tensors = (*model.named_parameters(), *model.named_buffers())
     empty = next((name for name, each in tensors if each.is_meta), None)
     if empty is not None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..hooks.autograd_graph import Exit, edge, exits, is_recorded_since, now, this_backward
+from ..hooks.autograd_graph import InputEdge, current_sequence_nr, edge, input_edges, is_recorded_since, this_backward
 from ..hooks.manager import HookManager
-from ..hooks.pytree import mapped, tensors_in
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .backward_log import Backward, Inbox, View
 from .retention import Keeper
 
@@ -124,7 +124,7 @@ class Tape:
             kept_kwargs = kwargs if keeps else None
         begun = _Begun(
             number=self._begun,
-            since=now(),
+            since=current_sequence_nr(),
             before=self._counts.get(name, 0),
             layer=name,
             kind=kind,
@@ -135,7 +135,7 @@ class Tape:
         self._calls[begun.number] = None
         self._begun += 1
         if self._gradients and torch.is_grad_enabled():
-            begun.tensors = list(tensors_in((args, kwargs)))
+            begun.tensors = list(tree_tensors((args, kwargs)))
             begun.edges = [edge(each) for each in begun.tensors]
             begun.views = [
                 _Viewed(at, each._version, each._base, edge(each._base))
@@ -152,12 +152,12 @@ class Tape:
         given_back: set[int] = set()
         if self._gradients and torch.is_grad_enabled():
             given_back = {
-                id(t) for t in tensors_in(output) if t.requires_grad and not is_recorded_since(t, begun.since)
+                id(t) for t in tree_tensors(output) if t.requires_grad and not is_recorded_since(t, begun.since)
             }
             if given_back:
                 # The layer returned what it was given, or a parameter. Another name for the same memory has a gradient
                 # of its own: what comes through this layer.
-                output = mapped(output, lambda t: t.view_as(t) if id(t) in given_back else t)
+                output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in given_back else t)
             backwards = self._follow(hooks, begun, output)
         ended = self._counts.get(begun.layer, 0)
         if ended > begun.before:
@@ -197,13 +197,13 @@ class Tape:
             flat.append(keep(tensor))
             return flat[-1]
 
-        return mapped(nest, keep_both), tuple(flat)
+        return tree_map_tensors(nest, keep_both), tuple(flat)
 
     def _follow(self, hooks: HookManager, begun: _Begun, output: Any) -> Inbox:
         """Hooks where gradients come into the call and where they leave it."""
-        outputs = list(tensors_in(output))
+        outputs = list(tree_tensors(output))
         # An argument that was worked on in place is a result too.
-        leave = exits([*outputs, *begun.tensors], begun.edges, begun.since)
+        leave = input_edges([*outputs, *begun.tensors], begun.edges, begun.since)
         past = _past_the_views(outputs, begun) if begun.views else {}
         inbox = Inbox(
             [len(past.get(at, each) if past else each) for at, each in enumerate(leave)],
@@ -227,12 +227,12 @@ class Tape:
         return inbox
 
 
-def _past_the_views(outputs: Sequence[Tensor], begun: _Begun) -> dict[int, list[Exit]]:
+def _past_the_views(outputs: Sequence[Tensor], begun: _Begun) -> dict[int, list[InputEdge]]:
     """For each argument that was a view and was worked on in place: where its gradient leaves, past the view itself."""
     worked_on = [each for each in begun.views if begun.tensors[each.at]._version != each.version]
     if not worked_on:
         return {}
-    found = exits([*outputs, *begun.tensors], [each.edge for each in worked_on], begun.since)
+    found = input_edges([*outputs, *begun.tensors], [each.edge for each in worked_on], begun.since)
     return {each.at: places for each, places in zip(worked_on, found, strict=True) if places}
 
 
@@ -242,7 +242,7 @@ def _put_part(inbox: Inbox, at: int, view: View, whole: Tensor) -> None:
         inbox.put_input(at, part)
 
 
-def _viewed_by(output: Tensor, given: Sequence[Tensor], leave: Sequence[Sequence[Exit]]) -> dict[int, Tensor]:
+def _viewed_by(output: Tensor, given: Sequence[Tensor], leave: Sequence[Sequence[InputEdge]]) -> dict[int, Tensor]:
     """The arguments that an output is a view of, by their places."""
     return {
         at: tensor

@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import MethodError, NotApplicableError, warn
-from ..hooks.autograd_graph import edge, exits, is_recorded_since, now, this_backward
+from ..hooks.autograd_graph import current_sequence_nr, edge, input_edges, is_recorded_since, this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import eager, unwrap
-from ..hooks.pytree import mapped, tensors_in
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .edit_rules import NamedRule, Rule, RuleLike, applied, rule_name, started, steps_of
 from .edit_targets import Place, Where, places
 from .layer_selection import LayersLike
@@ -59,7 +59,7 @@ class _Given(NamedTuple):
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
-    numbers = [each for each in tensors_in((args, kwargs)) if _has_numbers(each)]
+    numbers = [each for each in tree_tensors((args, kwargs)) if _has_numbers(each)]
     edges = [(each, at) for each in numbers if (at := edge(each)) is not None]
     different = {(at.node, at.output_nr): (each, at) for each, at in edges}.values()
     tensors = [each for each, _ in different]
@@ -70,7 +70,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
         has_numbers=bool(numbers),
         transformed=any(map(is_functorch_wrapped_tensor, numbers)),
         recording=torch.is_grad_enabled(),
-        since=now(),
+        since=current_sequence_nr(),
     )
 
 
@@ -119,12 +119,12 @@ def _edit_inputs(
             )
     changed = _with_own(output, lambda each: each._is_view() or not is_recorded_since(each, given.since))
     # What it takes and works on in place is a result too.
-    results = [*tensors_in(output if changed is None else changed), *given.tensors]
-    found = exits(results, given.edges, given.since)
+    results = [*tree_tensors(output if changed is None else changed), *given.tensors]
+    found = input_edges(results, given.edges, given.since)
     if any(found):
         place.obstacle = _NO_BACKWARD
-    elif not any(map(_has_numbers, tensors_in(output))):
-        kind = "floating-point tensor" if any(True for _ in tensors_in(output)) else f"tensor, but {_kind(output)}"
+    elif not any(map(_has_numbers, tree_tensors(output))):
+        kind = "floating-point tensor" if any(True for _ in tree_tensors(output)) else f"tensor, but {_kind(output)}"
         place.refuse(f"it gives no {kind}, so no gradient can be followed through it")
     elif not place.edits:
         place.obstacle = "what it gives does not depend on what it takes through any recorded operation"
@@ -142,7 +142,7 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
 
     def end(begun: tuple[int, bool], output: Any) -> Any:
         since, recording = begun
-        numbers = _different(each for each in tensors_in(output) if _has_numbers(each))
+        numbers = _different(each for each in tree_tensors(output) if _has_numbers(each))
         alive = [each for each in numbers if each.requires_grad]
         if not numbers:
             place.refuse("it gives no floating-point tensor, so no gradient arrives at it")
@@ -156,13 +156,13 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
             place.obstacle = _NO_BACKWARD
             several = len(alive) > 1
             changed = _with_own(output, lambda each: several or each._is_view() or not is_recorded_since(each, since))
-            for each in _different(tensors_in(output if changed is None else changed)):
+            for each in _different(tree_tensors(output if changed is None else changed)):
                 if each.requires_grad:
                     hooks.at_gradient(each, partial(_edit, hooks, steps, place))
             return changed
         return None
 
-    hooks.around(place.at, lambda args, kwargs: (now(), torch.is_grad_enabled()), end)
+    hooks.around(place.at, lambda args, kwargs: (current_sequence_nr(), torch.is_grad_enabled()), end)
 
 
 def _attach_to_tensor(hooks: HookManager, steps: tuple[Rule, ...], place: Place, tensor: Tensor) -> None:
@@ -180,13 +180,13 @@ def attach_to_activation(hooks: HookManager, steps: tuple[Rule, ...], place: Pla
         return tensor if changed is None else changed
 
     def change(output: Any) -> Any:
-        if not any(map(_has_numbers, tensors_in(output))):
+        if not any(map(_has_numbers, tree_tensors(output))):
             place.refuse("it gives no floating-point tensor")
             return None
         runs_again = this_backward() != -1
         if runs_again:
             _refuse_new_draws(steps, place)
-        edited = mapped(output, _once(edit))
+        edited = tree_map_tensors(output, _once(edit))
         place.edits += 0 if runs_again else 1
         return edited
 
@@ -242,7 +242,7 @@ def _with_own(output: Any, needs: Callable[[Tensor], bool]) -> Any:
         _own[copied] = None
         return copied
 
-    changed = mapped(output, _once(own))
+    changed = tree_map_tensors(output, _once(own))
     return changed if made else None
 
 

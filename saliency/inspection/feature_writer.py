@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ImageError, LayerError, MethodError, warn
-from ..io.atomic_write import replacing, save_tensors
+from ..io.atomic_write import atomic_write, save_tensors
 from .feature_store import INDEX, LABELS, Features, Labels, Rows, type_name
 
 _SHARD = re.compile(r"shard-\d{5,}\.safetensors")
@@ -78,7 +78,7 @@ class Store:
             "labels": self._labels,
             "shards": self._shards,
         }
-        with replacing(self.folder / INDEX) as path:
+        with atomic_write(self.folder / INDEX) as path:
             path.write_text(json.dumps(index, indent=1), "utf-8")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..hooks.pytree import tensors_in
+from ..hooks.pytree import tree_tensors
 
 Formula = Callable[[Any, Any], int]
 """(the first argument of a call, its output) -> its multiply-adds."""
@@ -140,12 +140,12 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
 
 def _product_with_vector(*args: Any, out_val: Any, **kwargs: Any) -> int:
     """Of all operands that with the most numbers: a matrix, or either of two vectors."""
-    return max(each.numel() for each in tensors_in(args))
+    return max(each.numel() for each in tree_tensors(args))
 
 
 def _product(*args: Any, out_val: Any, **kwargs: Any) -> int:
     """Each number of the first matrix, or of a batch of them, with a row of the second, which come last."""
-    *_, first, second = tensors_in(args)
+    *_, first, second = tree_tensors(args)
     return int(first.numel() * second.shape[-1])
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..hooks.manager import HookManager
-from ..hooks.model_state import parts
-from ..hooks.pytree import first_tensor, tensors_in
+from ..hooks.model_state import unique_modules
+from ..hooks.pytree import first_tensor, tree_tensors
 from .flops import Operations, closed_form, known_kind
 from .model_inputs import Feed, called
 
@@ -77,7 +77,7 @@ def watched(model: nn.Module, feed: Feed) -> dict[nn.Module, Layer]:
     calls them. What the user records or edits meanwhile is left out: the model itself is watched. The model is expected
     to be borrowed. Raises ModelError where it refuses its input.
     """
-    modules = parts(model)
+    modules = unique_modules(model)
     watch = _Watch()
     layers = {module: Layer(watch, module) for module in modules}
     with HookManager(alone=True) as hooks, torch.no_grad():
@@ -133,7 +133,7 @@ class _Watch(TorchFunctionMode):
         else:
             with self.operations:
                 output = func(*args, **kwargs)
-        if not isinstance(output, Tensor) and name != "setitem" and not any(True for _ in tensors_in(output)):
+        if not isinstance(output, Tensor) and name != "setitem" and not any(True for _ in tree_tensors(output)):
             # A question, such as for the size, is no computation.
             self._names[func] = None
         elif layer.has_names:

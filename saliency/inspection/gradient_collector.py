@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ImageError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf
-from ..hooks.pytree import first_tensor, mapped, tensors_in
+from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import refuse_checkpoints
 from .accumulators import Call, Calls
 from .batches import is_finite
@@ -107,7 +107,7 @@ class Arrivals:
             return None
         flows_on = tensor.clone()
         arriving.at_gradient(flows_on, partial(self._arrive, call[0], arrived))
-        return mapped(output, lambda each: flows_on if each is tensor else each)
+        return tree_map_tensors(output, lambda each: flows_on if each is tensor else each)
 
     def _arrive(self, name: str, arrived: _Arrived, gradient: Tensor | None) -> None:
         # A loss may take gradients of its own before.
@@ -143,7 +143,7 @@ class Arrivals:
         if self._is_noted or math.isfinite(value):
             return
         self._is_noted = True
-        if not all(map(is_finite, tensors_in((feed.args, feed.kwargs)))):
+        if not all(map(is_finite, tree_tensors((feed.args, feed.kwargs)))):
             self.notes.append(f"the input itself holds NaN or infinity{self._where()}")
         self.notes.append(f"the {self._objective.name} is {value}{self._where()}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..errors import RenderError
 from ..render.figure import new_figure
-from ..validation import chosen, is_real
+from ..validation import check_choice, is_real
 from .gradient_statistics import GradientStatistics, LayerGradients, ParameterGradients
 from .tables import number, share
 
@@ -114,8 +114,8 @@ def gradient_flow(
         raise RenderError(
             f"gradient_flow takes what gradient_statistics(...) returned; got {type(statistics).__name__}"
         )
-    chosen("of", of, ("layers", "parameters"), error=RenderError)
-    chosen("measure", measure, ("norm", "rms", "ratio"), error=RenderError)
+    check_choice("of", of, ("layers", "parameters"), error=RenderError)
+    check_choice("measure", measure, ("norm", "rms", "ratio"), error=RenderError)
     if of == "layers" and measure == "ratio":
         raise RenderError(
             'a ratio to the weight is of parameters: gradient_flow(..., of="parameters", measure="ratio")'

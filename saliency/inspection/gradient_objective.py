@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TargetError
-from ..hooks.pytree import mapped
+from ..hooks.pytree import tree_map_tensors
 from ..targets.class_names import Categories
 from ..targets.targets import OutputTarget, TargetLike, as_target
 from .model_inputs import Feed
@@ -48,7 +48,7 @@ class Objective:
         else:
             target = as_target(self._given, feed.size, self._categories)
             if isinstance(target, OutputTarget):
-                target = target.settle(output)
+                target = target.resolve_from(output)
             found = target(output)
         if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() > 1:
             came = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -74,7 +74,7 @@ class Objective:
         if self._labels is False or feed.labels is None:
             return loss(output)
         # What was made under inference_mode could not be saved for the way back; copies can.
-        return loss(output, mapped(feed.labels, torch.clone))
+        return loss(output, tree_map_tensors(feed.labels, torch.clone))
 
 
 def _takes_labels(loss: Any) -> bool | None:

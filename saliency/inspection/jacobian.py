@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..hooks.manager import HookManager
-from ..hooks.model_state import borrowed, unwrap
-from ..hooks.pytree import mapped, tensors_in
+from ..hooks.model_state import prepared_for_attribution, unwrap
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..layers.find import find
 from ..targets.class_names import Categories, class_index, output_tensor, per_image
 from .layer_selection import require_seen
@@ -105,7 +105,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
     where = None if layer is None else find(network, layer)
     if where is not None:
         require_seen(network, dict([where]))
-    with borrowed(network):
+    with prepared_for_attribution(network):
         yield _of_input(network, called) if where is None else _of_layer(network, called, *where)
 
 
@@ -128,7 +128,11 @@ def _of_layer(model: nn.Module, called: Feed, name: str, layer: nn.Module) -> tu
             calls += 1
             replaced = _first_number(output)
             # A copy flows on: what follows may work in place.
-            return mapped(output, lambda each: value.clone() if each is replaced else each) if calls == last else None
+            return (
+                tree_map_tensors(output, lambda each: value.clone() if each is replaced else each)
+                if calls == last
+                else None
+            )
 
         with HookManager() as hooks:
             hooks.observe(layer, substitute)
@@ -178,12 +182,12 @@ def _run(model: nn.Module, called: Feed, old: Tensor | None = None, new: Tensor 
     def argument(each: Tensor) -> Tensor:
         return new.clone() if new is not None and each is old else each.detach().clone()
 
-    args, kwargs = mapped((called.args, called.kwargs), argument)
+    args, kwargs = tree_map_tensors((called.args, called.kwargs), argument)
     return output_tensor(model(*args, **kwargs))
 
 
 def _first_number(nest: Any) -> Tensor | None:
-    return next((each for each in tensors_in(nest) if each.is_floating_point()), None)
+    return next((each for each in tree_tensors(nest) if each.is_floating_point()), None)
 
 
 def _tangent(tangent: Any, primal: Tensor, layer: str | nn.Module | None) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import MethodError
-from ..hooks.model_state import borrowed, unwrap
-from ..hooks.pytree import tensors_in
+from ..hooks.model_state import prepared_for_attribution, unwrap
+from ..hooks.pytree import tree_tensors
 from .forward_profile import Layer, shapes_of, watched
 from .layer_selection import LayersLike, selected
 from .model_inputs import feed
@@ -175,7 +175,7 @@ def layer_table(
     given, model = feed(model, example), inside
     named = _named(model)
     wanted = _wanted(model, named, layers)
-    with borrowed(model):
+    with prepared_for_attribution(model):
         seen = watched(model, given)
         depths = _depths(named, seen)
         shown = [each for each in wanted if depth is None or depths[each] <= depth]
@@ -192,7 +192,7 @@ def layer_table(
     return LayerTable(
         rows,
         whole,
-        title=f"{whole.kind} on {', '.join(shape_text(shapes_of(each)) for each in tensors_in(given[:2]))}",
+        title=f"{whole.kind} on {', '.join(shape_text(shapes_of(each)) for each in tree_tensors(given[:2]))}",
         notes=[
             _totals(whole, given.size, seconds.get(model)),
             *_functions_note(whole, rows),

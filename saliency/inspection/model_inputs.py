@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ImageError
-from ..hooks.model_state import call, carried, is_categories, is_preprocess, reference
-from ..hooks.pytree import mapped, tensors_in
+from ..hooks.model_state import call, is_categories, is_preprocess, model_attribute, reference_tensor
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
 from ..targets.class_names import Categories, as_categories
 
@@ -44,12 +44,12 @@ def feed(model: nn.Module, example: Any) -> Feed:
     Raises:
         ImageError: It is none of these, or cannot be read.
     """
-    like = reference(model)
+    like = reference_tensor(model)
     if isinstance(example, tuple) and example and all(type(each) is int for each in example):
         return Feed((_noise(example, like),), {})
     if isinstance(example, Mapping):
         return Feed((), {str(name): _moved(each, like) for name, each in example.items()})
-    if isinstance(example, tuple) and any(True for _ in tensors_in(example)):
+    if isinstance(example, tuple) and any(True for _ in tree_tensors(example)):
         return Feed(tuple(_moved(each, like) for each in example), {})
     return Feed((_input(model, example, like),), {})
 
@@ -70,7 +70,7 @@ def feeds(model: nn.Module, data: Any) -> Iterator[Feed]:
         return
     if not isinstance(data, Iterable):
         raise ImageError(f"expected a tensor, pictures, or an iterable of batches, got {type(data).__name__}")
-    like = reference(model)
+    like = reference_tensor(model)
     for item in data:
         if isinstance(item, tuple | list) and item and isinstance(item[0], Tensor | Mapping | list | tuple):
             rest = tuple(_moved(each, like) for each in item[1:])
@@ -87,7 +87,7 @@ def called(model: nn.Module, feed: Feed, change: Callable[[Tensor], Tensor] = to
         feed: The batch.
         change: What the model gets for each tensor: a clone, for it may work on its input in place.
     """
-    return call(model, mapped(feed.args, change), mapped(feed.kwargs, change))
+    return call(model, tree_map_tensors(feed.args, change), tree_map_tensors(feed.kwargs, change))
 
 
 def _is_one(data: Any) -> bool:
@@ -102,7 +102,7 @@ def _input(model: nn.Module, example: Any, like: Tensor | None) -> Tensor:
     if isinstance(example, Tensor) and example.dtype is not torch.uint8:
         moved: Tensor = _moved(example, like)
         return moved
-    preprocess = carried("preprocess", is_preprocess, model)
+    preprocess = model_attribute("preprocess", is_preprocess, model)
     return read(example, preprocess, like=like).tensor
 
 
@@ -114,7 +114,7 @@ def _moved(nest: Any, like: Tensor | None) -> Any:
             return tensor
         return tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device)
 
-    return mapped(nest, move)
+    return tree_map_tensors(nest, move)
 
 
 def _noise(shape: tuple[int, ...], like: Tensor | None) -> Tensor:
@@ -124,5 +124,5 @@ def _noise(shape: tuple[int, ...], like: Tensor | None) -> Tensor:
 
 def categories_of(model: nn.Module) -> Categories:
     """The class names that a model carries; None where it carries none."""
-    names = carried("categories", is_categories, model)
+    names = model_attribute("categories", is_categories, model)
     return None if names is None else as_categories(names)

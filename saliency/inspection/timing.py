@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..hooks.manager import HookManager
-from ..hooks.model_state import reference
-from ..hooks.pytree import tensors_in
+from ..hooks.model_state import reference_tensor
+from ..hooks.pytree import tree_tensors
 from .model_inputs import Feed, called
 
 
@@ -80,7 +80,7 @@ def _clock(seconds: dict[nn.Module, float], module: nn.Module, wait: Callable[[]
 
 def _waiting(model: nn.Module, given: Feed) -> Callable[[], None]:
     """What waits for the model's device to have done its work; on a CPU that is done already."""
-    some = next((each for each in (reference(model), *tensors_in(given[:2])) if each is not None), None)
+    some = next((each for each in (reference_tensor(model), *tree_tensors(given[:2])) if each is not None), None)
     if some is None or some.device.type in ("cpu", "meta"):
         return lambda: None
     return partial(torch.accelerator.synchronize, some.device)

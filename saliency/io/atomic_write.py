@@ -13,7 +13,7 @@ from uuid import uuid4
 if TYPE_CHECKING:
     from torch import Tensor
 
-PICTURES = frozenset(
+IMAGE_SUFFIXES = frozenset(
     f".{each}"
     for each in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
 )
@@ -24,7 +24,7 @@ A file that is named itself is read whatever its name.
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name beside `path`; what the block writes there is moved to `path` if the block ends well.
 
     A link stays, and the file that it leads to is replaced.
@@ -63,7 +63,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         permissions = temporary.stat().st_mode
         try:
             save_file(dict(tensors), temporary, metadata)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import ImageError
-from ..validation import chosen, is_pair, is_real, is_whole
+from ..validation import check_choice, is_pair, is_real, is_whole
 from .crop_detection import Box, TransformPreprocess
 
 Fit = Literal["stretch", "cover", "contain"]
@@ -79,8 +79,8 @@ class Preprocess:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
         if not _are_three(self.fill, partial(is_whole, least=0)):
             raise ImageError(f"fill={self.fill!r}: expected three whole numbers, a colour in RGB")
-        chosen("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
-        chosen("fit", self.fit, get_args(Fit), error=ImageError)
+        check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
+        check_choice("fit", self.fit, get_args(Fit), error=ImageError)
         if not (self.size is None or is_pair(self.size)):
             raise ImageError(f"size={self.size!r}: expected (height, width), both of at least one pixel, or None")
         if is_whole(self.resize):

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from ..errors import TargetError
 from ..hooks.manager import HookManager
-from ..hooks.model_state import parts, run
+from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import first_tensor
 from ..targets.class_names import output_tensor
 from .layout import Grid, Layout, is_channels_first, is_map, layout_from
-from .spatial_order import Place, misplaced
+from .spatial_order import LayerCandidate, scrambled_layers
 
 
 @dataclass(frozen=True, slots=True)
-class Spatial:
+class SpatialLayer:
     """A layer whose output has an extent in space."""
 
     name: str
@@ -32,15 +32,15 @@ class Spatial:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class LayerScan:
     """What one forward of one image shows of a model's layers."""
 
     modules: tuple[int, ...]  # the identities of the modules: a changed model is surveyed anew
     shapes: dict[str, tuple[int, ...] | None]  # in the order in which the layers finished
     grids: tuple[Grid, ...]
-    spatial: tuple[Spatial, ...]
-    candidates: tuple[Spatial, ...]  # those that a CAM may be read at by default
-    misplaced: frozenset[str]  # layers that look like maps, but whose places are not the picture's
+    spatial: tuple[SpatialLayer, ...]
+    candidates: tuple[SpatialLayer, ...]  # those that a CAM may be read at by default
+    scrambled_layers: frozenset[str]  # layers that look like maps, but whose places are not the picture's
     chosen: str | None  # None also where only a target finds the scores in the output, as for a detector
     alive: bool  # whether the score has a gradient at the chosen layer
 
@@ -48,21 +48,21 @@ class Survey:
         """The outermost layer that ends each of the last resolutions, the finest first."""
         if self.chosen is None:
             return ()
-        best: dict[Grid, Spatial] = {}
+        best: dict[Grid, SpatialLayer] = {}
         for each in self.candidates[: [spatial.name for spatial in self.candidates].index(self.chosen) + 1]:
             known = best.get(each.layout.grid)
             outer = known is None or each.name.count(".") <= known.name.count(".")
-            if each.name == self.chosen or (outer and each.name not in self.misplaced):
+            if each.name == self.chosen or (outer and each.name not in self.scrambled_layers):
                 best[each.layout.grid] = each
         coarse_first = sorted(best.items(), key=lambda item: item[0][0] * item[0][1])
         return tuple(each.name for _, each in reversed(coarse_first[:most]))
 
 
-_surveys: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], Survey]] = WeakKeyDictionary()
+_surveys: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], LayerScan]] = WeakKeyDictionary()
 _surveys_lock = threading.Lock()
 
 
-def survey(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None = None) -> Survey:
+def scan_layers(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None = None) -> LayerScan:
     """What one forward shows of the model's layers; remembered per model and input shape.
 
     It is a forward of noise in the shape of `x`, so that the layer that is found does not depend on the image that
@@ -74,7 +74,7 @@ def survey(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None =
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
     shape = tuple(x.shape[1:])
-    modules = tuple(map(id, parts(model)))
+    modules = tuple(map(id, unique_modules(model)))
     with _surveys_lock:
         known = _surveys.get(model, {}).get(shape)
     if known is not None and known.modules == modules and (known.chosen is not None or target is None):
@@ -93,7 +93,7 @@ def survey(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None =
     return known
 
 
-def _chosen_for(model: nn.Module, x: Tensor, known: Survey, target: Callable[[Any], Tensor]) -> Survey:
+def _chosen_for(model: nn.Module, x: Tensor, known: LayerScan, target: Callable[[Any], Tensor]) -> LayerScan:
     """The survey with the last layer at which the score of every image has a gradient."""
     chosen = _last_alive(model, x, known.candidates, target)
     if chosen is None:
@@ -104,7 +104,7 @@ def _chosen_for(model: nn.Module, x: Tensor, known: Survey, target: Callable[[An
     return replace(known, chosen=chosen.name)
 
 
-def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
+def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
     names = {module: name for name, module in model.named_modules() if name}
     shapes: dict[str, tuple[int, ...] | None] = {}
 
@@ -116,14 +116,14 @@ def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
     with HookManager() as hooks, torch.no_grad():
         for module, name in names.items():
             hooks.observe(module, partial(note, name))
-        output = run(model, x)
+        output = run_model(model, x)
     size = (int(x.shape[-2]), int(x.shape[-1]))
     grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if s is not None and is_map(s, size)))
     kinds = {name: type(module).__name__ for module, name in names.items()}
     # What a convolution gives is channels first, and so is what has a shape that one gave.
     channels_first = {shapes.get(name) for module, name in names.items() if is_channels_first(module)}
     spatial = tuple(
-        Spatial(name, kinds[name], each, layout)
+        SpatialLayer(name, kinds[name], each, layout)
         for name, each in shapes.items()
         if each is not None
         and (layout := layout_from(each, 1, size, grids, channels_first=each in channels_first)) is not None
@@ -131,11 +131,11 @@ def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> Survey:
     final = first_tensor(output)
     classes = final.shape[1] if final is not None and final.dim() == 4 else None
     candidates = _candidates(model, spatial, classes)
-    elsewhere = misplaced(
-        model, x, [Place(each.name, each.layout) for each in candidates if each.layout.kind != "NCHW"]
+    elsewhere = scrambled_layers(
+        model, x, [LayerCandidate(each.name, each.layout) for each in candidates if each.layout.kind != "NCHW"]
     )
     candidates = _in_place(candidates, elsewhere)
-    found = Survey(modules, shapes, grids, spatial, candidates, elsewhere, None, True)
+    found = LayerScan(modules, shapes, grids, spatial, candidates, elsewhere, None, True)
     try:
         alive = _last_alive(model, x, candidates, _top_score)
     except TargetError:
@@ -148,7 +148,7 @@ def _top_score(output: Any) -> Tensor:
     return output_tensor(output).flatten(1).max(1).values
 
 
-def _candidates(model: nn.Module, spatial: tuple[Spatial, ...], classes: int | None) -> tuple[Spatial, ...]:
+def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: int | None) -> tuple[SpatialLayer, ...]:
     """The layers that a CAM may be read at, in the order in which they finished.
 
     Left out: single points, images themselves, the class scores of a segmentation, pooling in front of the head, layers
@@ -156,7 +156,7 @@ def _candidates(model: nn.Module, spatial: tuple[Spatial, ...], classes: int | N
     """
     tokens = {each.shape[1] for each in spatial if each.layout.kind == "NTC"}
 
-    def serves(each: Spatial) -> bool:
+    def serves(each: SpatialLayer) -> bool:
         height, breadth = each.layout.grid
         module = model.get_submodule(each.name)
         if each.layout.kind == "NTC":
@@ -181,7 +181,7 @@ def _is_block_or_norm(module: nn.Module) -> bool:
     return any(module.children()) or (bool(parameters) and all(each.dim() == 1 for each in parameters))
 
 
-def _in_place(candidates: tuple[Spatial, ...], elsewhere: frozenset[str]) -> tuple[Spatial, ...]:
+def _in_place(candidates: tuple[SpatialLayer, ...], elsewhere: frozenset[str]) -> tuple[SpatialLayer, ...]:
     """The candidates less those whose places are not the picture's.
 
     Where that would leave none of the tokens, they all stay: a network with random weights may mix its places so
@@ -192,8 +192,8 @@ def _in_place(candidates: tuple[Spatial, ...], elsewhere: frozenset[str]) -> tup
 
 
 def _last_alive(
-    model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...], target: Callable[[Any], Tensor]
-) -> Spatial | None:
+    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: Callable[[Any], Tensor]
+) -> SpatialLayer | None:
     """The last candidate at whose places the score of every image has a gradient.
 
     In a vision transformer with a class token the patches of the last block's output have none: the layer in front of
@@ -208,12 +208,12 @@ def _last_alive(
 
 
 def _with_gradient(
-    model: nn.Module, x: Tensor, candidates: tuple[Spatial, ...], target: Callable[[Any], Tensor]
-) -> list[Spatial]:
+    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: Callable[[Any], Tensor]
+) -> list[SpatialLayer]:
     with HookManager() as hooks:
         captured = [(each, hooks.capture(model.get_submodule(each.name), record=True)) for each in candidates]
         with torch.no_grad():
-            output = run(model, x)
+            output = run_model(model, x)
     score = target(output).sum()
     last = [
         (each, calls[-1]) for each, calls in captured if calls and calls[-1].requires_grad and not _is_one_of(calls)

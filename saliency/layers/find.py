@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..errors import LayerError, closest, warn
-from .default_layer import survey
+from .default_layer import scan_layers
 from .layout import Layout, is_channels_first, is_plain, layout_from
 
 LayerLike = str | nn.Module | None
@@ -49,7 +49,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     """
     shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
     known = is_channels_first(model.get_submodule(name))
-    seen = None if known or is_plain(shape, size) else survey(model, x)
+    seen = None if known or is_plain(shape, size) else scan_layers(model, x)
     layout = layout_from(shape, len(x), size, seen.grids if seen else (), channels_first=known)
     if seen is not None:
         same = next((each.layout for each in seen.spatial if each.name == name and each.shape[1:] == shape[1:]), None)
@@ -59,7 +59,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
             f'the output of layer "{name}" has shape {shape}, which has no extent in space for an input of '
             f"{size[0]}x{size[1]}; choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
         )
-    if seen is not None and name in seen.misplaced:
+    if seen is not None and name in seen.scrambled_layers:
         warn(
             f'the places of layer "{name}" do not follow those of the picture: a change of the picture shows '
             "elsewhere, so its map may be scrambled"

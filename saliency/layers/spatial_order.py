@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run
+from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
 from .layout import Layout
 
@@ -27,14 +27,14 @@ _COMPARABLE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerCandidate:
     """A layer to check, by name, and how its output is read."""
 
     name: str
     layout: Layout
 
 
-def misplaced(model: nn.Module, x: Tensor, places: Sequence[Place]) -> frozenset[str]:
+def scrambled_layers(model: nn.Module, x: Tensor, places: Sequence[LayerCandidate]) -> frozenset[str]:
     """The names of the layers in which the strongest change does not lie where the picture was changed.
 
     One forward of one image, and one for each of four patches. The model is expected to be borrowed.
@@ -70,11 +70,11 @@ def _changed(x: Tensor, centre: tuple[float, float]) -> Tensor:
     return changed
 
 
-def _signatures(model: nn.Module, x: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:
+def _signatures(model: nn.Module, x: Tensor, places: Sequence[LayerCandidate]) -> dict[str, Tensor]:
     """A few random projections (P, h, w) of each layer's channels: enough to see a change, and small to keep."""
     found: dict[str, Tensor] = {}
 
-    def project(place: Place, output: Any) -> None:
+    def project(place: LayerCandidate, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
             maps = place.layout(tensor.detach())[0].float()  # (K, h, w)
@@ -86,7 +86,7 @@ def _signatures(model: nn.Module, x: Tensor, places: Sequence[Place]) -> dict[st
     with HookManager() as hooks, torch.no_grad():
         for place in places:
             hooks.observe(model.get_submodule(place.name), partial(project, place))
-        run(model, x)
+        run_model(model, x)
     return found
 
 

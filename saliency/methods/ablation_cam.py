@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.explanation import Sign
-from ..attribution.options import Running
-from ..engine.multi_pass import Found, MultiPassAttribution
-from ..engine.partial.tail import Behind
-from ..engine.runner import Passes
+from ..attribution.options import EngineOptions
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
+from ..engine.partial.tail import TailForward
+from ..engine.runner import PassRunner
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run
-from ..hooks.pytree import first_tensor, mapped, tensors_in
+from ..hooks.model_state import run_model
+from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..layers.find import LayerLike
-from ..validation import chosen
+from ..validation import check_choice
 from .cam import _linear_head, warn_if_signed
 from .layer_reader import LayerReader, Reading, channel_count, strongest
 
@@ -39,7 +39,7 @@ class AblationCAM(MultiPassAttribution):
         model: As for every method.
         layer: As for `GradCAM`.
         channels: How many channels to take away, those with the greatest energy; None for all.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
 
@@ -65,14 +65,14 @@ class AblationCAM(MultiPassAttribution):
         layer: LayerLike = None,
         *,
         channels: int | None = None,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
         self.channels = channel_count(channels)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
         warn_if_signed(self.name, reading.maps[None])
@@ -88,11 +88,11 @@ class AblationCAM(MultiPassAttribution):
             if drops is None:
                 drops = self._measured(passes, reading, order, score)
             weights[order] = drops.to(weights)
-        return Found(reading.weighted(weights), layer=reading.layer)
+        return ImageAttribution(reading.weighted(weights), layer=reading.layer)
 
-    def _measured(self, passes: Passes, reading: Reading, order: Tensor, score: Tensor) -> Tensor:
+    def _measured(self, passes: PassRunner, reading: Reading, order: Tensor, score: Tensor) -> Tensor:
         """What the score loses without each of the channels (m,), by running what lies behind the layer."""
-        behind = Behind(self.model, reading.layer, passes.x)
+        behind = TailForward(self.model, reading.layer, passes.x)
         passes.notes.append(behind.how)
         drops = score.new_zeros(len(order))
 
@@ -105,12 +105,12 @@ class AblationCAM(MultiPassAttribution):
             drops[start : start + len(lost)] = lost
         return drops
 
-    def _in_closed_form(self, passes: Passes, reading: Reading, order: Tensor, score: Tensor) -> Tensor | None:
+    def _in_closed_form(self, passes: PassRunner, reading: Reading, order: Tensor, score: Tensor) -> Tensor | None:
         """The same (m,) where all that lies behind the layer is pooling and a linear layer; None where it is not.
 
         One forward without half of the channels says whether the formula holds.
         """
-        tensors = list(tensors_in(reading.output))
+        tensors = list(tree_tensors(reading.output))
         if len(tensors) != 1:
             return None
         try:
@@ -132,7 +132,7 @@ class AblationCAM(MultiPassAttribution):
             return None
         passes.notes.append("in closed form: behind the layer are only pooling and one linear layer")
         rows = (clean - losses.T).to(clean)  # (m, classes)
-        scores = passes.target(len(order))(mapped(reading.output, lambda each: rows))
+        scores = passes.target(len(order))(tree_map_tensors(reading.output, lambda each: rows))
         return score - scores
 
     def _replaced(self, x: Tensor, reading: Reading, raw: Tensor) -> Any:
@@ -145,11 +145,11 @@ class AblationCAM(MultiPassAttribution):
             first = first_tensor(output)
             if calls != reading.calls or first is None:
                 return None
-            return mapped(output, lambda each: raw.clone() if each is first else each)
+            return tree_map_tensors(output, lambda each: raw.clone() if each is first else each)
 
         with HookManager() as hooks:
             hooks.revise(self.model.get_submodule(reading.layer), change)
-            return run(self.model, x)
+            return run_model(self.model, x)
 
 
 class ReciproCAM(MultiPassAttribution):
@@ -167,7 +167,7 @@ class ReciproCAM(MultiPassAttribution):
         layer: As for `GradCAM`.
         alone: Whether each place is shown as it is, and without its neighbours. With only pooling and one linear layer
             behind the layer, the values are then those of `CAM` over the number of places.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, h, w), signed, in score units.
 
@@ -183,20 +183,20 @@ class ReciproCAM(MultiPassAttribution):
     cost = "2 forwards, 1 pass from the layer on for each place"
     units = "score"
     sign: ClassVar[Sign] = "positive"
-    trial: ClassVar[Mapping[str, Any]] = {"chunk": 16}
+    quick_options: ClassVar[Mapping[str, Any]] = {"chunk": 16}
 
     def __init__(
-        self, model: nn.Module, layer: LayerLike = None, *, alone: bool = False, **running: Unpack[Running]
+        self, model: nn.Module, layer: LayerLike = None, *, alone: bool = False, **running: Unpack[EngineOptions]
     ) -> None:
         super().__init__(model, **running)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
-        self.alone = bool(chosen("alone", alone, (True, False)))
+        self.alone = bool(check_choice("alone", alone, (True, False)))
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
-        behind = Behind(self.model, reading.layer, passes.x)
+        behind = TailForward(self.model, reading.layer, passes.x)
         passes.notes.append(behind.how)
         height, width = reading.maps.shape[1:]
         count = height * width
@@ -216,7 +216,7 @@ class ReciproCAM(MultiPassAttribution):
             known = start + len(found)
         scores[known:] = scores[0]
         values = (scores[1:] - scores[0]).view(1, height, width)
-        return Found(values.to(reading.maps), layer=reading.layer)
+        return ImageAttribution(values.to(reading.maps), layer=reading.layer)
 
     def _faded(self, shares: Tensor) -> Tensor:
         """The places (k, h, w) with their neighbours, unless each is to be alone."""

@@ -27,19 +27,19 @@ BLUR = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class GivenBaseline:
     """Baselines that came as a picture or a tensor, as the model takes them."""
 
     name: str
     values: Tensor  # (K, C, H, W)
 
 
-Kept = str | float | Given
+ResolvedBaseline = str | float | GivenBaseline
 BaselineLike = ImageLike | float | Sequence[ImageLike | float]
 """One of `KINDS`, a number, a float tensor (C, H, W) or (K, C, H, W), a picture or its path; or several of them."""
 
 
-def settled(option: str, like: object, preprocess: Prepare) -> Kept | list[Kept]:
+def resolve_baseline(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline | list[ResolvedBaseline]:
     """A checked baseline, or several, that a method can keep: pictures are read here, once.
 
     Args:
@@ -58,8 +58,8 @@ def settled(option: str, like: object, preprocess: Prepare) -> Kept | list[Kept]
     return _settled(option, like, preprocess)
 
 
-def _settled(option: str, like: object, preprocess: Prepare) -> Kept:
-    if isinstance(like, Given):
+def _settled(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline:
+    if isinstance(like, GivenBaseline):
         return like
     if isinstance(like, Real):
         return real_number(option, like)
@@ -82,16 +82,16 @@ def _settled(option: str, like: object, preprocess: Prepare) -> Kept:
     values = read(like, preprocess).tensor
     shape = "x".join(map(str, values.shape))
     name = os.fsdecode(like) if isinstance(like, str | os.PathLike) else f"{type(like).__name__} {shape}"
-    return Given(name, values.clone())
+    return GivenBaseline(name, values.clone())
 
 
-def baselines(kept: Kept | list[Kept], x: Tensor, preprocess: Prepare, seed: int = 0) -> Tensor:
+def baselines(kept: ResolvedBaseline | list[ResolvedBaseline], x: Tensor, preprocess: Prepare, seed: int = 0) -> Tensor:
     """The baselines (K, C, H, W) of one image (1, C, H, W).
 
     Args:
-        kept: What `settled` gave.
+        kept: What `resolve_baseline` gave.
         x: The image.
-        preprocess: What `settled` had.
+        preprocess: What `resolve_baseline` had.
         seed: What "noise" is drawn from; the same for all images.
 
     Raises:
@@ -101,10 +101,10 @@ def baselines(kept: Kept | list[Kept], x: Tensor, preprocess: Prepare, seed: int
     return torch.cat([_one(each, x, preprocess, seed, place) for place, each in enumerate(several)])
 
 
-def _one(kept: Kept, x: Tensor, preprocess: Prepare, seed: int, place: int) -> Tensor:
+def _one(kept: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, place: int) -> Tensor:
     if isinstance(kept, float):
         return torch.full_like(x, kept)
-    if isinstance(kept, Given):
+    if isinstance(kept, GivenBaseline):
         if kept.values.shape[1:] != x.shape[1:]:
             came, wanted = ("x".join(map(str, each.shape[1:])) for each in (kept.values, x))
             raise MethodError(f"the baseline ({kept.name}) is {came}, and the image {wanted}; expected the same size")

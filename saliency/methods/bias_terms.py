@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..hooks.autograd_graph import next_functions
-from ..hooks.pytree import leaves, mapped, tensors_in
+from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
 
 
 class Bias(NamedTuple):
@@ -183,7 +183,7 @@ class BiasWatch(TorchFunctionMode):
             return func(*args, **given)
         biases = self._biases(func, name, args, given, signals)
         output = func(*args, **given)
-        changed = [each for each in tensors_in(args[0] if output is None else output) if self._is_signal(each)]
+        changed = [each for each in tree_tensors(args[0] if output is None else output) if self._is_signal(each)]
         if biases is None or len(biases) != len(changed):
             if changed:
                 self.missed[name] += 1
@@ -194,12 +194,12 @@ class BiasWatch(TorchFunctionMode):
         return output
 
     def _signals(self, nest: Any) -> list[Tensor]:
-        return [each for each in tensors_in(nest) if self._is_signal(each)]
+        return [each for each in tree_tensors(nest) if self._is_signal(each)]
 
     def _all_signals(self, args: tuple[Any, ...], signals: int) -> bool:
         """Whether nothing but signals is added up: no other tensor, and no number."""
         numbers = [each for each in args if isinstance(each, int | float)]
-        return not numbers and len(list(leaves(args, Tensor))) == signals
+        return not numbers and len(list(tree_leaves(args, Tensor))) == signals
 
     def _is_signal(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the image."""
@@ -265,7 +265,7 @@ def _pointwise_bias(
 
     with torch.enable_grad():
         take = partial(_copied, is_signal, at) if works_in_place else shared
-        own_args, own_given = mapped((args, given), take)
+        own_args, own_given = tree_map_tensors((args, given), take)
         made: Tensor = func(*own_args, **own_given)
         (slope,) = torch.autograd.grad(made.sum(), at)
     return [torch.addcmul(made.detach(), slope, at[0].detach(), value=-1)]
@@ -280,9 +280,9 @@ def _general_biases(
     """
     at: list[Tensor] = []
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        own_args, own_given = mapped((args, given), partial(_copied, is_signal, at))
+        own_args, own_given = tree_map_tensors((args, given), partial(_copied, is_signal, at))
         made = func(*own_args, **own_given)
-        outputs = [each for each in tensors_in(own_args[0] if made is None else made) if each.requires_grad]
+        outputs = [each for each in tree_tensors(own_args[0] if made is None else made) if each.requires_grad]
         directions = [torch.zeros_like(each, requires_grad=True) for each in outputs]
         back = _applied(outputs, at, directions, create_graph=True)
         pairs = [

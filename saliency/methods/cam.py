@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.base import Finding, TracedAttribution
+from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
-from ..attribution.forward import Evidence
+from ..attribution.forward import TargetGradients
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..io.preprocess import PreprocessLike
-from ..layers.default_layer import survey
+from ..layers.default_layer import scan_layers
 from ..layers.find import LayerLike, find
 from ..targets.class_names import output_tensor
 
@@ -58,7 +58,7 @@ class LayerAttribution(TracedAttribution):
         """The layer that was named, or the one that is found by itself."""
         if self.layer is not None:
             return (self.layer,)
-        chosen = survey(self.model, x, target).chosen
+        chosen = scan_layers(self.model, x, target).chosen
         if chosen is None:
             raise LayerError(
                 f"no layer of {type(self.model).__name__} has an output with an extent in space for an input of "
@@ -72,12 +72,12 @@ class LayerCombination(LayerAttribution):
 
     backwards = 1
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The map of the layer."""
         (layer,) = layers
         gradient = evidence.gradient(layer) if self.gradients != "none" else evidence.activation(layer)
         values = self.combine(evidence.activation(layer), gradient)
-        return Finding(values, evidence.scores, layer=layer)
+        return BatchAttribution(values, evidence.scores, layer=layer)
 
     @abstractmethod
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class CAM(LayerCombination):
     gradients = "none"
     cost = "1 forward"
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The activations weighted by the head's weights for the class."""
         (layer,) = layers
         activation = evidence.activation(layer)
@@ -288,7 +288,7 @@ class CAM(LayerCombination):
             )
         of_class = weight[torch.tensor(evidence.selection.indices, device=weight.device)]  # (N, K)
         values = torch.einsum("nk,nkhw->nhw", of_class, activation)[:, None]
-        return Finding(values, evidence.scores, layer=layer)
+        return BatchAttribution(values, evidence.scores, layer=layer)
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Not in use: the weights come from the head."""

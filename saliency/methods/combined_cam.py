@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.base import Finding, TracedAttribution
+from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
-from ..attribution.forward import Evidence
+from ..attribution.forward import TargetGradients
 from ..errors import LayerError
 from ..io.preprocess import PreprocessLike
-from ..layers.default_layer import survey
+from ..layers.default_layer import scan_layers
 from ..layers.find import LayerLike, find
-from ..validation import chosen, real_number
+from ..validation import check_choice, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .gradient import GuidedBackprop, Smooth
 
@@ -64,12 +64,12 @@ class GuidedGradCAM(LayerAttribution):
         self._guided = GuidedBackprop(model, smooth=smooth)
         self._cam = GradCAM(model)
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The guided gradient times the CAM at the size of the input."""
         cam = self._cam.read_evidence(evidence, layers).values.clamp(min=0)
         guided, coverage = self._guided.signal(evidence)
         cam = F.interpolate(cam, guided.shape[-2:], mode="bilinear", align_corners=False)
-        return Finding(guided * cam, evidence.scores, coverage, layers[0])
+        return BatchAttribution(guided * cam, evidence.scores, coverage, layers[0])
 
 
 _FUSABLE: dict[str, type[LayerCombination]] = {
@@ -122,25 +122,25 @@ class FusedCAM(TracedAttribution):
         if isinstance(layers, str) or (layers is not None and not layers):
             raise LayerError(f"fused_cam takes a list of layers, got {layers!r}")
         self.fused = None if layers is None else tuple(find(self.model, layer)[0] for layer in layers)
-        self.cam = chosen("cam", cam, tuple(_FUSABLE))
+        self.cam = check_choice("cam", cam, tuple(_FUSABLE))
         self.gamma = real_number("gamma", gamma, above=0)
         self._cam = _FUSABLE[cam](model)
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """The layers that were named, or the ends of the last three resolutions."""
-        layers = self.fused if self.fused is not None else survey(self.model, x, target).stages()
+        layers = self.fused if self.fused is not None else scan_layers(self.model, x, target).stages()
         if not layers:
             raise LayerError(
                 f"no layer of {type(self.model).__name__} has an extent in space; name some with layers=[...]"
             )
         return layers
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The largest of the layers' scaled maps in each place."""
         maps = [self._cam.read_evidence(evidence, (layer,)).values.clamp(min=0) for layer in layers]
         finest = max((each.shape[-2:] for each in maps), key=lambda grid: grid[0] * grid[1])
         scaled = [F.interpolate(self._scaled(each), finest, mode="bilinear", align_corners=False) for each in maps]
-        return Finding(torch.stack(scaled).amax(0), evidence.scores, layer=", ".join(layers))
+        return BatchAttribution(torch.stack(scaled).amax(0), evidence.scores, layer=", ".join(layers))
 
     def _scaled(self, values: Tensor) -> Tensor:
         peak = values.amax((1, 2, 3), keepdim=True)

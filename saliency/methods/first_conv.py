@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ..engine.runner import Make, Passes, gradient_at
+from ..engine.runner import MakeInputs, PassRunner, gradient_at
 from ..hooks.autograd_graph import next_functions
-from ..hooks.model_state import leaf, run
+from ..hooks.model_state import leaf, run_model
 
 
 @dataclass(frozen=True, slots=True)
-class Stem:
+class FirstConv:
     """The first convolution of a call, by which alone its input reaches the score."""
 
     weight: Tensor
@@ -32,7 +32,7 @@ class Stem:
     margins: list[int]
     """How much was padded ahead of it: left, right, top, bottom; negative where it was cropped."""
 
-    def pulled_back(self, signal: Tensor, shape: torch.Size) -> Tensor:
+    def input_gradient(self, signal: Tensor, shape: torch.Size) -> Tensor:
         """The gradient at the inputs (P, C, H, W) = `shape`, of one at the convolution's outputs (P, K, h, w)."""
         left, right, top, bottom = self.margins
         padded = (shape[2] + top + bottom, shape[3] + left + right)
@@ -50,7 +50,7 @@ class Stem:
         return F.pad(signal, [-margin for margin in self.margins]) if any(self.margins) else signal
 
 
-def stem_of(scores: Tensor, at: Tensor) -> tuple[Stem, GradientEdge] | None:
+def first_conv_of(scores: Tensor, at: Tensor) -> tuple[FirstConv, GradientEdge] | None:
     """The first convolution between an input and its scores, and its output in the graph of the call, if there is one.
 
     There is one where all that takes the input is a copy, that copy a convolution in the plane, maybe behind a padding
@@ -70,7 +70,7 @@ def stem_of(scores: Tensor, at: Tensor) -> tuple[Stem, GradientEdge] | None:
         if kind == "ConvolutionBackward0":
             if next_functions(node)[0][0] is not below:  # the picture is its kernel
                 return None
-            stem = _stem(node, margins)
+            stem = _first_conv(node, margins)
             return None if stem is None else (stem, GradientEdge(node, 0))
         if kind == "ConstantPadNdBackward0":
             pad = [_signed(each) for each in _saved(node, "pad")]
@@ -103,14 +103,14 @@ def _users(scores: Tensor, at: Tensor) -> tuple[dict[Node, list[Node]], Node | N
     return users, start
 
 
-def _stem(node: Any, margins: list[int]) -> Stem | None:
+def _first_conv(node: Any, margins: list[int]) -> FirstConv | None:
     weight = _saved(node, "weight")
     if _saved(node, "transposed") or not isinstance(weight, Tensor) or weight.dim() != 4:
         return None
     stride, padding, dilation = (
         [int(each) for each in _saved(node, name)] for name in ("stride", "padding", "dilation")
     )
-    return Stem(weight.detach(), stride, padding, dilation, int(_saved(node, "groups")), margins)
+    return FirstConv(weight.detach(), stride, padding, dilation, int(_saved(node, "groups")), margins)
 
 
 def _signed(saved: int) -> int:
@@ -122,7 +122,9 @@ def _saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
-def weighted_gradients(passes: Passes, make: Make, weights: Tensor, *, exact: bool = True) -> tuple[Tensor, Tensor]:
+def weighted_gradients(
+    passes: PassRunner, make: MakeInputs, weights: Tensor, *, exact: bool = True
+) -> tuple[Tensor, Tensor]:
     """The sums (P, C, H, W) over inputs of weight times gradient, and the sums (P,) of the weights that went in.
 
     The latter are smaller than they should be where a limit or an interrupt ended the work.
@@ -137,23 +139,23 @@ def weighted_gradients(passes: Passes, make: Make, weights: Tensor, *, exact: bo
         TargetError: The score has no gradient, or does not depend on the input.
     """
 
-    def compute(start: int, stop: int) -> tuple[Stem | None, Tensor]:
+    def compute(start: int, stop: int) -> tuple[FirstConv | None, Tensor]:
         with torch.no_grad():
             inputs = make(start, stop)
         at = leaf(inputs)
-        scores = passes.target(len(inputs))(run(passes.model, at))
-        found = stem_of(scores, at)
+        scores = passes.target(len(inputs))(run_model(passes.model, at))
+        found = first_conv_of(scores, at)
         stem, edge = (None, at) if found is None else found
         return stem, _summed(weights[:, start:stop], gradient_at(scores, edge))
 
-    def plain() -> Iterator[tuple[Stem | None, Tensor]]:
+    def plain() -> Iterator[tuple[FirstConv | None, Tensor]]:
         for done in passes.gradients(make, weights.shape[1]):
             yield None, _summed(weights[:, done.start : done.start + len(done.scores)], done.gradients)
 
     shape = torch.Size((len(weights), *passes.x.shape[1:]))
     at_input = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
     at_stem: Tensor | None = None
-    stem: Stem | None = None
+    stem: FirstConv | None = None
     before = passes.used
     for found, gradients in passes.chunks(compute, weights.shape[1], "gradient") if exact else plain():
         if found is None:
@@ -163,7 +165,7 @@ def weighted_gradients(passes: Passes, make: Make, weights: Tensor, *, exact: bo
         else:
             at_stem += gradients
     if stem is not None and at_stem is not None:
-        at_input += stem.pulled_back(at_stem, shape)
+        at_input += stem.input_gradient(at_stem, shape)
     return at_input, weights[:, : passes.used - before].sum(1)
 
 

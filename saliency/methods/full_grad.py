@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ..attribution.base import Attribution, Finding
+from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.explanation import Sign
-from ..attribution.forward import widened
-from ..attribution.options import Effort
+from ..attribution.forward import at_least_float32
+from ..attribution.options import RunStats
 from ..attribution.output_rows import output_rows
-from ..attribution.resolved_target import Selection
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError, TargetError, warn
-from ..hooks.model_state import leaf, run
-from ..hooks.pytree import tensors_in
+from ..hooks.model_state import leaf, run_model
+from ..hooks.pytree import tree_tensors
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from ..layers.default_layer import survey
+from ..layers.default_layer import scan_layers
 from ..layers.layout import Layout, layout_from
 from .bias_terms import POINTWISE, BiasWatch
 
@@ -76,18 +76,18 @@ class FullGrad(Attribution):
     cost = "1 forward, 1 backward"
     units = "shares of each layer's largest"
     sign: ClassVar[Sign] = "absolute"
-    adds_up: ClassVar[bool] = False
+    is_complete: ClassVar[bool] = False
     """The residual is that of the terms behind the map; the map is stretched, and has no sum."""
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """The maps of a batch."""
         return self.explain_each(x, [target])[0]
 
-    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """The maps for several targets, from one forward of each image."""
         if len(x) > 1:
             with torch.no_grad():
-                output = run(self.model, x)
+                output = run_model(self.model, x)
             for target in targets:
                 target(output)
         found: list[list[_Found]] = [[] for _ in targets]
@@ -104,12 +104,12 @@ class _Found(NamedTuple):
     values: Tensor  # (1, H, W)
     score: Tensor  # ()
     residual: float
-    effort: Effort
+    effort: RunStats
 
 
-def _gathered(found: list[_Found]) -> Finding:
+def _gathered(found: list[_Found]) -> BatchAttribution:
     scores = torch.stack([each.score for each in found])
-    return Finding(
+    return BatchAttribution(
         torch.stack([each.values for each in found]),
         scores,
         residual=torch.tensor([each.residual for each in found], dtype=scores.dtype, device=scores.device),
@@ -124,7 +124,7 @@ class _Terms:
         self.x = leaf(x)
         self._model = model
         with BiasWatch(self.x) as watch:
-            self.output = run(model, self.x)
+            self.output = run_model(model, self.x)
         self.biases, self.missed = watch.biases, watch.missed
         if decomposed := _DECOMPOSED.intersection(each.name for each in self.biases):
             raise NotApplicableError(
@@ -138,18 +138,18 @@ class _Terms:
         if name not in _IN_THE_MAP:
             return None
         size = (int(self.x.shape[-2]), int(self.x.shape[-1]))
-        grids = survey(self._model, self.x.detach()).grids if len(shape) == 3 else ()
+        grids = scan_layers(self._model, self.x.detach()).grids if len(shape) == 3 else ()
         found = layout_from(shape, 1, size, grids, channels_first=name in _CHANNELS_FIRST)
         return found if found is not None and found.grid != (1, 1) else None
 
-    def read(self, target: Selection, *, keep: bool, began: float) -> _Found:
+    def read(self, target: ResolvedTarget, *, keep: bool, began: float) -> _Found:
         """The map for one target; `keep` the graph for more."""
         score = target(self.output)
         if not score.requires_grad:
             raise TargetError(
                 "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
             )
-        outputs = [each for each in tensors_in(self.output) if each.requires_grad]
+        outputs = [each for each in tree_tensors(self.output) if each.requires_grad]
         at = [get_gradient_edge(self.x), *map(get_gradient_edge, outputs), *(each.edge for each in self.biases)]
         try:
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -162,22 +162,24 @@ class _Terms:
         if first is None:
             raise TargetError(INDEPENDENT)
         size = (int(self.x.shape[-2]), int(self.x.shape[-1]))
-        product = widened(first) * widened(self.x.detach())
+        product = at_least_float32(first) * at_least_float32(self.x.detach())
         values, total = _stretched(product), float(product.sum())
         # What the target itself adds: nothing for a class's score.
         ends = zip(gradients[1 : 1 + len(outputs)], outputs, strict=True)
-        reached = sum(float((widened(g) * widened(o.detach())).sum()) for g, o in ends if g is not None)
+        reached = sum(
+            float((at_least_float32(g) * at_least_float32(o.detach())).sum()) for g, o in ends if g is not None
+        )
         total += float(score.detach()) - reached
         for gradient, each, layout in zip(rest, self.biases, self._layouts, strict=True):
             if gradient is None:
                 continue
-            product = widened(gradient) * widened(each.bias)
+            product = at_least_float32(gradient) * at_least_float32(each.bias)
             total += float(product.sum())
             if layout is not None:
                 seen = _stretched(layout(product))
                 values = values + F.interpolate(seen, size, mode="bilinear", align_corners=False)
         residual = float(score.detach()) - total
-        effort = Effort(1, time.perf_counter() - began, "complete", note=self._note(residual, float(score.detach())))
+        effort = RunStats(1, time.perf_counter() - began, "complete", note=self._note(residual, float(score.detach())))
         return _Found(values[0], score.detach()[0], residual, effort)
 
     def _note(self, residual: float, score: float) -> str:

@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import Finding, TracedAttribution
-from ..attribution.forward import Evidence
+from ..attribution.base import BatchAttribution, TracedAttribution
+from ..attribution.forward import TargetGradients
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
 from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
 from ..io.preprocess import PreprocessLike
-from ..validation import chosen, real_number
+from ..validation import check_choice, real_number
 
 Smooth = Literal["leave", "positive"]
 
@@ -39,9 +39,9 @@ class VanillaGradient(TracedAttribution):
     cost = "1 forward, 1 backward"
     sign = "absolute"
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The gradient at the input."""
-        return Finding(evidence.input_gradient(), evidence.scores)
+        return BatchAttribution(evidence.input_gradient(), evidence.scores)
 
 
 class InputXGradient(TracedAttribution):
@@ -61,9 +61,9 @@ class InputXGradient(TracedAttribution):
     backwards = 1
     cost = "1 forward, 1 backward"
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The input times the gradient at the input."""
-        return Finding(evidence.x * evidence.input_gradient(), evidence.scores)
+        return BatchAttribution(evidence.x * evidence.input_gradient(), evidence.scores)
 
 
 class RectifiedGradient(TracedAttribution):
@@ -93,18 +93,18 @@ class RectifiedGradient(TracedAttribution):
         categories: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, preprocess=preprocess, categories=categories)
-        self.smooth = chosen("smooth", smooth, ("leave", "positive"))
+        self.smooth = check_choice("smooth", smooth, ("leave", "positive"))
 
     @abstractmethod
     def rule_for(self, site: Site, images: int) -> Rule:
         """The rule that takes the place of the derivative at a rectifier, in a batch of so many images."""
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """What arrives at the input."""
         values, coverage = self.signal(evidence)
-        return Finding(values, evidence.scores, coverage)
+        return BatchAttribution(values, evidence.scores, coverage)
 
-    def signal(self, evidence: Evidence) -> tuple[Tensor, Coverage]:
+    def signal(self, evidence: TargetGradients) -> tuple[Tensor, Coverage]:
         """The rewritten gradient (N, C, H, W), and how many sites were rewritten."""
         sites = evidence.sites()
         rewritten = sites.rectifiers + (sites.others if self.smooth == "positive" else [])
@@ -239,10 +239,10 @@ class RectGrad(RectifiedGradient):
 
         return rule
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """What arrives at the input, times the input."""
         values, coverage = self.signal(evidence)
-        return Finding(evidence.x * values, evidence.scores, coverage)
+        return BatchAttribution(evidence.x * values, evidence.scores, coverage)
 
 
 def _positive_gradient_in_place(grad_input: Tensor, grad_output: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import Finding
-from ..attribution.options import Limits, Running, Sampling
-from ..attribution.resolved_target import Selection
+from ..attribution.base import BatchAttribution
+from ..attribution.options import Budget, EngineOptions, SamplingOptions
+from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate
-from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
-from ..engine.runner import Make, Passes
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
+from ..engine.runner import MakeInputs, PassRunner
 from ..targets.targets import ClassScore, Probability
-from .baselines import BaselineLike, Kept, baselines, settled
+from .baselines import BaselineLike, ResolvedBaseline, baselines, resolve_baseline
 from .first_conv import weighted_gradients
 from .quadrature import Adaptive, Rule
 from .quadrature import rule as rule_of
@@ -50,7 +50,7 @@ class IntegratedGradients(MultiPassAttribution):
         steps: The number of nodes on each path.
         tolerance: The residual, relative to the score's rise over the baseline's, at which nodes suffice. They are then
             chosen as said above, and `rule` and `steps` do not count.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual make up the score less that of the baseline.
 
@@ -65,7 +65,7 @@ class IntegratedGradients(MultiPassAttribution):
 
     name = "integrated_gradients"
     cost = "50 forwards and backwards, 1 forward; with a tolerance of 1 % about 13"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 3}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 3}
 
     def __init__(
         self,
@@ -75,22 +75,22 @@ class IntegratedGradients(MultiPassAttribution):
         rule: Rule = "gauss_legendre",
         steps: int = 50,
         tolerance: float | None = None,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
-        self.baseline = settled("baseline", baseline, self.preprocess)
+        self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
         self.rule, self.steps = rule, steps
         self.tolerance = checked_tolerance(tolerance)
         rule_of(rule, steps)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean over the baselines of the integral on the path from each."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         if self.tolerance is not None:
             return _adaptively_integrated(passes, references, self.tolerance)
         gradients = mean_gradients(passes, references, self.rule, self.steps, exact=self.precision == "exact")
         values = ((passes.x - references) * gradients).mean(0)  # (C, H, W)
-        return Found(values, residual=residual_of(values, score, scores_of(passes, references)))
+        return ImageAttribution(values, residual=residual_of(values, score, scores_of(passes, references)))
 
 
 class IDGI(MultiPassAttribution):
@@ -108,7 +108,7 @@ class IDGI(MultiPassAttribution):
         model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
@@ -124,23 +124,23 @@ class IDGI(MultiPassAttribution):
 
     name = "idgi"
     cost = "51 forwards and backwards"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 3}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 3}
 
     def __init__(
-        self, model: nn.Module, *, baseline: BaselineLike = "mean", steps: int = 50, **running: Unpack[Running]
+        self, model: nn.Module, *, baseline: BaselineLike = "mean", steps: int = 50, **running: Unpack[EngineOptions]
     ) -> None:
         super().__init__(model, **running)
-        self.baseline = settled("baseline", baseline, self.preprocess)
+        self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
         self.steps = steps
         rule_of("midpoint", steps)
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """The findings of all images; a class is explained by its probability."""
         if isinstance(target.target, ClassScore):
-            target = Selection(Probability(target.target), target.images, target.categories)
+            target = ResolvedTarget(Probability(target.target), target.images, target.categories)
         return super().explain(x, target)._replace(selection=target)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The steps' rises, dealt out."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         stations = self.steps + 1
@@ -156,7 +156,7 @@ class IDGI(MultiPassAttribution):
                     risen += here - open_score
                 open_share, open_score = share, here
         values, risen = values / len(references), risen / len(references)
-        return Found(values, residual=risen - float(values.sum(dtype=torch.float64)))
+        return ImageAttribution(values, residual=risen - float(values.sum(dtype=torch.float64)))
 
 
 class ExpectedGradients(SampledAttribution):
@@ -170,7 +170,7 @@ class ExpectedGradients(SampledAttribution):
         model: As for every method.
         references: "colours"; or what is drawn from: a float tensor (K, C, H, W), or a list of pictures, paths, or
             baselines as of `IntegratedGradients`. Of "noise", each sample has its own.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score less the baselines' mean score.
 
@@ -185,17 +185,19 @@ class ExpectedGradients(SampledAttribution):
     name = "expected_gradients"
     cost = "200 forwards and backwards"
     samples = 200
-    trial: ClassVar[Mapping[str, Any]] = {"passes": 4}
+    quick_options: ClassVar[Mapping[str, Any]] = {"passes": 4}
 
-    def __init__(self, model: nn.Module, *, references: BaselineLike = "colours", **sampling: Unpack[Sampling]) -> None:
+    def __init__(
+        self, model: nn.Module, *, references: BaselineLike = "colours", **sampling: Unpack[SamplingOptions]
+    ) -> None:
         super().__init__(model, **sampling)
-        self.references: Kept | list[Kept] = (
+        self.references: ResolvedBaseline | list[ResolvedBaseline] = (
             "colours"
             if isinstance(references, str) and references == "colours"
-            else settled("references", references, self.preprocess)
+            else resolve_baseline("references", references, self.preprocess)
         )
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean over the samples."""
         x, estimate = passes.x, Estimate()
         drawn = self.references in ("colours", "noise")
@@ -220,10 +222,10 @@ class ExpectedGradients(SampledAttribution):
             estimate.add((x - references).to(wide(x)) * done.gradients)
             if passes.enough(estimate):
                 break
-        return estimated(estimate, x.to(wide(x)))
+        return from_estimate(estimate, x.to(wide(x)))
 
 
-def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Make:
+def on_paths(x: Tensor, references: Tensor, at: Tensor) -> MakeInputs:
     """The inputs on the straight paths from each of K baselines to the image: all nodes of one, then the next's.
 
     Args:
@@ -240,7 +242,7 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Make:
     return make
 
 
-def mean_gradients(passes: Passes, references: Tensor, rule_name: Rule, steps: int, *, exact: bool) -> Tensor:
+def mean_gradients(passes: PassRunner, references: Tensor, rule_name: Rule, steps: int, *, exact: bool) -> Tensor:
     """The mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes each.
 
     Of an interrupted run, the mean over what was done. For `exact` see `weighted_gradients`.
@@ -252,7 +254,7 @@ def mean_gradients(passes: Passes, references: Tensor, rule_name: Rule, steps: i
     return total / counted.clamp(min=torch.finfo(counted.dtype).tiny).view(-1, 1, 1, 1)
 
 
-def scores_of(passes: Passes, inputs: Tensor) -> Tensor:
+def scores_of(passes: PassRunner, inputs: Tensor) -> Tensor:
     """The scores (k,) of inputs (k, C, H, W); fewer after an interrupt."""
     found = [done.scores for done in passes.forwards(lambda start, stop: inputs[start:stop], len(inputs))]
     return torch.cat(found) if found else inputs.new_zeros(0)
@@ -272,11 +274,11 @@ def wide(x: Tensor) -> torch.dtype:
 
 def checked_tolerance(tolerance: float | None) -> float | None:
     """A tolerance that is one. Raises MethodError."""
-    Limits(tolerance=tolerance)
+    Budget(tolerance=tolerance)
     return tolerance
 
 
-def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float) -> Found:
+def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: float) -> ImageAttribution:
     """The mean over the baselines, with as many nodes on each path as the residual asks for."""
     x = passes.x
     ways = (x - references).to(wide(x))  # (K, C, H, W)
@@ -302,7 +304,7 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
         if found
     ]
     values = (ways[: len(means)] * torch.stack(means)).mean(0)
-    return Found(values, residual=sum(path.residual for path in paths) / len(paths))
+    return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths))
 
 
 def _is_met(paths: list[Adaptive], tolerance: float) -> bool:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..errors import LayerError
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run
+from ..hooks.model_state import run_model
 from ..layers.find import LayerLike, layout_of
 from ..layers.layout import Layout
-from ..validation import whole_number
+from ..validation import check_whole_number
 from .cam import GradCAM
 
 
@@ -88,7 +88,7 @@ class LayerReader:
         (name,) = self._finder.layers(x, target)
         with HookManager() as hooks, torch.no_grad():
             calls = hooks.capture(self._model.get_submodule(name))
-            output = run(self._model, x)
+            output = run_model(self._model, x)
         if not calls or not calls[-1].is_floating_point():
             raise LayerError(
                 f'layer "{name}" was not run in this forward, or returned no floating-point tensor '
@@ -173,4 +173,4 @@ def strongest(strength: Tensor, most: int | None, among: Iterable[int]) -> list[
 
 def channel_count(channels: int | None) -> int | None:
     """The option `channels`, checked. Raises MethodError for what is no number of channels."""
-    return None if channels is None else whole_number("channels", channels)
+    return None if channels is None else check_whole_number("channels", channels)

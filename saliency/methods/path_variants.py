@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.options import Running
-from ..engine.multi_pass import Found, MultiPassAttribution
-from ..engine.runner import Passes
+from ..attribution.options import EngineOptions
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
+from ..engine.runner import PassRunner
 from ..validation import real_number
-from .baselines import BaselineLike, Diffusion, baselines, settled
+from .baselines import BaselineLike, Diffusion, baselines, resolve_baseline
 from .integrated_gradients import residual_of, scores_of, wide
 from .quadrature import Rule
 from .quadrature import rule as rule_of
@@ -38,7 +38,7 @@ class GuidedIG(MultiPassAttribution):
         fraction: The share of values that a move takes, over 0 to 1.
         max_distance: How far a value may be from the straight path, 0 to 1 as a share of it. 0 is integrated gradients,
             1 a path that is free.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual make up the score less that of the baseline.
 
@@ -51,7 +51,7 @@ class GuidedIG(MultiPassAttribution):
 
     name = "guided_ig"
     cost = "200 forwards and backwards, one by one, 1 forward"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 3}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 3}
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class GuidedIG(MultiPassAttribution):
         steps: int = 200,
         fraction: float = 0.25,
         max_distance: float = 0.02,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
-        self.baseline = settled("baseline", baseline, self.preprocess)
+        self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
         rule_of("midpoint", steps)
         self.steps = steps
         self.fraction = real_number("fraction", fraction, above=0, most=1)
         self.max_distance = real_number("max_distance", max_distance, least=0, most=1)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean over the paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         values = torch.stack([self.walked(passes, reference[None]) for reference in references]).mean(0)
-        return Found(values, residual=residual_of(values, score, scores_of(passes, references)))
+        return ImageAttribution(values, residual=residual_of(values, score, scores_of(passes, references)))
 
-    def walked(self, passes: Passes, reference: Tensor) -> Tensor:
+    def walked(self, passes: PassRunner, reference: Tensor) -> Tensor:
         """What one path (C, H, W) from a baseline (1, C, H, W) collects; of an interrupted run, the part so far."""
         start, end = reference.to(wide(passes.x)), passes.x.to(wide(passes.x))
         # Where each value is on its way, from 0 at the baseline to 1 at the image, and how long that way is.
@@ -132,7 +132,7 @@ class BlurIG(MultiPassAttribution):
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
         rule: As for `IntegratedGradients`; nodes are placed on the standard deviation.
         steps: The number of nodes.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
     residual.
@@ -145,9 +145,9 @@ class BlurIG(MultiPassAttribution):
     """
 
     name = "blur_ig"
-    adds_up = False  # to the score over that of a baseline that is another one for each image
+    is_complete = False  # to the score over that of a baseline that is another one for each image
     cost = "100 forwards and backwards, 1 forward"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 3}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 3}
 
     def __init__(
         self,
@@ -156,13 +156,13 @@ class BlurIG(MultiPassAttribution):
         max_sigma: float = 50.0,
         rule: Rule = "gauss_legendre",
         steps: int = 100,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
         rule_of(rule, steps)
         self.max_sigma, self.rule, self.steps = real_number("max_sigma", max_sigma, above=0), rule, steps
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Minus the integral over the standard deviation of gradient times change of the image."""
         nodes = rule_of(self.rule, self.steps)
         sigmas, image = nodes.at * self.max_sigma, Diffusion(passes.x[0])
@@ -173,4 +173,4 @@ class BlurIG(MultiPassAttribution):
             weights = (nodes.weights[rows] * self.max_sigma).to(values)
             values -= torch.einsum("k,kchw,kchw->chw", weights, change, done.gradients.to(values.dtype))
         blurred = scores_of(passes, image(torch.tensor([self.max_sigma], dtype=torch.float64, device="cpu")))
-        return Found(values, residual=residual_of(values, score, blurred))
+        return ImageAttribution(values, residual=residual_of(values, score, blurred))

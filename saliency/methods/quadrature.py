@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..validation import chosen, whole_number
+from ..validation import check_choice, check_whole_number
 
 Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
 
@@ -43,9 +43,9 @@ def rule(name: str, count: int) -> Nodes:
     Source: Golub and Welsch, "Calculation of Gauss Quadrature Rules" (1969),
         https://doi.org/10.1090/S0025-5718-69-99647-1.
     """
-    chosen("rule", name, RULES)
+    check_choice("rule", name, RULES)
     least = 2 if name == "trapezoid" else 1
-    count = whole_number("steps", count, least=least)
+    count = check_whole_number("steps", count, least=least)
     if name == "gauss_legendre":
         nodes, weights = np.polynomial.legendre.leggauss(count)
         return Nodes(torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / weights.sum()))

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attribution.base import Finding
-from ..attribution.forward import Evidence, Trace, independent_of
-from ..attribution.resolved_target import Selection
+from ..attribution.base import BatchAttribution
+from ..attribution.forward import SharedForward, TargetGradients, independent_of
+from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..io.preprocess import PreprocessLike
 from ..layers.find import LayerLike
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
-from ..validation import chosen, is_whole, real_number
+from ..validation import check_choice, is_whole, real_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, LayerCombination, XGradCAM
 from .combined_cam import FusedCAM
 
@@ -69,17 +69,17 @@ class ShapleyCAM(LayerAttribution):
         categories: Sequence[str] | None = None,
     ) -> None:
         super().__init__(model, layer, preprocess=preprocess, categories=categories)
-        self.utility = chosen("utility", utility, UTILITIES)
+        self.utility = check_choice("utility", utility, UTILITIES)
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The activations weighted by the means of g - H A / 2."""
         (layer,) = layers
         slopes = self._slopes(evidence, layer)
         weights = evidence.trace.layout(layer)(slopes).to(evidence.activation(layer)).mean((2, 3))  # (N, K)
         values = torch.einsum("nk,nkhw->nhw", weights, evidence.activation(layer))[:, None]
-        return Finding(values, evidence.scores, layer=layer)
+        return BatchAttribution(values, evidence.scores, layer=layer)
 
-    def _slopes(self, evidence: Evidence, layer: str) -> Tensor:
+    def _slopes(self, evidence: TargetGradients, layer: str) -> Tensor:
         """The slopes g - H A / 2, as the layer's output lies in memory."""
         trace = evidence.trace
         evidence.require_gradient()
@@ -90,7 +90,7 @@ class ShapleyCAM(LayerAttribution):
                 raise
         # Attention in one piece has no second derivative; step by step it has.
         with sdpa_kernel(SDPBackend.MATH):
-            trace = Trace(self.model, evidence.x, [layer], "layers")
+            trace = SharedForward(self.model, evidence.x, [layer], "layers")
             try:
                 return self._curved(trace.output, trace.layers[layer], evidence.selection, layer)
             except (RuntimeError, NotImplementedError) as error:
@@ -98,7 +98,7 @@ class ShapleyCAM(LayerAttribution):
                     f"shapley_cam needs second derivatives behind the layer; {error}. Use grad_cam"
                 ) from error
 
-    def _curved(self, output: Any, at: Tensor, selection: Selection, layer: str) -> Tensor:
+    def _curved(self, output: Any, at: Tensor, selection: ResolvedTarget, layer: str) -> Tensor:
         utility = self._utility(output, selection)
         gradient = _gradient(utility.sum(), at, again=True)
         if gradient is None:
@@ -109,7 +109,7 @@ class ShapleyCAM(LayerAttribution):
         product = _gradient((gradient * at.detach()).sum(), at)
         return gradient.detach() if product is None else gradient.detach() - product / 2
 
-    def _utility(self, output: Any, selection: Selection) -> Tensor:
+    def _utility(self, output: Any, selection: ResolvedTarget) -> Tensor:
         """What is expanded, one per image (N,)."""
         score = selection(output)
         target = selection.target
@@ -163,13 +163,13 @@ class FinerCAM(LayerAttribution):
     ) -> None:
         super().__init__(model, layer, preprocess=preprocess, categories=categories)
         self.gamma = real_number("gamma", gamma, least=0)
-        self.cam = chosen("cam", cam, tuple(_CAMS))
+        self.cam = check_choice("cam", cam, tuple(_CAMS))
         self.references = _references(references)
         named = [] if isinstance(self.references, int) else self.references
         self._named = [class_index(each, self.categories) for each in named]
         self._cam = _CAMS[cam](model)
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The CAM of the contrast with the references."""
         classes = evidence.selection.indices
         if not isinstance(evidence.selection.target, ClassScore) or None in classes:
@@ -182,7 +182,7 @@ class FinerCAM(LayerAttribution):
             each = class_scores(output)
             return each.gather(1, own[:, None])[:, 0] - self.gamma * (each * others).sum(1)
 
-        selection = Selection(contrast, evidence.selection.images, evidence.selection.categories)
+        selection = ResolvedTarget(contrast, evidence.selection.images, evidence.selection.categories)
         finding = self._cam.read_evidence(evidence.trace.evidence(selection), layers)
         return finding._replace(scores=evidence.scores)
 
@@ -248,12 +248,12 @@ class RefineCAM(FusedCAM):
     ) -> None:
         super().__init__(model, layers, cam=cam, preprocess=preprocess, categories=categories)
 
-    def read_evidence(self, evidence: Evidence, layers: tuple[str, ...]) -> Finding:
+    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """The product of the layers' scaled maps in each place."""
         maps = [self._cam.read_evidence(evidence, (layer,)).values.clamp(min=0) for layer in layers]
         finest = max((each.shape[-2:] for each in maps), key=lambda grid: grid[0] * grid[1])
         scaled = [F.interpolate(_of_largest(each), finest, mode="bilinear", align_corners=False) for each in maps]
-        return Finding(torch.stack(scaled).prod(0), evidence.scores, layer=", ".join(layers))
+        return BatchAttribution(torch.stack(scaled).prod(0), evidence.scores, layer=", ".join(layers))
 
 
 def _of_largest(values: Tensor) -> Tensor:

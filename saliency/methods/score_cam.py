@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.explanation import Sign
-from ..attribution.options import Limits, Running, Sampling
+from ..attribution.options import Budget, EngineOptions, SamplingOptions
 from ..engine.estimates import rank_correlation, relative_error
-from ..engine.multi_pass import MOST_PASSES, Found, MultiPassAttribution, SampledAttribution, generator
-from ..engine.runner import Passes
+from ..engine.multi_pass import MOST_PASSES, ImageAttribution, MultiPassAttribution, SampledAttribution, generator
+from ..engine.runner import PassRunner
 from ..layers.find import LayerLike
-from ..validation import chosen, real_number, whole_number
+from ..validation import check_choice, check_whole_number, real_number
 from .cam import warn_if_signed
 from .layer_reader import LayerReader, Masks, Reading, channel_count
 
@@ -38,7 +38,7 @@ class ScoreCAM(MultiPassAttribution):
         channels: How many channels to use, those that vary most; None for all.
         align_corners: Whether the centres of the corner cells are laid onto the corners of the image, as
             pytorch-grad-cam does, or the corners of the cells, as maps are drawn and as the authors do.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -65,15 +65,15 @@ class ScoreCAM(MultiPassAttribution):
         *,
         channels: int | None = None,
         align_corners: bool = False,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
         self.channels = channel_count(channels)
-        self.align_corners = bool(chosen("align_corners", align_corners, (True, False)))
+        self.align_corners = bool(check_choice("align_corners", align_corners, (True, False)))
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
         warn_if_signed(self.name, reading.maps[None])
@@ -101,7 +101,7 @@ class ISCAM(MultiPassAttribution):
         layer: As for `GradCAM`.
         steps: N.
         channels: How many channels to use, those that vary most; None for all.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -120,7 +120,7 @@ class ISCAM(MultiPassAttribution):
     cost = "2 forwards, 10 forwards for each channel that is not constant"
     units = "activation"
     sign: ClassVar[Sign] = "positive"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 2}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
 
     def __init__(
         self,
@@ -129,15 +129,15 @@ class ISCAM(MultiPassAttribution):
         *,
         steps: int = 10,
         channels: int | None = None,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
-        self.steps = whole_number("steps", steps)
+        self.steps = check_whole_number("steps", steps)
         self.channels = channel_count(channels)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
         warn_if_signed(self.name, reading.maps[None])
@@ -172,7 +172,7 @@ class SSCAM(SampledAttribution):
         noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper's is 2.
         draws: How many noisy masks each channel gets, where no limit is set.
         channels: How many channels to use, those that vary most; None for all.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -191,7 +191,7 @@ class SSCAM(SampledAttribution):
     cost = "2 forwards, 10 forwards for each channel that is not constant"
     units = "activation"
     sign: ClassVar[Sign] = "positive"
-    trial: ClassVar[Mapping[str, Any]] = {"draws": 2}
+    quick_options: ClassVar[Mapping[str, Any]] = {"draws": 2}
 
     def __init__(
         self,
@@ -201,16 +201,16 @@ class SSCAM(SampledAttribution):
         noise: float = 2.0,
         draws: int = 10,
         channels: int | None = None,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, **sampling)
         self._reader = LayerReader(self.model, layer)
         self.layer = self._reader.layer
         self.noise = real_number("noise", noise, above=0, hint="; without noise it is score_cam")
-        self.draws = whole_number("draws", draws)
+        self.draws = check_whole_number("draws", draws)
         self.channels = channel_count(channels)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The map of one image."""
         reading = self._reader(passes.x, passes.target(1))
         warn_if_signed(self.name, reading.maps[None])
@@ -240,9 +240,9 @@ class SSCAM(SampledAttribution):
                 break
         return _estimated(_table(scores, groups), *around)
 
-    def limits(self) -> Limits:
+    def limits(self) -> Budget:
         """The limits that were set. Without any, how many passes there are depends on the layer."""
-        return Limits(self.passes, self.seconds, self.tolerance)
+        return Budget(self.passes, self.seconds, self.tolerance)
 
     def _count(self, groups: int) -> int:
         if self.passes is not None:
@@ -257,10 +257,10 @@ class SSCAM(SampledAttribution):
         return relative_error(found.values, found.error) <= self.tolerance
 
 
-def _found(reading: Reading, masks: Masks, scores: Tensor, clean: Tensor) -> Found:
+def _found(reading: Reading, masks: Masks, scores: Tensor, clean: Tensor) -> ImageAttribution:
     """The map that the groups' scores (g,) make."""
     weights = masks.spread(masks.weights(scores, clean), len(reading.maps))
-    return Found(reading.weighted(weights), layer=reading.layer)
+    return ImageAttribution(reading.weighted(weights), layer=reading.layer)
 
 
 def _table(scores: list[float], groups: int) -> Tensor:
@@ -270,7 +270,7 @@ def _table(scores: list[float], groups: int) -> Tensor:
     return torch.tensor(scores + [math.nan] * missing, dtype=torch.float64, device="cpu").view(draws, groups)
 
 
-def _estimated(table: Tensor, reading: Reading, masks: Masks, clean: Tensor) -> Found:
+def _estimated(table: Tensor, reading: Reading, masks: Masks, clean: Tensor) -> ImageAttribution:
     """The map that the mean scores of a table (draws, groups) make, its standard error and split-half agreement."""
     found = _found(reading, masks, table.nanmean(0), clean)
     counts = (~table.isnan()).sum(0)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.forward import Evidence, Trace
-from ..attribution.options import Sampling
+from ..attribution.forward import SharedForward, TargetGradients
+from ..attribution.options import SamplingOptions
 from ..engine.estimates import Estimate, rank_correlation
-from ..engine.multi_pass import Found, SampledAttribution, estimated
-from ..engine.runner import Passes
+from ..engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate
+from ..engine.runner import PassRunner
 from ..layers.find import LayerLike
 from ..validation import real_number
 from .cam import GradCAM, warn_if_signed
@@ -33,7 +33,7 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
         model: As for every method.
         layer: As for `GradCAM`.
         noise: The noise's standard deviation, as a share of the range of the image's values.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit of their own. The error is the
     jackknife's, over ten groups of samples.
@@ -53,17 +53,17 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
     units = "score, up to a factor"
     cost = "51 forwards, 50 backwards to the layer"
     sign = "positive"
-    trial: ClassVar[Mapping[str, Any]] = {"passes": 6}
+    quick_options: ClassVar[Mapping[str, Any]] = {"passes": 6}
 
     def __init__(
-        self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **sampling: Unpack[Sampling]
+        self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **sampling: Unpack[SamplingOptions]
     ) -> None:
         super().__init__(model, **sampling)
         self.noise = real_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
         self._cam = GradCAM(model, layer)
         self.layer = self._cam.layer
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The clean activations, weighted by what the noisy gradients make of them."""
         x = passes.x
         (layer,) = self._cam.layers(x, passes.target(1))
@@ -79,10 +79,10 @@ class SmoothGradCAMPlusPlus(SampledAttribution):
             estimate.add(gradients)
             if passes.enough(estimate):
                 break
-        return estimated(estimate, activation, layer=layer)
+        return from_estimate(estimate, activation, layer=layer)
 
-    def _evidence(self, passes: Passes, x: Tensor, layer: str, gradients: str) -> Evidence:
-        trace = Trace(self.model, x, [layer], gradients, 1)
+    def _evidence(self, passes: PassRunner, x: Tensor, layer: str, gradients: str) -> TargetGradients:
+        trace = SharedForward(self.model, x, [layer], gradients, 1)
         return trace.evidence(passes.target(len(x)))
 
 

@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, Finding
+from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.explanation import Explanation, Setting
-from ..attribution.forward import widened
-from ..attribution.options import Sampling
-from ..attribution.registry import method as method_named
-from ..attribution.resolved_target import Selection
+from ..attribution.forward import at_least_float32
+from ..attribution.options import SamplingOptions
+from ..attribution.registry import get_method as method_named
+from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, rank_correlation
-from ..engine.multi_pass import Found, MultiPassAttribution, SampledAttribution, estimated, generator
-from ..engine.runner import Passes
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
+from ..engine.runner import PassRunner
 from ..errors import MethodError
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
@@ -99,11 +99,11 @@ class NoisyAttribution(SampledAttribution):
         inner: The name of the wrapped method, where a model is given.
         inner_options: Its options, where a model is given; a layer by name is among them.
         noise: The noise's standard deviation, as a share of the range of the image's values.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
-    trial: ClassVar[Mapping[str, Any]] = {"passes": 6}
+    quick_options: ClassVar[Mapping[str, Any]] = {"passes": 6}
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class NoisyAttribution(SampledAttribution):
         inner: str = VanillaGradient.name,
         inner_options: Options = (),
         noise: float = 0.15,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
         if isinstance(model, Attribution):
             if inner_options or inner not in (VanillaGradient.name, _name_of(model)):
@@ -132,7 +132,7 @@ class NoisyAttribution(SampledAttribution):
         self._wrapped = wrapped
         self._coverages: list[Coverage | None] | None = None
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """The findings of all images, with the coverage that the wrapped method reports."""
         one_call = copy.copy(self)  # a list of its own: other threads may use this object
         coverages: list[Coverage | None] = []
@@ -140,12 +140,12 @@ class NoisyAttribution(SampledAttribution):
         finding = super(NoisyAttribution, one_call).explain(x, target)
         return finding._replace(coverage=coverages[0] if coverages else None)
 
-    def explanation(self, finding: Finding, selection: Selection, batch: Batch) -> Explanation:
+    def explanation(self, finding: BatchAttribution, selection: ResolvedTarget, batch: Batch) -> Explanation:
         """A finding, checked. The mean of a method is read as the method is."""
         made = super().explanation(finding, selection, batch)
         return replace(made, sign=self._wrapped.sign) if type(self).sign != "positive" else made
 
-    def noisy(self, passes: Passes) -> Iterator[tuple[Tensor, str | None]]:
+    def noisy(self, passes: PassRunner) -> Iterator[tuple[Tensor, str | None]]:
         """What the wrapped method gives for noisy copies of an image: values (k, ...) and the layer, chunk by chunk."""
 
         def make(start: int, stop: int) -> Tensor:
@@ -153,14 +153,14 @@ class NoisyAttribution(SampledAttribution):
 
         if type(self._wrapped) is VanillaGradient:
             for done in passes.gradients(make, self.most_passes):
-                yield widened(done.gradients), None
+                yield at_least_float32(done.gradients), None
             return
         wrapped = _subordinate(self._wrapped)
         if self.precision != "exact":
             own = isinstance(wrapped, MultiPassAttribution)
             passes.notes.append(f"{self.inner} runs the model " + ("by its own precision" if own else "exactly"))
 
-        def compute(start: int, stop: int) -> Finding:
+        def compute(start: int, stop: int) -> BatchAttribution:
             with torch.no_grad():
                 rows = make(start, stop)
             return wrapped.explain(rows, passes.target(len(rows)))
@@ -170,16 +170,16 @@ class NoisyAttribution(SampledAttribution):
                 self._coverages.append(finding.coverage)
             for effort in finding.effort:
                 passes.ran(self.inner, effort.precision)
-            yield widened(finding.values.detach()), finding.layer
+            yield at_least_float32(finding.values.detach()), finding.layer
 
-    def averaged(self, passes: Passes, estimate: Estimate, *, squared: bool = False) -> Found:
+    def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:
         """An estimate over the noisy copies, until the passes are made or it is good enough."""
         layer = None
         for values, layer in self.noisy(passes):  # noqa: B007 - the layer is the same every time
             estimate.add(values.square() if squared else values)
             if passes.enough(estimate):
                 break
-        return estimated(estimate, widened(passes.x[:0]), layer=layer)
+        return from_estimate(estimate, at_least_float32(passes.x[:0]), layer=layer)
 
 
 class SmoothGrad(NoisyAttribution):
@@ -193,7 +193,7 @@ class SmoothGrad(NoisyAttribution):
         inner: The name of the wrapped method, where a model is given.
         inner_options: Its options, where a model is given; a layer by name is among them.
         noise: The noise's standard deviation, as a share of the range of the image's values; the paper's is 0.1 to 0.2.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: as those of the wrapped method, (N, C, H, W) and in score units per unit of the normalised input for the
     gradient; read (signed, positive, absolute) as the wrapped method is. The error is that of the mean.
@@ -209,7 +209,7 @@ class SmoothGrad(NoisyAttribution):
     units = "those of the wrapped method; score per unit of normalised input"
     sign = "absolute"
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean over noisy copies."""
         return self.averaged(passes, Estimate())
 
@@ -222,7 +222,7 @@ class SmoothGradSquared(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
 
@@ -238,7 +238,7 @@ class SmoothGradSquared(NoisyAttribution):
     units = "those of the wrapped method, squared"
     sign = "positive"
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean of the squares over noisy copies."""
         return self.averaged(passes, Estimate(), squared=True)
 
@@ -254,7 +254,7 @@ class VarGrad(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
     of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
@@ -271,7 +271,7 @@ class VarGrad(NoisyAttribution):
     units = "those of the wrapped method, squared"
     sign = "positive"
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The variance over noisy copies."""
         if self.most_passes < 2:
             raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")

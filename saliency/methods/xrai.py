@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..attribution.options import Running
-from ..engine.multi_pass import Found, MultiPassAttribution
-from ..engine.runner import Passes
+from ..attribution.options import EngineOptions
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
+from ..engine.runner import PassRunner
 from ..errors import MethodError
 from .integrated_gradients import mean_gradients, wide
 from .quadrature import Rule
@@ -43,7 +43,7 @@ class XRAI(MultiPassAttribution):
         model: As for every method.
         rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), in score units per pixel, the same all over a region: what counts is their order.
 
@@ -59,16 +59,16 @@ class XRAI(MultiPassAttribution):
     name = "xrai"
     cost = "100 forwards and backwards"
     sign = "positive"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 2}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
 
     def __init__(
-        self, model: nn.Module, *, rule: Rule = "gauss_legendre", steps: int = 50, **running: Unpack[Running]
+        self, model: nn.Module, *, rule: Rule = "gauss_legendre", steps: int = 50, **running: Unpack[EngineOptions]
     ) -> None:
         super().__init__(model, **running)
         rule_of(rule, steps)
         self.rule, self.steps = rule, steps
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The regions' means."""
         x = passes.x
         references = torch.cat([torch.full_like(x, float(each)) for each in x.aminmax()])  # (2, C, H, W)
@@ -77,7 +77,7 @@ class XRAI(MultiPassAttribution):
         regions = segments(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)
-        return Found(torch.from_numpy(values)[None].to(x.device, wide(x)))
+        return ImageAttribution(torch.from_numpy(values)[None].to(x.device, wide(x)))
 
 
 class Segments(NamedTuple):

@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import NonFiniteError, RenderError
-from ..validation import chosen, is_pair, real_number
+from ..validation import check_choice, is_pair, real_number
 
 Channels = Literal["sum", "mean", "max_abs"]
 Percentile = float | Literal["auto"] | None
@@ -79,10 +79,10 @@ def reduce_channels(explanation: Explanation, channels: Channels | None, sign: S
     Raises:
         NonFiniteError: A value, or the sum of finite ones, is NaN or infinite.
     """
-    sign = chosen("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
+    sign = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
     if channels is None:
         channels = "max_abs" if sign == "absolute" else "sum"
-    channels = chosen("channels", channels, CHANNELS, error=RenderError)
+    channels = check_choice("channels", channels, CHANNELS, error=RenderError)
     values = explanation.values.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
@@ -173,7 +173,7 @@ def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) 
 def chosen_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
     """The percentile itself, or the usual one of this explanation for "auto"."""
     if isinstance(percentile, str):
-        chosen("percentile", percentile, ("auto",), error=RenderError)
+        check_choice("percentile", percentile, ("auto",), error=RenderError)
         return usual_percentile(explanation)
     return percentile
 

@@ -20,7 +20,7 @@ from PIL import Image, ImageColor
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
-from ..io.atomic_write import replacing
+from ..io.atomic_write import atomic_write
 from ..io.image_io import ImageLike
 from ..validation import real_number
 from .blending import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
@@ -45,7 +45,7 @@ def overlay(
     sign: Sign | None = None,
     percentile: Percentile = "auto",
     limit: float | None = None,
-    fade: float | None = None,
+    min_significance: float | None = None,
 ) -> Image.Image:
     """The original, uncropped photo with the map in colours where the model looked: RGB, the photo's size.
 
@@ -61,7 +61,7 @@ def overlay(
         percentile: Where colours saturate, in percent of the map's magnitudes; None is the largest; "auto" is
             99.5 for gradients at the input and the largest for maps with one channel.
         limit: The map value at full colour instead, as `shared_limit` finds it for several.
-        fade: Lets the photo through where the map is less than so many standard errors from zero, all the more the
+        min_significance: Shows the photo where the map is less than so many standard errors from zero, the more the
             less it is; 2 leaves what chance would not do. For methods that sample; see `significance`.
 
     Raises:
@@ -73,15 +73,23 @@ def overlay(
     """
     require_one(explanation, "overlay")
     shading = shade(explanation, sign, percentile, limit)
-    return paint(frame_of(explanation, picture), shading, colormap, opacity, _trust(explanation, sign, fade))
+    return paint(
+        frame_of(explanation, picture), shading, colormap, opacity, _trust(explanation, sign, min_significance)
+    )
 
 
-def _trust(explanation: Explanation, sign: Sign | None, fade: float | None) -> Plane | None:
+def _trust(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
     """How much of each cell's colour is shown, 0 to 1 (h, w), where what is not significant fades; None for all."""
-    if fade is None:
+    if min_significance is None:
         return None
-    fade = real_number("fade", fade, above=0, hint="; it is a number of standard errors, such as 2", error=RenderError)
-    share = (significance(explanation, sign=sign)[0] / fade).clamp(max=1)
+    min_significance = real_number(
+        "min_significance",
+        min_significance,
+        above=0,
+        hint="; it is a number of standard errors, such as 2",
+        error=RenderError,
+    )
+    share = (significance(explanation, sign=sign)[0] / min_significance).clamp(max=1)
     return share.float().cpu().numpy()
 
 
@@ -154,7 +162,7 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         if path.suffix.lower() == ".png":
             temporary.write_bytes(_png(picture))
         elif path.suffix.lower() == ".webp":

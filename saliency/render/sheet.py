@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..io.preprocess import Frame
-from ..validation import whole_number
+from ..validation import check_whole_number
 from .blending import (
     Opacity,
     Shade,
@@ -121,7 +121,7 @@ def contact_sheet(
     Warns:
         SaliencyWarning: A map is the same everywhere, or rounding errors, which are drawn as zero.
     """
-    thumb = whole_number("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
+    thumb = check_whole_number("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_nested(rows)
     _require_columns(rows)
     table = [[_drawing(each, thumb, percentile) for each in row] for row in rows]

@@ -41,7 +41,7 @@ class OutputTarget(ABC):
     def resolve(self, images: int, categories: Categories) -> OutputTarget:
         """The same with indices for names, one per image. Raises TargetError where that cannot be."""
 
-    def settle(self, output: Any) -> OutputTarget:
+    def resolve_from(self, output: Any) -> OutputTarget:
         """The same with everything fixed that depends on the output, such as the top class."""
         return self
 
@@ -77,7 +77,7 @@ class ClassScore(OutputTarget):
             return self
         return ClassScore(tuple(class_index(each, categories) for each in per_image(self.classes, images)))
 
-    def settle(self, output: Any) -> ClassScore:
+    def resolve_from(self, output: Any) -> ClassScore:
         """The top class of each image, where none was named. Raises TargetError for a class that is not there."""
         scores = class_scores(output)
         if self.classes is None:
@@ -125,9 +125,9 @@ class Probability(OutputTarget):
         """With indices for names."""
         return replace(self, score=self.score.resolve(images, categories))
 
-    def settle(self, output: Any) -> Probability:
+    def resolve_from(self, output: Any) -> Probability:
         """With the top class, where none was named."""
-        return replace(self, score=self.score.settle(output))
+        return replace(self, score=self.score.resolve_from(output))
 
     def __call__(self, output: Any) -> Tensor:
         """The probabilities (N,), 0 to 1."""
@@ -157,9 +157,9 @@ class Contrast(OutputTarget):
         """With indices for names."""
         return Contrast(self.score.resolve(images, categories), self.against.resolve(images, categories))
 
-    def settle(self, output: Any) -> Contrast:
+    def resolve_from(self, output: Any) -> Contrast:
         """With the top class, where none was named."""
-        settled = Contrast(self.score.settle(output), self.against.settle(output))
+        settled = Contrast(self.score.resolve_from(output), self.against.resolve_from(output))
         for index, other in zip(settled.score.classes, settled.against.classes, strict=True):
             if index == other:
                 raise TargetError(f"contrast compares class {index} with itself; name another class to speak against")
@@ -194,7 +194,7 @@ class Region(OutputTarget):
         """With an index for the name."""
         return replace(self, label=class_index(self.label, categories))
 
-    def settle(self, output: Any) -> Region:
+    def resolve_from(self, output: Any) -> Region:
         """With the pixels that the model itself gives to the class, where none were named."""
         scores = self._scores(output)
         index = int(self.label)
@@ -256,7 +256,7 @@ class Value(OutputTarget):
         """Itself: there is no name to look up."""
         return self
 
-    def settle(self, output: Any) -> Value:
+    def resolve_from(self, output: Any) -> Value:
         """Itself, once the index is known to lie in the output. Raises TargetError where it does not."""
         shape = tuple(output_tensor(output).shape[1:])
         inside = len(self.index) == len(shape) and all(0 <= i < n for i, n in zip(self.index, shape, strict=True))

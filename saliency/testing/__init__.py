@@ -45,7 +45,7 @@ def checks(
             own `trial`.
 
     """
-    subject = Subject(method, {**method.trial, **options}, model)
+    subject = Subject(method, {**method.quick_options, **options}, model)
     found = {**CONTRACT_CHECKS, **VALUE_CHECKS, **INPUT_CHECKS, **untouched_checks(subject)}
     return [(name, partial(_without_warnings, check, subject)) for name, check in found.items()]
 

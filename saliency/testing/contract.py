@@ -85,7 +85,7 @@ def _residual(subject: Subject) -> None:
         return
     require(found.residual.shape == (4,), f"a residual of shape {tuple(found.residual.shape)}; expected (N,)")
     require(bool(torch.isfinite(found.residual).all()), "a residual that is NaN or infinite")
-    if not subject.method.adds_up:
+    if not subject.method.is_complete:
         return
     # The sum that values should have is the score over that of a baseline, or less a bias: a constant for one class.
     missed = found.scores - found.values.flatten(1).sum(1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
 from saliency.hooks.rectifiers import Coverage
-from saliency.io.atomic_write import replacing
+from saliency.io.atomic_write import atomic_write
 from saliency.io.preprocess import Frame
 from saliency.testing import tiny_model
 
@@ -125,7 +125,9 @@ def test_what_a_method_gives_is_kept(name: str, tmp_path: Path) -> None:
     model = tiny_model()
     model.preprocess = _as_tensor  # type: ignore[assignment]
     model.categories = list("abcde")  # type: ignore[assignment]
-    found = METHODS[name](model, **METHODS[name].trial).attribute([picture(16, 16), picture(16, 16, 1)], ["b", "a"])
+    found = METHODS[name](model, **METHODS[name].quick_options).attribute(
+        [picture(16, 16), picture(16, 16, 1)], ["b", "a"]
+    )
     assert_same(Explanation.load(found.save(tmp_path / "a")), found)
     assert_same(Explanation.load(found[1].save(tmp_path / "b")), found[1])
 
@@ -182,7 +184,7 @@ def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     def write() -> None:
-        with replacing(tmp_path / "a") as temporary:
+        with atomic_write(tmp_path / "a") as temporary:
             temporary.write_bytes(b"half")
             raise KeyboardInterrupt
 

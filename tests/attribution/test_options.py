@@ -16,7 +16,7 @@ from torch import nn
 import saliency
 from saliency import METHODS, MethodError, SaliencyError
 from saliency.errors import RenderError
-from saliency.validation import chosen, is_whole, real_number, whole_number
+from saliency.validation import check_choice, check_whole_number, is_whole, real_number
 
 NO_NUMBERS: list[Any] = [
     "many", None, [None], math.nan, math.inf, True, np.True_, object(), torch.tensor(1), np.array([1.0])
@@ -25,7 +25,7 @@ NO_NUMBERS: list[Any] = [
 
 @pytest.mark.parametrize("given", [1, 7, np.int64(3), np.uint8(200)])
 def test_whole_numbers_are_those_of_python_and_numpy(given: Any) -> None:
-    found = whole_number("passes", given)
+    found = check_whole_number("passes", given)
     assert (type(found), found) == (int, int(given))
 
 
@@ -35,20 +35,20 @@ def test_whole_numbers_are_those_of_python_and_numpy(given: Any) -> None:
 def test_what_is_no_count_is_refused_by_name(given: Any) -> None:
     assert not is_whole(given)
     with pytest.raises(MethodError, match=r"passes=.* is not a whole number of at least 1"):
-        whole_number("passes", given)
+        check_whole_number("passes", given)
 
 
 def test_the_least_number_is_an_option() -> None:
-    assert whole_number("steps", 2, least=2) == 2
+    assert check_whole_number("steps", 2, least=2) == 2
     with pytest.raises(MethodError, match="of at least 2"):
-        whole_number("steps", 1, least=2)
+        check_whole_number("steps", 1, least=2)
     assert is_whole(-3, least=None)
 
 
 def test_a_choice_is_named_with_the_closest() -> None:
-    assert chosen("rule", "zero", ("zero", "one")) == "zero"
+    assert check_choice("rule", "zero", ("zero", "one")) == "zero"
     with pytest.raises(MethodError, match=r"rule='zeros' is not one of 'zero', 'one'; did you mean \"zero\"\?"):
-        chosen("rule", "zeros", ("zero", "one"))
+        check_choice("rule", "zeros", ("zero", "one"))
 
 
 @pytest.mark.parametrize("given", [0.5, 1, np.float32(0.5), np.int64(1), Fraction(1, 2)])
@@ -77,7 +77,7 @@ COUNTED = {"passes", "seconds", "tolerance", "chunk", "channels"}  # by default 
 def refused(method: type[saliency.Attribution], option: str, given: Any) -> str:
     """The message of the error about an option; empty where it is taken."""
     try:
-        method(SMALL, **{**method.trial, option: given})
+        method(SMALL, **{**method.quick_options, option: given})
     except SaliencyError as error:
         return str(error)
     return ""
@@ -86,7 +86,7 @@ def refused(method: type[saliency.Attribution], option: str, given: Any) -> str:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_option_of_a_method_is_checked_when_it_is_made(name: str) -> None:
     method = METHODS[name]
-    for option, default in method(SMALL, **method.trial).settings.items():
+    for option, default in method(SMALL, **method.quick_options).settings.items():
         is_number = isinstance(default, int | float) or option in COUNTED
         taken = [given for given in NO_NUMBERS if not refused(method, option, given).startswith(option)]
         if isinstance(default, bool):

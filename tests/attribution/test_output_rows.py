@@ -105,7 +105,7 @@ def batch_coupled() -> nn.Sequential:
 )
 @pytest.mark.parametrize("chunk", [4, "auto"])
 def test_the_chunk_does_not_show_on_a_model_whose_images_affect_each_other(name: str, chunk: Any) -> None:
-    model, options = batch_coupled(), dict(named[name].trial)
+    model, options = batch_coupled(), dict(named[name].quick_options)
     found = named[name](model, **{**options, "chunk": chunk}).attribute(one_image(), 1)
     expected = named[name](model, **{**options, "chunk": 1}).attribute(one_image(), 1)
     assert torch.equal(found.values, expected.values)
@@ -115,7 +115,7 @@ def test_the_chunk_does_not_show_on_a_model_whose_images_affect_each_other(name:
 
 @pytest.mark.parametrize("name", ["vanilla_gradient", "grad_cam", "rise"])
 def test_a_batch_of_images_that_affect_each_other_is_warned_of(name: str) -> None:
-    method = named[name](batch_coupled(), **named[name].trial)
+    method = named[name](batch_coupled(), **named[name].quick_options)
     with pytest.warns(SaliencyWarning, match="explain them one at a time"):
         method.attribute(one_image().repeat(2, 1, 1, 1), 1)
 
@@ -161,7 +161,7 @@ class InAThread(nn.Module):
 
 @pytest.mark.parametrize("name", ["rise", "occlusion", "kernel_shap", "feature_ablation", "sobol"])
 def test_a_model_with_threads_of_its_own_is_explained_by_forwards(name: str) -> None:
-    model, options = InAThread(), named[name].trial
+    model, options = InAThread(), named[name].quick_options
     found = named[name](model, **options, chunk=2).attribute(one_image(), 1)
     expected = named[name](model.inner, **options, chunk=2).attribute(one_image(), 1)
     torch.testing.assert_close(found.values, expected.values)

@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency.hooks.autograd_graph import Exit, age, edge, exits, is_recorded_since, now, this_backward
+from saliency.hooks.autograd_graph import (
+    InputEdge,
+    current_sequence_nr,
+    edge,
+    input_edges,
+    is_recorded_since,
+    sequence_nr,
+    this_backward,
+)
 from saliency.hooks.manager import HookManager
 
 
@@ -154,12 +162,12 @@ def test_what_the_end_returns_takes_the_place_of_the_output() -> None:
 # Gradients.
 
 
-def called(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[Exit]]:
+def called(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[InputEdge]]:
     """The output of a layer, and the operations that pass gradient on to its input."""
-    inputs, since = [edge(x)], now()
+    inputs, since = [edge(x)], current_sequence_nr()
     out = layer(x)
     assert is_recorded_since(out, since)
-    return out, exits([out], inputs, since)[0]
+    return out, input_edges([out], inputs, since)[0]
 
 
 def test_the_exits_of_a_call_are_its_own_operations_and_no_others() -> None:
@@ -169,7 +177,7 @@ def test_the_exits_of_a_call_are_its_own_operations_and_no_others() -> None:
     after = x.cos()
     assert sorted(each.node.name() for each in found) == ["ExpBackward0", "MulBackward0"]
     assert next(each.operands for each in found if each.node.name() == "MulBackward0") == (0, 1)
-    assert all(age(each.node) < age(after.grad_fn) for each in found)
+    assert all(sequence_nr(each.node) < sequence_nr(after.grad_fn) for each in found)
     assert (before.sum() + out.sum()).requires_grad
 
 
@@ -198,9 +206,9 @@ def test_only_the_operations_that_take_part_are_waited_for() -> None:
     x = torch.ones(2, requires_grad=True)
     shared = x * 1
     with HookManager() as hooks:
-        inputs, since = [edge(shared)], now()
+        inputs, since = [edge(shared)], current_sequence_nr()
         one, two = Two()(shared)
-        hooks.rewrite_input(shared, exits([one, two], inputs, since)[0], lambda whole: whole * 10)
+        hooks.rewrite_input(shared, input_edges([one, two], inputs, since)[0], lambda whole: whole * 10)
         (first,) = torch.autograd.grad(one.sum(), x, retain_graph=True)
         (both,) = torch.autograd.grad(one.sum() + two.sum(), x, retain_graph=True)
         (second,) = torch.autograd.grad(two.sum(), x)

@@ -140,17 +140,17 @@ def test_the_same_method_twice_gives_two_explanations(model: Net, x: Tensor) -> 
 
 
 def test_a_method_that_traces_nothing_takes_part(model: Net, x: Tensor) -> None:
-    from saliency.attribution.base import Finding
-    from saliency.attribution.resolved_target import Selection
+    from saliency.attribution.base import BatchAttribution
+    from saliency.attribution.resolved_target import ResolvedTarget
 
     class Constant(Attribution):
         """No name: it stays out of the registry."""
 
-        def explain(self, x: Tensor, target: Selection) -> Finding:
+        def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
             """The score in each place."""
             with torch.no_grad():
                 scores = target(self.model(x))
-            return Finding(scores[:, None, None, None].expand(-1, 1, 4, 4), scores)
+            return BatchAttribution(scores[:, None, None, None].expand(-1, 1, 4, 4), scores)
 
     found = explain_together([Constant(model), GradCAM(model, "second")], x)
     assert [each.method for each in found] == ["Constant", "grad_cam"]

@@ -22,7 +22,7 @@ from PIL import Image
 import saliency
 from saliency import cli, zoo
 from saliency.attribution.base import explain_together
-from saliency.attribution.forward import Trace
+from saliency.attribution.forward import SharedForward
 from saliency.cli import arguments, main
 from saliency.cli import parsing as choices
 from saliency.methods import METHODS
@@ -153,7 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows by one for each forward that methods read."""
     traces: list[None] = []
 
-    class Counting(Trace):
+    class Counting(SharedForward):
         def __init__(self, *arguments: Any) -> None:
             traces.append(None)
             super().__init__(*arguments)

@@ -19,7 +19,7 @@ from saliency.engine.fast_copy import Precision, Runner, Trial, runner
 from saliency.engine.folding import agreement, fold_exactly, foldable, private_copy
 from saliency.errors import MethodError, ModelError
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import borrowed
+from saliency.hooks.model_state import prepared_for_attribution
 from tests.threads import in_threads
 
 named: dict[str, Any] = {**METHODS}
@@ -292,7 +292,7 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run_with(model: nn.Module, x: Tensor, precision: Precision, **options: Any) -> Runner:
-    with borrowed(model):
+    with prepared_for_attribution(model):
         return runner(model, x, precision, **options)
 
 
@@ -596,7 +596,7 @@ def test_threads_share_a_model(pace: list[float]) -> None:
     model, x = network(torch.float32), X.float()
 
     def work(number: int) -> Tensor:
-        with borrowed(model):
+        with prepared_for_attribution(model):
             output: Tensor = runner(model, x, "fast" if number % 2 else "bf16")(x)
             return output.detach()
 
@@ -609,9 +609,9 @@ def test_threads_share_a_model(pace: list[float]) -> None:
 def test_gradients_are_computed_faster_where_that_is_asked(name: str, pace: list[float]) -> None:
     """Methods run with gradients off, and passes turn them on: a trial has to do so too."""
     model, x = network(torch.float32), X.float()[:1]
-    asked = named[name](model, **named[name].trial, precision="fast").attribute(x, 1)
+    asked = named[name](model, **named[name].quick_options, precision="fast").attribute(x, 1)
     assert asked.effort[0].precision == "fast: channels_last, 4 of 4 batch norms folded; 0.40 of the plain time"
-    plain = named[name](model, **named[name].trial).attribute(x, 1)
+    plain = named[name](model, **named[name].quick_options).attribute(x, 1)
     torch.testing.assert_close(asked.values, plain.values, rtol=2e-2, atol=2e-2 * float(plain.values.abs().max()))
 
 

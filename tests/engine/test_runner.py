@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
-from saliency.attribution.options import Effort, Limits, Sampling
-from saliency.attribution.resolved_target import Selection
-from saliency.engine.chunk_tuner import MOST_ON_A_PROCESSOR, Pace, pace_of
+from saliency.attribution.options import Budget, RunStats, SamplingOptions
+from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.engine.chunk_tuner import MOST_ON_A_PROCESSOR, ChunkTuner, chunk_tuner_for
 from saliency.engine.estimates import Estimate
-from saliency.engine.multi_pass import Found, SampledAttribution, estimated, generator
+from saliency.engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
 from saliency.engine.progress import Bar
-from saliency.engine.runner import Make, Passes
+from saliency.engine.runner import MakeInputs, PassRunner
 from saliency.errors import SaliencyWarning
-from saliency.hooks.model_state import borrowed, is_out_of_memory
+from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
 from saliency.testing import tiny_model
 from saliency.testing.subject import images
 
@@ -38,11 +38,11 @@ class Noisy(SampledAttribution):
 
     samples = 24
 
-    def __init__(self, model: nn.Module, *, level: float = 0.3, **sampling: Unpack[Sampling]) -> None:
+    def __init__(self, model: nn.Module, *, level: float = 0.3, **sampling: Unpack[SamplingOptions]) -> None:
         super().__init__(model, **sampling)
         self.level = level
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         estimate, x = Estimate(), passes.x
 
         def make(start: int, stop: int) -> Tensor:
@@ -55,23 +55,23 @@ class Noisy(SampledAttribution):
             estimate.add(done.gradients)
             if passes.enough(estimate):
                 break
-        return estimated(estimate, x)
+        return from_estimate(estimate, x)
 
 
-def passes_on(model: nn.Module, limits: Limits | None = None, **options: Any) -> Passes:
+def passes_on(model: nn.Module, limits: Budget | None = None, **options: Any) -> PassRunner:
     """Passes of one image on a borrowed model, whose target has seen the clean image."""
     x = images(1, dtype=next(model.parameters()).dtype)
-    selection = Selection(0, 1)
+    selection = ResolvedTarget(0, 1)
     with torch.no_grad():
         selection(model(x))
-    return Passes(model, x, selection, 0, limits or Limits(), **options)
+    return PassRunner(model, x, selection, 0, limits or Budget(), **options)
 
 
-def brighter(x: Tensor) -> Make:
+def brighter(x: Tensor) -> MakeInputs:
     return lambda start, stop: x + torch.arange(start, stop, dtype=x.dtype).view(-1, 1, 1, 1) / 10
 
 
-def copies(x: Tensor) -> Make:
+def copies(x: Tensor) -> MakeInputs:
     return lambda start, stop: x.expand(stop - start, -1, -1, -1)
 
 
@@ -81,7 +81,7 @@ def copies(x: Tensor) -> Make:
 @pytest.mark.parametrize("chunk", [1, 3, "auto"])
 def test_scores_and_gradients_are_those_of_single_calls(chunk: Any) -> None:
     model = tiny_model().double()
-    with borrowed(model), passes_on(model, chunk=chunk) as passes:
+    with prepared_for_attribution(model), passes_on(model, chunk=chunk) as passes:
         make = brighter(passes.x)
         scores = torch.cat([done.scores for done in passes.forwards(make, 20)])
         done = list(passes.gradients(make, 20))
@@ -100,7 +100,7 @@ def test_forwards_build_no_graph_and_leave_ordinary_tensors() -> None:
     seen: list[tuple[int, bool]] = []
     model = tiny_model()
     model.register_forward_hook(lambda module, inputs, output: seen.append((len(output), torch.is_grad_enabled())))
-    with borrowed(model), passes_on(model, chunk=2) as passes:
+    with prepared_for_attribution(model), passes_on(model, chunk=2) as passes:
         seen.clear()
         made = list(passes.forwards(brighter(passes.x), 5))
     one_and_two_images, chunks = seen[:2], seen[2:]
@@ -123,7 +123,7 @@ def test_inputs_are_made_chunk_by_chunk() -> None:
         most = max(most, sum(each() is not None for each in alive))
         return made
 
-    with borrowed(model), passes_on(model, chunk=4) as passes:
+    with prepared_for_attribution(model), passes_on(model, chunk=4) as passes:
         for done in passes.forwards(make, 400):
             assert len(done.scores) == 4
     assert len(alive) == 100
@@ -135,10 +135,10 @@ def test_inputs_are_made_chunk_by_chunk() -> None:
 
 def test_the_first_limit_that_is_met_ends_the_work() -> None:
     model = tiny_model()
-    with borrowed(model), passes_on(model, Limits(passes=10), chunk=4) as passes:
+    with prepared_for_attribution(model), passes_on(model, Budget(passes=10), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 10
     assert (passes.used, passes.stopped) == (10, "passes")
-    with borrowed(model), passes_on(model, Limits(seconds=1e-9), chunk=4) as passes:
+    with prepared_for_attribution(model), passes_on(model, Budget(seconds=1e-9), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 4
     assert passes.stopped == "seconds"
 
@@ -249,7 +249,7 @@ def test_what_counts_as_a_lack_of_memory() -> None:
 
 
 def test_the_sizes_are_tried_once_and_the_fastest_is_kept() -> None:
-    pace = Pace(16)
+    pace = ChunkTuner(16)
     seconds = {1: 1.0, 2: 1.0, 4: 1.0, 8: 3.0, 16: 20.0}  # best: 4 at once
     asked = []
     for _ in range(12):
@@ -260,7 +260,7 @@ def test_the_sizes_are_tried_once_and_the_fastest_is_kept() -> None:
 
 
 def test_two_sizes_in_a_row_that_fall_behind_end_the_search() -> None:
-    pace = Pace(256)
+    pace = ChunkTuner(256)
     asked = []
     for _ in range(8):
         asked.append(pace.size())
@@ -269,7 +269,7 @@ def test_two_sizes_in_a_row_that_fall_behind_end_the_search() -> None:
 
 
 def test_a_size_that_becomes_slow_gives_way() -> None:
-    pace = Pace(4)
+    pace = ChunkTuner(4)
     for size, seconds in ((1, 1.0), (1, 1.0), (2, 1.6), (4, 2.0)):
         pace.record(size, seconds)
     assert pace.size() == 4
@@ -280,9 +280,9 @@ def test_a_size_that_becomes_slow_gives_way() -> None:
 
 def test_the_pace_is_remembered_per_model_and_kind_and_lets_the_model_go() -> None:
     model, x = tiny_model(), images(1)
-    assert pace_of(model, "forward", x) is pace_of(model, "forward", x)
-    assert pace_of(model, "forward", x) is not pace_of(model, "gradient", x)
-    assert pace_of(model, "forward", x) is not pace_of(model, "forward", images(1, (8, 8)))
+    assert chunk_tuner_for(model, "forward", x) is chunk_tuner_for(model, "forward", x)
+    assert chunk_tuner_for(model, "forward", x) is not chunk_tuner_for(model, "gradient", x)
+    assert chunk_tuner_for(model, "forward", x) is not chunk_tuner_for(model, "forward", images(1, (8, 8)))
     held = weakref.ref(model)
     del model
     gc.collect()
@@ -324,12 +324,12 @@ class Segments(nn.Module):
 )
 def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> None:
     model, x = tiny_model().double(), images(3, dtype=torch.float64)
-    selection = Selection(target, 3)
-    with borrowed(model), torch.no_grad():
+    selection = ResolvedTarget(target, 3)
+    with prepared_for_attribution(model), torch.no_grad():
         expected = selection(model(x))
         for image in range(3):
             one = x[image : image + 1]
-            (done,) = Passes(model, one, selection, image, Limits()).forwards(copies(one), 1)
+            (done,) = PassRunner(model, one, selection, image, Budget()).forwards(copies(one), 1)
             torch.testing.assert_close(done.scores, expected[image : image + 1])
 
 
@@ -363,7 +363,7 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("most", [1, 99])
 def test_what_a_model_keeps_for_a_batch_size_can_be_trained_on_afterwards(name: str, most: int) -> None:
     model, x = Remembering(most=most), images(1)
-    options = {**named[name].trial, "chunk": 3}
+    options = {**named[name].quick_options, "chunk": 3}
     for _ in range(2):
         named[name](model, **options).attribute(x, 0)
     assert model.kept
@@ -399,7 +399,7 @@ def test_the_callers_autocast_is_for_the_model_alone(name: str) -> None:
     model.get_submodule("stem").register_forward_hook(lambda module, inputs, output: kinds.append(output.dtype))
     cls = METHODS[name]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = cls(model, **cls.trial).attribute(images(1), 0)
+        found = cls(model, **cls.quick_options).attribute(images(1), 0)
     assert set(kinds[1:]) == {torch.bfloat16}
     assert found.values.dtype is torch.float32
 
@@ -474,7 +474,7 @@ def test_an_interrupt_before_anything_was_computed_is_passed_on() -> None:
 
 
 def test_a_thread_that_may_not_handle_signals_computes_all_the_same() -> None:
-    found: list[Effort] = []
+    found: list[RunStats] = []
 
     def work() -> None:
         found.extend(Noisy(tiny_model(), passes=4, on_interrupt="return").attribute(images(1), 0).effort)
@@ -547,7 +547,7 @@ def many_pass_methods() -> Sequence[str]:
 def test_what_was_spent_stands_in_the_explanation(name: str) -> None:
     cls = METHODS[name]
     with _quiet():
-        found = cls(tiny_model(), **cls.trial).attribute(images(2), [0, 1])
+        found = cls(tiny_model(), **cls.quick_options).attribute(images(2), [0, 1])
     assert len(found.effort) == 2
     for each in found.effort:
         assert each.passes >= 1
@@ -558,7 +558,7 @@ def test_what_was_spent_stands_in_the_explanation(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in many_pass_methods() if "passes" in METHODS[name].options()])
 def test_every_sampling_method_takes_the_same_three_limits(name: str) -> None:
     cls = METHODS[name]
-    options = {key: each for key, each in cls.trial.items() if key not in ("passes", "seconds", "tolerance")}
+    options = {key: each for key, each in cls.quick_options.items() if key not in ("passes", "seconds", "tolerance")}
     assert {"passes", "seconds", "tolerance"} <= set(cls.options())
     options["seconds"] = 0.05
     with _quiet():

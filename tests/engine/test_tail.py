@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
 from saliency.engine.partial.replay import Program
-from saliency.engine.partial.tail import ONLY_BEHIND, WHOLE_FORWARDS, Behind
+from saliency.engine.partial.tail import ONLY_BEHIND, WHOLE_FORWARDS, TailForward
 from saliency.errors import LayerError, ModelError
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import borrowed
-from saliency.hooks.pytree import first_tensor, mapped, tensors_in
+from saliency.hooks.model_state import prepared_for_attribution
+from saliency.hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,7 +141,7 @@ def plain(model: nn.Module, name: str, x: Tensor, activations: Tensor) -> Any:
         nonlocal left
         left -= 1
         first = first_tensor(output)
-        return None if left else mapped(output, lambda each: activations.clone() if each is first else each)
+        return None if left else tree_map_tensors(output, lambda each: activations.clone() if each is first else each)
 
     with HookManager() as hooks, torch.no_grad():
         hooks.observe(layer, change)
@@ -149,7 +149,7 @@ def plain(model: nn.Module, name: str, x: Tensor, activations: Tensor) -> Any:
 
 
 def same(one: Any, two: Any) -> None:
-    pairs = list(zip(tensors_in(one), tensors_in(two), strict=True))
+    pairs = list(zip(tree_tensors(one), tree_tensors(two), strict=True))
     assert pairs
     for first, second in pairs:
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
@@ -223,8 +223,8 @@ LARGER: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 @pytest.mark.parametrize(("kind", "name"), NETWORKS)
 def test_it_gives_what_whole_forwards_give(kind: Callable[[], nn.Module], name: str) -> None:
     model, x = made(kind), picture()
-    with borrowed(model):
-        behind = Behind(model, name, x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, name, x)
         assert behind.how == ONLY_BEHIND, behind.why
         same(behind.output, model(x.clone()))
         for rows in (1, 5, 2):
@@ -240,9 +240,9 @@ def test_it_gives_what_whole_forwards_give(kind: Callable[[], nn.Module], name: 
 def test_known_architectures_are_right_and_done_behind_the_layer_only(name: str) -> None:
     kind, layers = LARGER[name]
     model, x = made(kind), torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    with borrowed(model):
+    with prepared_for_attribution(model):
         for layer in layers:
-            behind = Behind(model, layer, x)
+            behind = TailForward(model, layer, x)
             assert behind.how == ONLY_BEHIND, behind.why
             activations = changed(behind.activation, 3)
             expected = plain(model, layer, x, activations)
@@ -253,8 +253,8 @@ def test_known_architectures_are_right_and_done_behind_the_layer_only(name: str)
 def test_the_bundled_network_is_done_behind_the_layer_only() -> None:
     model = saliency.load("efficientnet_lite0")
     x = torch.randn(1, 3, 64, 64)
-    with borrowed(model):
-        behind = Behind(model, "blocks.4", x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "blocks.4", x)
         assert behind.how == ONLY_BEHIND, behind.why
         activations = changed(behind.activation, 3)
         torch.testing.assert_close(behind(activations), plain(model, "blocks.4", x, activations), rtol=1e-4, atol=1e-4)
@@ -262,8 +262,8 @@ def test_the_bundled_network_is_done_behind_the_layer_only() -> None:
 
 def test_nothing_before_the_layer_is_computed_again() -> None:
     model = made(small_resnet)
-    with borrowed(model):
-        behind = Behind(model, "layer3", torch.randn(1, 3, 64, 64, dtype=torch.float64))
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "layer3", torch.randn(1, 3, 64, 64, dtype=torch.float64))
         with Counted() as done:
             behind(changed(behind.activation, 7))
     assert done.rows == [7] * 3  # layer4, with its downsample
@@ -271,8 +271,8 @@ def test_nothing_before_the_layer_is_computed_again() -> None:
 
 def test_the_layers_output_and_the_models_are_those_of_the_picture() -> None:
     model, x = made(SkipAndCat), picture()
-    with borrowed(model), torch.no_grad():
-        behind = Behind(model, model.two, x)  # type: ignore[arg-type]
+    with prepared_for_attribution(model), torch.no_grad():
+        behind = TailForward(model, model.two, x)  # type: ignore[arg-type]
         front = F.conv2d(x - 0.1, model.one.weight, model.one.bias, padding=1).relu()  # type: ignore[union-attr, arg-type]
         assert torch.equal(behind.activation, F.conv2d(front, model.two.weight, model.two.bias, padding=1))  # type: ignore[union-attr, arg-type]
         assert torch.equal(behind.output, model(x.clone()))
@@ -356,8 +356,8 @@ class GoesByAnArray(Small):
 )
 def test_what_cannot_be_done_again_is_whole_forwards(kind: Callable[[], nn.Module], why: str) -> None:
     model, x = made(kind), picture()
-    with borrowed(model):
-        behind = Behind(model, "two", x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", x)
         assert behind.how == WHOLE_FORWARDS
         assert why in behind.why
         for rows in (1, 3):
@@ -369,8 +369,8 @@ def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Program.given
     monkeypatch.setattr(Program, "given", lambda program, rows: [1.001 * each for each in right(program, rows)])
     model, x = made(SkipAndCat), picture()
-    with borrowed(model):
-        behind = Behind(model, "two", x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", x)
         assert "do not give again" in behind.why
         activations = changed(behind.activation, 2)
         same(behind(activations), plain(model, "two", x, activations))
@@ -384,8 +384,8 @@ class Draws(Small):
 @pytest.mark.parametrize(("kind", "why"), [(Draws, "random"), (GoesByItsState, "an argument is")])
 def test_a_model_that_is_not_the_same_twice_is_run_each_time(kind: Callable[[], nn.Module], why: str) -> None:
     model = made(kind)
-    with borrowed(model):
-        assert why in Behind(model, "two", picture()).why
+    with prepared_for_attribution(model):
+        assert why in TailForward(model, "two", picture()).why
 
 
 def test_values_before_the_layer_may_be_looked_at() -> None:
@@ -395,8 +395,8 @@ def test_values_before_the_layer_may_be_looked_at() -> None:
             return self.pooled(self.two(self.one(x)) * factor)
 
     model, x = made(Model), picture()
-    with borrowed(model):
-        behind = Behind(model, "two", x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", x)
         assert behind.how == ONLY_BEHIND
         activations = changed(behind.activation, 3)
         same(behind(activations), plain(model, "two", x, activations))
@@ -413,8 +413,8 @@ class GivesItAll(Small):
 
 def test_what_is_given_out_can_be_changed() -> None:
     model, x = made(GivesItAll), picture()
-    with borrowed(model), torch.no_grad():
-        behind = Behind(model, "two", x)
+    with prepared_for_attribution(model), torch.no_grad():
+        behind = TailForward(model, "two", x)
         assert behind.how == ONLY_BEHIND
         activations = changed(behind.activation, 3)
         before, expected = activations.clone(), [each.clone() for each in plain(model, "two", x, activations)]
@@ -429,8 +429,8 @@ def test_what_is_given_out_can_be_changed() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_calls_work_in_any_mode(mode: Callable[[], Any]) -> None:
     model, x = made(FrontIsOverwritten), picture()
-    with borrowed(model):
-        behind = Behind(model, "two", x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", x)
         activations = changed(behind.activation, 3)
         expected = plain(model, "two", x, activations)
         with mode():
@@ -441,8 +441,8 @@ def test_calls_work_in_any_mode(mode: Callable[[], Any]) -> None:
 
 def test_channels_last_and_strided_activations_are_taken() -> None:
     model, x = made(SkipAndCat), picture()
-    with borrowed(model):
-        behind = Behind(model, "two", x)
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", x)
         activations = changed(behind.activation, 3)
         expected = plain(model, "two", x, activations)
         same(behind(activations.to(memory_format=torch.channels_last)), expected)
@@ -455,8 +455,8 @@ def test_a_scripted_part_behind_the_layer_is_followed() -> None:
         warnings.simplefilter("ignore", FutureWarning)
         traced: Any = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
     scripted = nn.Sequential(nn.Conv2d(3, 3, 1), traced).double()
-    with borrowed(scripted):
-        behind = Behind(scripted, "0", x)
+    with prepared_for_attribution(scripted):
+        behind = TailForward(scripted, "0", x)
         assert behind.how == ONLY_BEHIND, behind.why
         activations = changed(behind.activation, 3)
         same(behind(activations), plain(scripted, "0", x, activations))
@@ -486,12 +486,12 @@ def test_the_model_is_left_as_it_was_also_where_it_raises(error: type[BaseExcept
     model = made(Raises)
     Raises.error, Raises.at = error, at
     before, random = list(_state(model)), torch.get_rng_state()
-    with borrowed(model):
+    with prepared_for_attribution(model):
         if at == 1 or error is KeyboardInterrupt:
             with pytest.raises(ModelError if error is RuntimeError else error, match="no"):
-                Behind(model, "two", torch.ones(1, 3, 9, 9, dtype=torch.float64))
+                TailForward(model, "two", torch.ones(1, 3, 9, 9, dtype=torch.float64))
         else:
-            behind = Behind(model, "two", torch.ones(1, 3, 9, 9, dtype=torch.float64))
+            behind = TailForward(model, "two", torch.ones(1, 3, 9, 9, dtype=torch.float64))
             assert behind.how == WHOLE_FORWARDS
             with pytest.raises(ModelError):
                 behind(behind.activation.repeat(2, 1, 1, 1))
@@ -501,8 +501,8 @@ def test_the_model_is_left_as_it_was_also_where_it_raises(error: type[BaseExcept
 
 def test_activations_of_another_shape_are_refused() -> None:
     model = made(SkipAndCat)
-    with borrowed(model):
-        behind = Behind(model, "two", picture())
+    with prepared_for_attribution(model):
+        behind = TailForward(model, "two", picture())
         with pytest.raises(LayerError, match="expected"):
             behind(behind.activation[:, :3])
 
@@ -510,7 +510,7 @@ def test_activations_of_another_shape_are_refused() -> None:
 def test_layers_that_cannot_be_cut_behind_are_named() -> None:
     model = made(CalledTwice)
     model.register_module("unused", nn.ReLU())
-    with borrowed(model), pytest.raises(LayerError, match="was not run"):
-        Behind(model, "unused", picture())
-    with borrowed(model), pytest.raises(LayerError, match="closest"):
-        Behind(model, "twoo", picture())
+    with prepared_for_attribution(model), pytest.raises(LayerError, match="was not run"):
+        TailForward(model, "unused", picture())
+    with prepared_for_attribution(model), pytest.raises(LayerError, match="closest"):
+        TailForward(model, "twoo", picture())

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from saliency.engine.partial import patch_rules as localops
 from saliency.engine.partial.patches import Kernel
-from saliency.engine.partial.window import ONLY_WHERE_REACHED, WHOLE_FORWARDS, Local
+from saliency.engine.partial.window import ONLY_WHERE_REACHED, WHOLE_FORWARDS, WindowForward
 from saliency.errors import MethodError
-from saliency.hooks.model_state import borrowed
-from saliency.hooks.pytree import tensors_in
+from saliency.hooks.model_state import prepared_for_attribution
+from saliency.hooks.pytree import tree_tensors
 
 
 def pasted(x: Tensor, patches: Tensor, tops: list[int], lefts: list[int]) -> Tensor:
@@ -39,7 +39,7 @@ def windows(x: Tensor, height: int, width: int) -> tuple[Tensor, list[int], list
 
 
 def same(one: Any, two: Any) -> None:
-    pairs = list(zip(tensors_in(one), tensors_in(two), strict=True))
+    pairs = list(zip(tree_tensors(one), tree_tensors(two), strict=True))
     assert pairs
     for first, second in pairs:
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
@@ -69,15 +69,15 @@ def picture(height: int = 40, width: int = 52) -> Tensor:
     return torch.randn(1, 3, height, width, dtype=torch.float64)
 
 
-def right(model: nn.Module, x: Tensor, height: int = 5, width: int = 7, share: float = 0.9) -> Local:
+def right(model: nn.Module, x: Tensor, height: int = 5, width: int = 7, share: float = 0.9) -> WindowForward:
     """The model's own answer, given where the window reaches only and with less work than this share."""
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         assert local.how == ONLY_WHERE_REACHED, local.why
         patches, tops, lefts = windows(x, height, width)
         before = patches.clone()
         expected = model(pasted(x, patches, tops, lefts))
-        first = next(tensors_in(expected))
+        first = next(tree_tensors(expected))
         assert not torch.allclose(first[0], first[1], rtol=1e-6)  # the window is seen
         same(local(patches, tops, lefts), expected)
         assert local.how == ONLY_WHERE_REACHED, local.why
@@ -204,8 +204,8 @@ def test_networks_with_branches_are_right(kind: Callable[[], nn.Module], size: t
 @pytest.mark.parametrize("size", [(40, 52), (39, 50), (40, 3)])
 def test_windows_as_large_as_the_picture_are_right(size: tuple[int, int]) -> None:
     model, x = drawn(Residual()), picture()
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         patches, tops, lefts = windows(x, *size)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
 
@@ -228,8 +228,8 @@ def test_known_architectures_are_right_with_less_work(name: str) -> None:
 def test_the_share_is_that_of_the_multiply_adds() -> None:
     model = drawn(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)))
     x = picture(20, 30)
-    with borrowed(model):
-        local = Local(model, x)
+    with prepared_for_attribution(model):
+        local = WindowForward(model, x)
         assert local.share == 1
         local(torch.zeros(2, 3, 4, 5, dtype=x.dtype), [3, 0], [5, 25])
     costs, reached = (4 * 27, 2 * 36), (6 * 7, 8 * 9)
@@ -261,8 +261,8 @@ def test_vision_transformers_are_right() -> None:
     model = drawn(torchvision.models.VisionTransformer(64, 16, 2, 2, 16, 32, num_classes=7))
     nn.init.normal_(next(each for name, each in model.named_parameters() if name == "heads.head.weight"))
     x = picture(64, 64)
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         patches, tops, lefts = windows(x, 9, 9)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
         assert local.share <= 1
@@ -315,8 +315,8 @@ class AsAList(Branches):
 )
 def test_what_cannot_be_done_in_parts_is_whole_forwards(kind: Callable[[], nn.Module], why: str) -> None:
     model, x = drawn(kind()), picture()
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         assert local.how == WHOLE_FORWARDS
         assert why in local.why
         patches, tops, lefts = windows(x, 5, 7)
@@ -326,14 +326,14 @@ def test_what_cannot_be_done_in_parts_is_whole_forwards(kind: Callable[[], nn.Mo
 
 def test_what_draws_random_numbers_is_whole_forwards() -> None:
     model = drawn(Draws())
-    with borrowed(model):
-        assert Local(model, picture()).how == WHOLE_FORWARDS
+    with prepared_for_attribution(model):
+        assert WindowForward(model, picture()).how == WHOLE_FORWARDS
 
 
 def test_rows_that_depend_on_each_other_are_computed_together() -> None:
     model, x = drawn(MixesRows()), picture()
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
 
@@ -345,22 +345,22 @@ def test_numbers_of_rows_among_the_arguments_of_operations_grow_with_the_rows() 
             return torch.split_with_sizes(x.view(-1, 8, 19, 25), [x.shape[0]], 0)[0].mean((2, 3))
 
     model, x = drawn(Model()), picture()
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
 
 
 def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(localops.WAYS, torch.ops.aten.cumsum.default, localops.pointwise)
+    monkeypatch.setitem(localops.PATCH_RULES, torch.ops.aten.cumsum.default, localops.pointwise)
 
     class Model(Branches):
         def forward(self, x: Tensor) -> Tensor:
             return self.stem(x).cumsum(2).mean((2, 3))  # type: ignore[no-any-return]
 
     model, x = drawn(Model()), picture()
-    with borrowed(model), torch.no_grad():
-        local = Local(model, x)
+    with prepared_for_attribution(model), torch.no_grad():
+        local = WindowForward(model, x)
         assert "parts of the picture" in local.why
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
@@ -368,8 +368,8 @@ def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_windows_that_do_not_fit_are_refused() -> None:
     model = drawn(CHAINS["odd"]())
-    with borrowed(model):
-        local = Local(model, picture())
+    with prepared_for_attribution(model):
+        local = WindowForward(model, picture())
         patch = torch.zeros(1, 3, 5, 7, dtype=torch.float64)
         for tops, lefts in (([36], [0]), ([-1], [0]), ([0], [46]), ([0, 0], [0, 0])):
             with pytest.raises(MethodError, match="do not fit"):
@@ -381,8 +381,8 @@ def test_the_model_is_left_as_it_was() -> None:
     patches, tops, lefts = windows(x, 5, 7)
     state = {name: (each.clone(), each._version) for name, each in model.state_dict().items()}
     attributes, random = [sorted(vars(each)) for each in model.modules()], torch.get_rng_state()
-    with borrowed(model):
-        Local(model, x)(patches, tops, lefts)
+    with prepared_for_attribution(model):
+        WindowForward(model, x)(patches, tops, lefts)
     assert [sorted(vars(each)) for each in model.modules()] == attributes
     assert torch.equal(torch.get_rng_state(), random)
     for name, each in model.state_dict().items():

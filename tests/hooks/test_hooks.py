@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
-from saliency.attribution.forward import Trace
+from saliency.attribution.forward import SharedForward
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import borrowed
+from saliency.hooks.model_state import prepared_for_attribution
 
 
 @pytest.fixture(autouse=True)
@@ -300,7 +300,7 @@ def test_backward_hooks_of_the_users_do_not_change_the_map() -> None:
 # Recording starts at the layer.
 
 
-def trace(model: nn.Module, x: Tensor, gradients: str) -> tuple[int, Trace]:
+def trace(model: nn.Module, x: Tensor, gradients: str) -> tuple[int, SharedForward]:
     """How many tensors the forward saved for its graph, and the forward."""
     saved: list[int] = []
 
@@ -308,8 +308,8 @@ def trace(model: nn.Module, x: Tensor, gradients: str) -> tuple[int, Trace]:
         saved.append(1)
         return tensor
 
-    with borrowed(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        made = Trace(model, x, ["body"], gradients)
+    with prepared_for_attribution(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made = SharedForward(model, x, ["body"], gradients)
     return len(saved), made
 
 
@@ -345,13 +345,13 @@ def test_a_cam_records_nothing_in_front_of_its_layer() -> None:
 
 
 def test_recording_from_the_layer_gives_the_same_values_bit_for_bit() -> None:
-    from saliency.attribution.resolved_target import Selection
+    from saliency.attribution.resolved_target import ResolvedTarget
 
     model, x = Cut(nn.ReLU(inplace=True)), torch.randn(2, 3, 8, 8)
     found = {}
     for gradients in ("layers", "input"):
-        with borrowed(model):
-            evidence = Trace(model, x, ["body"], gradients).evidence(Selection([1, 2], 2))
+        with prepared_for_attribution(model):
+            evidence = SharedForward(model, x, ["body"], gradients).evidence(ResolvedTarget([1, 2], 2))
             found[gradients] = evidence.scores, evidence.activation("body"), evidence.gradient("body")
     assert all(torch.equal(*pair) for pair in zip(found["layers"], found["input"], strict=True))
 

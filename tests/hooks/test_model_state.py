@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError, TargetError, VanillaGradient
 from saliency.hooks.manager import HookManager
-from saliency.hooks.model_state import borrowed, evaluating, leaf, reference, run, unwrap
+from saliency.hooks.model_state import evaluating, leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
 from saliency.testing import tiny_model
 
 
@@ -221,7 +221,7 @@ def test_gradients_are_at_hand_whatever_the_callers_mode_is(mode: Callable[[], A
     model = tiny_model()
     with mode():
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        with borrowed(model):
+        with prepared_for_attribution(model):
             assert torch.is_grad_enabled()
             assert not torch.is_inference_mode_enabled()
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
@@ -289,7 +289,7 @@ def test_the_stance_comes_back_after_an_error_and_from_nested_holders() -> None:
     stance = importlib.import_module("torch._dynamo.eval_frame")
 
     def fail() -> None:
-        with borrowed(plain_net()), borrowed(plain_net()):
+        with prepared_for_attribution(plain_net()), prepared_for_attribution(plain_net()):
             assert stance._stance.stance == "force_eager"
             raise ZeroDivisionError
 
@@ -450,11 +450,11 @@ def test_an_interrupt_in_the_model_comes_out_as_it_is() -> None:
 def test_the_input_takes_the_models_type() -> None:
     found = VanillaGradient(tiny_model().double()).attribute(noise(1, 3, 16, 16), 0)
     assert found.values.dtype == torch.float64
-    assert reference(nn.Flatten()) is None
-    assert reference(nn.BatchNorm2d(3, affine=False).double()) is not None
+    assert reference_tensor(nn.Flatten()) is None
+    assert reference_tensor(nn.BatchNorm2d(3, affine=False).double()) is not None
     counting = nn.Module()
     counting.register_buffer("steps", torch.zeros(1, dtype=torch.long))
-    assert reference(counting) is None
+    assert reference_tensor(counting) is None
 
 
 def test_a_model_without_parameters_is_explained() -> None:
@@ -486,7 +486,7 @@ def test_the_model_runs_on_a_clone() -> None:
             return x
 
     x = noise(1, 3, 4, 4)
-    run(Seeing(), x)
+    run_model(Seeing(), x)
     assert torch.equal(seen[0], x)
     assert seen[0].data_ptr() != x.data_ptr()
 

@@ -22,7 +22,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
-from saliency.hooks.pytree import tensors_in
+from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import Call, Recording
 from saliency.inspection.functorch_compat import outside
 from saliency.inspection.record import record
@@ -229,7 +229,7 @@ def test_layers_that_work_in_place_are_recorded_as_those_that_do_not(name: str) 
     for call, known in zip(there, expected, strict=True):
         assert call.layer == known.layer
         for part in ("inputs", "outputs", "grad_inputs", "grad_outputs"):
-            pairs = zip(tensors_in(getattr(call, part)), tensors_in(getattr(known, part)), strict=True)
+            pairs = zip(tree_tensors(getattr(call, part)), tree_tensors(getattr(known, part)), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), (call.layer, part)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from saliency.io.atomic_write import replacing
+from saliency.io.atomic_write import atomic_write
 
 
 def write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text)
 
 

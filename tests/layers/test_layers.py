@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
-from saliency.hooks.model_state import borrowed
-from saliency.layers.default_layer import Survey, survey
+from saliency.hooks.model_state import prepared_for_attribution
+from saliency.layers.default_layer import LayerScan, scan_layers
 from saliency.layers.find import find, layout_of
 from saliency.layers.layout import Layout
 
@@ -39,9 +39,9 @@ class Small(nn.Module):
         return out
 
 
-def look(model: nn.Module, x: Tensor) -> Survey:
-    with borrowed(model):
-        return survey(model, x)
+def look(model: nn.Module, x: Tensor) -> LayerScan:
+    with prepared_for_attribution(model):
+        return scan_layers(model, x)
 
 
 # By name.
@@ -272,7 +272,7 @@ def maps(model: nn.Module, name: str, x: Tensor) -> Tensor:
     with torch.no_grad():
         model(x)
     handle.remove()
-    with borrowed(model):
+    with prepared_for_attribution(model):
         return layout_of(model, name, outputs[-1], x)(outputs[-1])
 
 

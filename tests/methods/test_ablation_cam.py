@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import CAM, MethodError
 from saliency.hooks.manager import HookManager
-from saliency.hooks.pytree import first_tensor, mapped
+from saliency.hooks.pytree import first_tensor, tree_map_tensors
 from saliency.layers.find import layout_of
 from saliency.methods.ablation_cam import AblationCAM, ReciproCAM
 from saliency.testing import tiny_model
@@ -57,7 +57,7 @@ def plainly(model: nn.Module, layer: str, x: Tensor, factors: Tensor, target: in
             else:
                 places = factor.flatten(1).T.expand(-1, first.shape[2])
                 changed = first * torch.cat([torch.ones(at.prefix, first.shape[2]).to(first), places])
-            return mapped(output, lambda each: changed if each is first else each)
+            return tree_map_tensors(output, lambda each: changed if each is first else each)
 
         with HookManager() as hooks, torch.no_grad():
             hooks.revise(module, change)

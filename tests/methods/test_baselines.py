@@ -14,7 +14,7 @@ from torchvision import transforms
 from saliency.errors import MethodError
 from saliency.io.crop_detection import TransformPreprocess
 from saliency.io.preprocess import Preprocess
-from saliency.methods.baselines import Diffusion, baselines, blurred, settled
+from saliency.methods.baselines import Diffusion, baselines, blurred, resolve_baseline
 
 PREPROCESS = Preprocess(size=(16, 16), resize=18)
 
@@ -26,7 +26,7 @@ def image(height: int = 16, width: int = 16, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("name", "level"), [("black", 0.0), ("white", 1.0)])
 def test_black_and_white_are_those_of_the_picture(name: str, level: float) -> None:
     x = image()
-    found = baselines(settled("baseline", name, PREPROCESS), x, PREPROCESS)
+    found = baselines(resolve_baseline("baseline", name, PREPROCESS), x, PREPROCESS)
     assert found.shape == x.shape
     expected = PREPROCESS.normalise(torch.full((1, 3, 16, 16), level, dtype=torch.float64))
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
@@ -36,17 +36,17 @@ def test_any_callable_says_what_black_is() -> None:
     prepare = TransformPreprocess(
         transforms.Compose([transforms.Resize((20, 24)), transforms.ToTensor(), transforms.Normalize([0.2], [0.5])])
     )
-    found = baselines(settled("baseline", "black", prepare), image(20, 24), prepare)
+    found = baselines(resolve_baseline("baseline", "black", prepare), image(20, 24), prepare)
     torch.testing.assert_close(found, torch.full_like(found, -0.4), atol=1e-6, rtol=0)
 
 
 def test_the_mean_is_zero_and_needs_no_preprocessing() -> None:
-    assert not baselines(settled("baseline", "mean", None), image(), None).any()
-    assert (baselines(settled("baseline", 0.25, None), image(), None) == 0.25).all()
+    assert not baselines(resolve_baseline("baseline", "mean", None), image(), None).any()
+    assert (baselines(resolve_baseline("baseline", 0.25, None), image(), None) == 0.25).all()
 
 
 def test_noise_is_the_same_for_all_images_and_another_for_each_seed_and_place() -> None:
-    kept = settled("baseline", ["noise", "noise"], None)
+    kept = resolve_baseline("baseline", ["noise", "noise"], None)
     first, second = baselines(kept, image(), None, 3), baselines(kept, image(seed=1), None, 3)
     assert torch.equal(first, second)
     assert not torch.equal(first[0], first[1])
@@ -58,7 +58,9 @@ def test_pictures_paths_and_tensors_are_prepared_as_images_are(tmp_path: Path) -
     picture = Image.effect_noise((40, 30), 60).convert("RGB")
     picture.save(tmp_path / "other.png")
     given = torch.full((2, 3, 16, 16), 0.5)
-    kept = settled("baseline", [picture, tmp_path / "other.png", str(tmp_path / "other.png"), given], PREPROCESS)
+    kept = resolve_baseline(
+        "baseline", [picture, tmp_path / "other.png", str(tmp_path / "other.png"), given], PREPROCESS
+    )
     found = baselines(kept, image(), PREPROCESS)
     assert found.shape == (5, 3, 16, 16)
     for each in found[:3]:
@@ -68,7 +70,7 @@ def test_pictures_paths_and_tensors_are_prepared_as_images_are(tmp_path: Path) -
 
 def test_a_given_baseline_is_the_methods_own() -> None:
     given = torch.zeros(3, 16, 16)
-    kept = settled("baseline", given, None)
+    kept = resolve_baseline("baseline", given, None)
     given += 1
     assert not baselines(kept, image(), None).any()
 
@@ -87,12 +89,12 @@ def test_a_given_baseline_is_the_methods_own() -> None:
 )
 def test_what_is_no_baseline_is_refused_with_a_reason(like: object, said: str) -> None:
     with pytest.raises(MethodError, match=said):
-        settled("baseline", like, None)
+        resolve_baseline("baseline", like, None)
 
 
 def test_a_given_baseline_of_another_size_is_refused() -> None:
     with pytest.raises(MethodError, match="3x8x8, and the image 3x16x16"):
-        baselines(settled("baseline", torch.zeros(3, 8, 8), None), image(), None)
+        baselines(resolve_baseline("baseline", torch.zeros(3, 8, 8), None), image(), None)
 
 
 @pytest.mark.parametrize("size", [(24, 17), (1, 9), (1, 1)])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from saliency import METHODS, GradCAM, contrast, explain_together, probability, value
 from saliency.errors import MethodError, NotApplicableError
 from saliency.methods.baselines import blurred
-from saliency.methods.first_conv import stem_of
+from saliency.methods.first_conv import first_conv_of
 from saliency.methods.integrated_gradients import IDGI, ExpectedGradients, IntegratedGradients
 from saliency.methods.path_variants import BlurIG, GuidedIG
 from saliency.methods.quadrature import FIRST_NODES, RULES, Adaptive, Rule
@@ -375,7 +375,7 @@ class Stemmed(nn.Module):
 
 def has_stem(model: nn.Module, x: Tensor) -> bool:
     at = x.clone().requires_grad_()
-    return stem_of(model(at.clone())[:, 1], at) is not None
+    return first_conv_of(model(at.clone())[:, 1], at) is not None
 
 
 @pytest.mark.parametrize(

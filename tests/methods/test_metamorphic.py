@@ -48,7 +48,7 @@ def batch(height: int, width: int, images: int = 2) -> Tensor:
 
 
 def of(name: str, model: nn.Module) -> Attribution:
-    return METHODS[name](model, **METHODS[name].trial)
+    return METHODS[name](model, **METHODS[name].quick_options)
 
 
 # Mirrors. With odd sizes, a padding of 1 and a stride of 2, the grid of places is its own mirror image.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
-from saliency.attribution.base import Finding
-from saliency.attribution.registry import method, source, summary
-from saliency.attribution.resolved_target import Selection
-from saliency.hooks.model_state import leaf, run
+from saliency.attribution.base import BatchAttribution
+from saliency.attribution.registry import get_method, source, summary
+from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM
 from saliency.testing import check_method, checks, tiny_model
 
@@ -112,13 +112,13 @@ class Honest(Attribution):
 
     cost = "1 forward, 1 backward"
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values, scores)
+        return BatchAttribution(values, scores)
 
-    def gradient(self, x: Tensor, target: Selection) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, target: ResolvedTarget) -> tuple[Tensor, Tensor]:
         x = leaf(x)
-        scores = target(run(self.model, x))
+        scores = target(run_model(self.model, x))
         if not scores.requires_grad:
             raise TargetError("the score has no gradient")
         (values,) = torch.autograd.grad(scores.sum(), x)
@@ -147,7 +147,7 @@ def test_a_method_by_a_stranger_passes_and_enters_the_registry() -> None:
         def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
             return gradient.square().mean((2, 3))
 
-    assert METHODS["squared_cam"] is method("squared_cam") is SquaredCAM
+    assert METHODS["squared_cam"] is get_method("squared_cam") is SquaredCAM
     check_method(SquaredCAM)
     dict(checks(SquaredCAM, layer="last"))["result"]()
     assert summary(SquaredCAM).startswith("Activations weighted by the mean squared")
@@ -185,22 +185,22 @@ def test_a_class_without_a_name_stays_out_of_the_registry() -> None:
 
 def test_an_unknown_method_gets_the_closest() -> None:
     with pytest.raises(saliency.MethodError, match='no method "gradcam"; did you mean "grad_cam"'):
-        method("gradcam")
+        get_method("gradcam")
     with pytest.raises(saliency.MethodError, match=r"there are .*guided_backprop"):
-        method("zzzz")
+        get_method("zzzz")
 
 
 # Methods that break a promise, each with the checks that find out.
 
 
 class LeavesAHook(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         next(self.model.children()).register_forward_hook(lambda module, inputs, output: None)
         return super().explain(x, target)
 
 
 class LeavesAHookAfterAnError(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         handle = self.model.register_forward_hook(lambda module, inputs, output: None)
         finding = super().explain(x, target)
         handle.remove()
@@ -208,43 +208,43 @@ class LeavesAHookAfterAnError(Honest):
 
 
 class MovesTorchsRandomState(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         torch.rand(1)
         return super().explain(x, target)
 
 
 class MovesNumPysRandomState(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         np.random.rand()  # noqa: NPY002
         return super().explain(x, target)
 
 
 class MovesPythonsRandomState(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         random.random()  # noqa: S311
         return super().explain(x, target)
 
 
 class SetsTheSeed(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         torch.manual_seed(0)
         return super().explain(x, target)
 
 
 class IsNoisy(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         return super().explain(x + 0.1 * torch.randn(x.shape, dtype=x.dtype), target)
 
 
 class ChangesATrainingFlag(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         finding = super().explain(x, target)
         self.model.get_submodule("drop").train()
         return finding
 
 
 class RunsInTrainingMode(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         self.model.train()
         finding = super().explain(x, target)
         self.model.eval()
@@ -252,22 +252,22 @@ class RunsInTrainingMode(Honest):
 
 
 class FillsGradients(Honest):
-    def gradient(self, x: Tensor, target: Selection) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, target: ResolvedTarget) -> tuple[Tensor, Tensor]:
         x = leaf(x)
-        scores = target(run(self.model, x))
+        scores = target(run_model(self.model, x))
         torch.autograd.backward(scores.sum())
         assert x.grad is not None
         return x.grad, scores
 
 
 class FreezesParameters(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         self.model.requires_grad_(False)
         return super().explain(x, target)
 
 
 class WritesParametersAnew(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         finding = super().explain(x, target)
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -276,159 +276,159 @@ class WritesParametersAnew(Honest):
 
 
 class WritesIntoTheInput(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         x.mul_(1)
         return super().explain(x, target)
 
 
 class ChangesItself(Honest):
-    def gradient(self, x: Tensor, target: Selection) -> tuple[Tensor, Tensor]:
+    def gradient(self, x: Tensor, target: ResolvedTarget) -> tuple[Tensor, Tensor]:
         self.seen: Tensor = x
         return super().gradient(x, target)
 
 
 class ChangesTheDefaultType(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         torch.set_default_dtype(torch.float64)
         return super().explain(x, target)
 
 
 class SwallowsErrors(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         try:
             return super().explain(x, target)
         except Exception:  # noqa: BLE001
-            return Finding(torch.zeros_like(x), torch.zeros(len(x)))
+            return BatchAttribution(torch.zeros_like(x), torch.zeros(len(x)))
 
 
 class SwallowsInterrupts(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         try:
             return super().explain(x, target)
         except KeyboardInterrupt:
-            return Finding(torch.zeros_like(x), torch.zeros(len(x)))
+            return BatchAttribution(torch.zeros_like(x), torch.zeros(len(x)))
 
 
 class MixesTheBatch(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values / values.abs().max(), scores)
+        return BatchAttribution(values / values.abs().max(), scores)
 
 
 class CountsTheImages(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values + torch.arange(len(x))[:, None, None, None], scores)
+        return BatchAttribution(values + torch.arange(len(x))[:, None, None, None], scores)
 
 
 class ReturnsNaN(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values.log(), scores)
+        return BatchAttribution(values.log(), scores)
 
 
 class NeverReturnsZero(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values + 1e-3 * scores[:, None, None, None].exp().detach(), scores)
+        return BatchAttribution(values + 1e-3 * scores[:, None, None, None].exp().detach(), scores)
 
 
 class Transposes(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values.transpose(2, 3), scores)
+        return BatchAttribution(values.transpose(2, 3), scores)
 
 
 class FailsOnSmallInput(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(nn.functional.avg_pool2d(values, 3, 1), scores)
+        return BatchAttribution(nn.functional.avg_pool2d(values, 3, 1), scores)
 
 
 class NeedsNoise(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         if float(x.std()) == 0:
             raise ZeroDivisionError
         return super().explain(x, target)
 
 
 class KeepsTheGraph(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values.requires_grad_(), scores)
+        return BatchAttribution(values.requires_grad_(), scores)
 
 
 class Collects(Honest):
     kept: ClassVar[list[Any]] = []
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         self.kept.append((self.model, x))
         return super().explain(x, target)
 
 
 class ReportsAnotherScore(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values, scores.exp())
+        return BatchAttribution(values, scores.exp())
 
 
 class PretendsToBeComplete(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values, scores, residual=torch.zeros_like(scores))
+        return BatchAttribution(values, scores, residual=torch.zeros_like(scores))
 
 
 class HidesAResidual(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         values, scores = self.gradient(x, target)
-        return Finding(values, scores, residual=torch.zeros(()))
+        return BatchAttribution(values, scores, residual=torch.zeros(()))
 
 
 class ReadsTheTensorItself(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         x = leaf(x)
-        scores = target(run(self.model, x) * 1)
+        scores = target(run_model(self.model, x) * 1)
         (values,) = torch.autograd.grad(scores.sum(), x)
-        return Finding(values, scores)
+        return BatchAttribution(values, scores)
 
 
 class NeedsFreeParameters(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
-        scores = target(run(self.model, x))
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        scores = target(run_model(self.model, x))
         torch.autograd.grad(scores.sum(), self.model.get_parameter("head.weight"))
         return super().explain(x, target)
 
 
 class PicksTheLowestClass(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         if target.indices == (None,) * len(x):
-            target = Selection(run(self.model, x).argmin(1).tolist(), len(x))
+            target = ResolvedTarget(run_model(self.model, x).argmin(1).tolist(), len(x))
         return super().explain(x, target)
 
 
 class AnswersOneTargetForAll(Honest):
-    def explain_each(self, x: Tensor, targets: Sequence[Selection]) -> list[Finding]:
+    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         return [self.explain(x, targets[0])] * len(targets)
 
 
 class KeepsItsInputInTheClass(Honest):
     seen: ClassVar[list[Tensor]] = []
 
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         self.seen[:] = [x]
         values, scores = self.gradient(x, target)
-        return Finding(values * self.seen[0].abs().amax(), scores)
+        return BatchAttribution(values * self.seen[0].abs().amax(), scores)
 
 
 class ActsOnOtherThreads(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         handle = self.model.register_forward_hook(lambda module, inputs, output: output * 2)
         try:
             time.sleep(0.001)
             values, scores = self.gradient(x, target)
         finally:
             handle.remove()
-        return Finding(values / 2, scores / 2)
+        return BatchAttribution(values / 2, scores / 2)
 
 
 class ForgetsAnOption(Honest):
@@ -449,7 +449,7 @@ class CannotBeCopied(Honest):
 
 
 class IsUndocumented(Honest):
-    def explain(self, x: Tensor, target: Selection) -> Finding:
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         return super().explain(x, target)
 
 

@@ -139,7 +139,9 @@ OPTIONS: dict[str, Callable[[Explanation, Any], object]] = {
     "opacity": lambda explanation, given: overlay(explanation, opacity=given),
     "percentile": lambda explanation, given: overlay(explanation, percentile=given),
     "limit": lambda explanation, given: overlay(explanation, limit=given),
-    "fade": lambda explanation, given: overlay(replace(explanation, error=explanation.values), fade=given),
+    "min_significance": lambda explanation, given: overlay(
+        replace(explanation, error=explanation.values), min_significance=given
+    ),
     "colormap": lambda explanation, given: overlay(explanation, colormap=given),
     "sign": lambda explanation, given: overlay(explanation, sign=given),
     "keep": lambda explanation, given: cutout(explanation, keep=given),

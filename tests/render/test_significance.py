@@ -66,7 +66,9 @@ def test_without_an_error_a_value_is_certain_and_zero_is_nothing() -> None:
 @pytest.mark.parametrize("opacity", [0.5, "map"])
 def test_what_is_not_significant_fades(opacity: Opacity) -> None:
     explanation = sampled(halves(4, -4), halves(0.1, 40))
-    plain, faded = (np.asarray(overlay(explanation, opacity=opacity, fade=fade), float) for fade in (None, 2.0))
+    plain, faded = (
+        np.asarray(overlay(explanation, opacity=opacity, min_significance=least), float) for least in (None, 2.0)
+    )
     photo = 128.0
     sure, unsure = np.s_[:, :24], np.s_[:, 40:]
     assert abs(plain[sure] - faded[sure]).max() <= 1  # OpenCV rounds its two ways of blending differently
@@ -76,7 +78,7 @@ def test_what_is_not_significant_fades(opacity: Opacity) -> None:
 
 def test_a_fade_of_a_method_without_errors_says_which_have_them() -> None:
     explanation = sampled(halves(3, -3), None)
-    for call in (lambda: overlay(explanation, fade=2), lambda: standard_error(explanation)):
+    for call in (lambda: overlay(explanation, min_significance=2), lambda: standard_error(explanation)):
         with pytest.raises(RenderError, match=r"vanilla_gradient gave no standard error.*smooth_grad"):
             call()
 
@@ -84,4 +86,4 @@ def test_a_fade_of_a_method_without_errors_says_which_have_them() -> None:
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
 def test_a_fade_that_is_no_number_of_errors_is_refused(wrong: float) -> None:
     with pytest.raises(RenderError, match="number of standard errors"):
-        overlay(sampled(halves(3, -3), halves(1, 1)), fade=wrong)
+        overlay(sampled(halves(3, -3), halves(1, 1)), min_significance=wrong)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
-from saliency.attribution.resolved_target import Selection
+from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.targets.class_names import output_tensor
 from saliency.targets.targets import as_target
 
@@ -510,7 +510,7 @@ def test_a_single_value_per_image_counts_as_one_class(x: Tensor) -> None:
 
 
 def test_a_target_settles_on_the_first_output_and_keeps_to_it() -> None:
-    selection = Selection(None, 2)
+    selection = ResolvedTarget(None, 2)
     first = torch.tensor([[0.0, 1.0], [3.0, 2.0]])
     assert selection(first).tolist() == [1.0, 3.0]
     assert selection(first.flip(1)).tolist() == [0.0, 2.0]

@@ -9,7 +9,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from ...io.atomic_write import replacing
+from ...io.atomic_write import atomic_write
 from .packing import Packer, dumped
 from .reading import Row, read_about, read_photos
 
@@ -40,7 +40,7 @@ def report(folder: Path) -> Path:
     inline = chunks if len(chunks) <= INLINE else chunks[:1]
     beside = [_write_chunk(folder / "page", each) for each in chunks[len(inline) :]]
     page = folder / "index.html"
-    with replacing(page) as temporary:
+    with atomic_write(page) as temporary:
         temporary.write_text(_page(_head(about, packer), inline, beside), "utf-8", newline="\n")
     _remove_others(folder / "page", beside)
     return page
@@ -115,7 +115,7 @@ def _write_chunk(folder: Path, chunk: str) -> str:
     folder.mkdir(exist_ok=True)
     data = f"saliencyChunk({chunk});\n".encode()
     path = folder / f"{hashlib.sha256(data).hexdigest()[:16]}.js"
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(data)
     return path.name
 

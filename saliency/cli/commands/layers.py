@@ -15,17 +15,17 @@ from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor, nn
 
-from ...attribution.resolved_target import Selection
+from ...attribution.resolved_target import ResolvedTarget
 from ...errors import ModelError
-from ...hooks.model_state import borrowed, reference, run
+from ...hooks.model_state import prepared_for_attribution, reference_tensor, run_model
 from ...inspection.activation_statistics import activation_statistics
 from ...inspection.gradient_flow import gradient_flow
 from ...inspection.gradient_statistics import gradient_statistics
 from ...inspection.layer_table import LayerRow, layer_table
 from ...inspection.tables import Column, Table
-from ...io.atomic_write import is_stream, replacing
+from ...io.atomic_write import atomic_write, is_stream
 from ...io.inputs import read
-from ...layers.default_layer import survey
+from ...layers.default_layer import scan_layers
 from ..console import GAP, Screen, UsageError, visible
 from ..console import Column as ScreenColumn
 from ..layers_html import Section, figure_html, page, picture_html
@@ -99,15 +99,15 @@ class Subject:
         self.batch = read(
             _noise() if request.photo is None else request.photo,
             getattr(self.model, "preprocess", None),
-            like=reference(self.model),
+            like=reference_tensor(self.model),
         )
         with screen.waiting("looking at the layers"):
-            with borrowed(self.model):
-                self.survey = survey(self.model, self.x)
+            with prepared_for_attribution(self.model):
+                self.survey = scan_layers(self.model, self.x)
             self.table = layer_table(self.model, self.x)
         depth = _depth(self.table.rows, request)
         self.shown = [row for row in self.table if row.depth <= depth or row.name == self.survey.chosen]
-        self.selection = Selection(target, len(self.x), self.categories)
+        self.selection = ResolvedTarget(target, len(self.x), self.categories)
 
     @property
     def x(self) -> Tensor:
@@ -181,8 +181,8 @@ class Subject:
 
     def _choose_class(self) -> None:
         """The top class where none was typed, so that it can be named."""
-        with borrowed(self.model), torch.no_grad():
-            self.selection(run(self.model, self.x))
+        with prepared_for_attribution(self.model), torch.no_grad():
+            self.selection(run_model(self.model, self.x))
 
 
 _LAYERS = (
@@ -291,7 +291,7 @@ def _require_place(file: Path) -> None:
 
 def _write(file: Path, text: str) -> None:
     try:
-        with replacing(file) as temporary:
+        with atomic_write(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--html {file} cannot be written: {error.strerror}") from error

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .patches import Kernel, Patch, Rectangles, cut
 from .recording import Op, argument
-from .replay import Move
+from .replay import ReplayStep
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Still:
+class Constant:
     """A tensor that is the same in all windows: a weight, or a map that does not depend on the picture."""
 
     value: Tensor
@@ -34,7 +34,7 @@ class Call:
         clean: The map (1, C, H, W) that a patch is a change of, where it is an argument.
     """
 
-    move: Move
+    move: ReplayStep
     args: list[Any]
     kwargs: dict[str, Any]
     clean: Callable[[Patch], Tensor]
@@ -42,7 +42,7 @@ class Call:
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by name; a tensor that stands still as itself."""
         found = argument(self.move.op, self.args, name, self.kwargs.get(name, default))
-        return found.value if isinstance(found, Still) else found
+        return found.value if isinstance(found, Constant) else found
 
     @property
     def size(self) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class Call:
 
 
 Result = list[Patch | None] | None
-Way = Callable[[Call], Result]
+PatchRule = Callable[[Call], Result]
 """From a call to its results, None for one that nobody reads; None altogether where it takes whole maps."""
 
 
@@ -83,9 +83,9 @@ def _pairs(*options: Sequence[int]) -> tuple[Kernel, Kernel]:
 
 def _convolved(call: Call) -> Result:
     weight, bias = call.args[1:3]
-    if not isinstance(weight, Still) or call.get("transposed"):
+    if not isinstance(weight, Constant) or call.get("transposed"):
         return None
-    values, shift = weight.value, bias.value if isinstance(bias, Still) else bias
+    values, shift = weight.value, bias.value if isinstance(bias, Constant) else bias
     stride, dilation, groups = call.get("stride"), call.get("dilation"), call.get("groups")
     kernels = _pairs(values.shape[-2:], stride, call.get("padding"), dilation)
     return _slid(
@@ -136,7 +136,7 @@ def _padded(call: Call) -> Result:
 def _normalised(call: Call) -> Result:
     if any(call.get(name) is True for name in ("training", "train")):
         return None
-    stills = [each.value if isinstance(each, Still) else each for each in call.args[1:]]
+    stills = [each.value if isinstance(each, Constant) else each for each in call.args[1:]]
     result = call.move.op(call.args[0].rows, *stills, **call.kwargs)
     first = result if call.move.single else result[0]
     read = [at for at in call.move.results[1:] if at is not None and at not in call.move.last]
@@ -164,7 +164,7 @@ def _joined(call: Call) -> Result:
 
 def pointwise(call: Call) -> Result:
     """Any operation in which each place depends on the same place of the others only."""
-    tensors = [each for each in [*call.args, *call.kwargs.values()] if isinstance(each, Patch | Still)]
+    tensors = [each for each in [*call.args, *call.kwargs.values()] if isinstance(each, Patch | Constant)]
     place = _around(tensors, call.size) if len(call.move.shapes[0]) == 4 else None
     if place is None:
         return None
@@ -200,7 +200,7 @@ def _aligned(call: Call, part: Any, place: Rectangles) -> Any:
     """An argument as it is in some rectangles."""
     if isinstance(part, Patch):
         return call.cut(part, place)
-    if not isinstance(part, Still):
+    if not isinstance(part, Constant):
         return part
     value = part.value
     if value.dim() == 0 or (value.shape[-1] == 1 and (value.dim() == 1 or value.shape[-2] == 1)):
@@ -209,7 +209,7 @@ def _aligned(call: Call, part: Any, place: Rectangles) -> Any:
     return cut(full.expand(-1, -1, *call.size), None, place)
 
 
-WAYS: dict[Op, Way] = {
+PATCH_RULES: dict[Op, PatchRule] = {
     aten.convolution.default: _convolved,
     aten.max_pool2d_with_indices.default: _max_pooled,
     aten.max_pool2d.default: _max_pooled,
@@ -236,8 +236,8 @@ _ALSO_POINTWISE = {
 }
 
 
-def way_of(op: Op) -> Way | None:
+def patch_rule(op: Op) -> PatchRule | None:
     """How an operation is done on patches; None where it takes whole maps."""
-    if op in WAYS:
-        return WAYS[op]
+    if op in PATCH_RULES:
+        return PATCH_RULES[op]
     return pointwise if torch.Tag.pointwise in op.tags or op in _ALSO_POINTWISE else None

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...hooks.pytree import mapped, tensors_in
+from ...hooks.pytree import tree_map_tensors, tree_tensors
 
 Op = OpOverload[..., Any]
 
@@ -100,7 +100,7 @@ def reads_values(op: Op, depending: list[Tensor]) -> bool:
     return bool(depending) and (nature.a_number or nature.varying)
 
 
-class Escapes(TorchFunctionMode):
+class UntracedAccess(TorchFunctionMode):
     """Whether a forward takes values out of tensors in ways that the dispatcher is not shown.
 
     Attributes:
@@ -128,7 +128,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ExternalTensor:
     """The place of a tensor that does not depend on the source: a weight, or what was computed of other things."""
 
     at: int
@@ -154,7 +154,7 @@ class Step:
     results: tuple[int | None, ...]
     single: bool
     shapes: tuple[tuple[int, ...], ...]
-    overwritten: tuple[Slot | Given, ...]
+    overwritten: tuple[Slot | ExternalTensor, ...]
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.aliased = False
         self.source_overwritten = False
         self.output: Any = None
-        self.outputs: list[Slot | Given] = []
+        self.outputs: list[Slot | ExternalTensor] = []
         self._source: _Memory | None = None
         self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._held: dict[int, int] = {}
@@ -206,13 +206,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self, output: Any) -> None:
         """Write down what the forward returned, and let go of what is known of its memory."""
-        tensors = list(tensors_in(output))
+        tensors = list(tree_tensors(output))
         if not self._source:
             self.refusal = self.refusal or "the forward came to its end before the tensor that is followed"
         self.refusal = self.refusal or self._objection_to_reading(tensors)
         if not self.refusal:
             self.outputs = [self._place(each) for each in tensors]
-            self.output = mapped(output, lambda each: torch.empty(0, dtype=torch.float32, device="cpu"))
+            self.output = tree_map_tensors(output, lambda each: torch.empty(0, dtype=torch.float32, device="cpu"))
         self._known.clear()
         self._held.clear()
         self._memories.clear()
@@ -297,7 +297,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return {name: self._places(each) for name, each in part.items()}
         return part
 
-    def _place(self, tensor: Tensor) -> Slot | Given:
+    def _place(self, tensor: Tensor) -> Slot | ExternalTensor:
         slot = self._slot(tensor)
         if slot is not None:
             return Slot(slot)
@@ -306,7 +306,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             at = self._held[id(tensor)] = len(self.given)
             self.given.append(tensor)
             self._memory(tensor).given.append(at)
-        return Given(at)
+        return ExternalTensor(at)
 
     def _before_write(self, tensor: Tensor) -> None:
         """Copy what the tape holds of the memory that is about to be written to."""

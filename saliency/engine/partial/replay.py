@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hooks.pytree import agree, mapped
-from .recording import Given, Op, Slot, Step, Tape
+from ...hooks.pytree import tree_map_tensors, trees_agree
+from .recording import ExternalTensor, Op, Slot, Step, Tape
 
 
-class Unlike(Exception):  # noqa: N818
+class ReplayMismatch(Exception):  # noqa: N818
     """Two forwards that should differ in nothing but their number of rows differ in more."""
 
 
@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ReplayStep:
     """One step of a program.
 
     Attributes:
@@ -93,16 +93,18 @@ class Program:
     def __init__(self, first: Tape, second: Tape, rows: int = 1) -> None:
         for each in (first, second):
             if each.refusal:
-                raise Unlike(each.refusal)
+                raise ReplayMismatch(each.refusal)
         counts = [(tape.slots, len(tape.steps), len(tape.given), tape.outputs) for tape in (first, second)]
         if counts[0] != counts[1]:
-            raise Unlike(f"{rows} and {rows + 1} rows are not computed alike")
+            raise ReplayMismatch(f"{rows} and {rows + 1} rows are not computed alike")
         self.slots = first.slots
         self.outputs = first.outputs
         self.pure = not (first.aliased or second.aliased)
         self._source_overwritten = first.source_overwritten
         self._output = first.output
-        overwritten = {place.at for step in first.steps for place in step.overwritten if isinstance(place, Given)}
+        overwritten = {
+            place.at for step in first.steps for place in step.overwritten if isinstance(place, ExternalTensor)
+        }
         self._parts = [
             _part(one, other, at in overwritten, rows)
             for at, (one, other) in enumerate(zip(first.given, second.given, strict=True))
@@ -135,7 +137,7 @@ class Program:
         """What is used beside the source, for some number of rows."""
         return [part.at(rows) for part in self._parts]
 
-    def do(self, move: Move, values: list[Any], given: list[Tensor], rows: int) -> None:
+    def do(self, move: ReplayStep, values: list[Any], given: list[Tensor], rows: int) -> None:
         """One step on real tensors."""
         result = move.op(
             *[filled(each, values, given, rows) for each in move.args],
@@ -149,10 +151,10 @@ class Program:
         """The nest that the model returns, filled. What is kept for other calls is handed out as a copy."""
         tensors = [filled(place, values, given, 1) for place in self.outputs]
         found = (
-            each.clone(memory_format=torch.contiguous_format) if isinstance(place, Given) else each
+            each.clone(memory_format=torch.contiguous_format) if isinstance(place, ExternalTensor) else each
             for place, each in zip(self.outputs, tensors, strict=True)
         )
-        return mapped(self._output, lambda each: next(found))
+        return tree_map_tensors(self._output, lambda each: next(found))
 
 
 def filled(part: Any, values: list[Any], given: list[Tensor], rows: int) -> Any:
@@ -160,7 +162,7 @@ def filled(part: Any, values: list[Any], given: list[Tensor], rows: int) -> Any:
     kind = type(part)
     if kind is Slot:
         return values[part.at]
-    if kind is Given:
+    if kind is ExternalTensor:
         return given[part.at]
     if kind is Rows:
         return part.each * rows
@@ -190,16 +192,16 @@ def _last_uses(tape: Tape) -> list[tuple[int, ...]]:
     return [tuple(each) for each in found]
 
 
-def _move(one: Step, other: Step, last: tuple[int, ...], rows: int) -> Move:
+def _move(one: Step, other: Step, last: tuple[int, ...], rows: int) -> ReplayStep:
     """A step for any number of rows, from what it is for some and for one more."""
     if one.op is not other.op or one.results != other.results or one.overwritten != other.overwritten:
-        raise Unlike(f"where {rows} rows take {one.op}, {rows + 1} take {other.op}")
+        raise ReplayMismatch(f"where {rows} rows take {one.op}, {rows + 1} take {other.op}")
     shapes = tuple(
         tuple(each if type(each) is int else each.each for each in _joined(list(shape), list(grown), rows))
         for shape, grown in zip(one.shapes, other.shapes, strict=True)
     )
     args, kwargs = _joined(one.args, other.args, rows), _joined(one.kwargs, other.kwargs, rows)
-    return Move(one.op, args, kwargs, one.results, one.single, shapes, last)
+    return ReplayStep(one.op, args, kwargs, one.results, one.single, shapes, last)
 
 
 def _joined(one: Any, other: Any, rows: int) -> Any:
@@ -213,7 +215,7 @@ def _joined(one: Any, other: Any, rows: int) -> Any:
             return one
         if type(one) is int and one * (rows + 1) == other * rows and one % rows == 0:
             return Rows(one // rows)
-    raise Unlike(f"an argument is {one!r} for {rows} rows and {other!r} for {rows + 1}")
+    raise ReplayMismatch(f"an argument is {one!r} for {rows} rows and {other!r} for {rows + 1}")
 
 
 def _part(one: Tensor, other: Tensor, overwritten: bool, rows: int) -> Part:
@@ -227,7 +229,7 @@ def _part(one: Tensor, other: Tensor, overwritten: bool, rows: int) -> Part:
         elif len(grown) == 1 and one.shape[grown[0]] % rows == 0:
             part = Part(one.narrow(grown[0], 0, one.shape[grown[0]] // rows), grown[0], overwritten)
         else:
-            raise Unlike("what is used beside the tensor that is followed grows otherwise than with the rows")
-        if agree(part.at(rows), one) and agree(part.at(rows + 1), other):
+            raise ReplayMismatch("what is used beside the tensor that is followed grows otherwise than with the rows")
+        if trees_agree(part.at(rows), one) and trees_agree(part.at(rows + 1), other):
             return part
-    raise Unlike("what is used beside the tensor that is followed is not the same for each row")
+    raise ReplayMismatch("what is used beside the tensor that is followed is not the same for each row")

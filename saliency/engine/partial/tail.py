@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from ...errors import LayerError
 from ...hooks.manager import HookManager
-from ...hooks.model_state import is_out_of_memory, run
-from ...hooks.pytree import agree, first_tensor, mapped
+from ...hooks.model_state import is_out_of_memory, run_model
+from ...hooks.pytree import first_tensor, tree_map_tensors, trees_agree
 from ...layers.find import find
-from .recording import Escapes, Tape
-from .replay import Program, Unlike
+from .recording import Tape, UntracedAccess
+from .replay import Program, ReplayMismatch
 
 ONLY_BEHIND = "behind the layer only"
 WHOLE_FORWARDS = "whole forwards"
 
-_WRONG = (Unlike, RuntimeError, ValueError, TypeError, LookupError)
+_WRONG = (ReplayMismatch, RuntimeError, ValueError, TypeError, LookupError)
 
 
-class Behind:
+class TailForward:
     """What a model makes of changes of one layer's output, with the part before the layer computed once.
 
     Two forwards, of one row and of two, are written down as the operations they consist of. Those that depend on the
@@ -81,7 +81,7 @@ class Behind:
             if self._program is not None:
                 try:
                     output = self._program(rows, len(rows))
-                    return mapped(output, lambda each: _apart(each, activations))
+                    return tree_map_tensors(output, lambda each: _apart(each, activations))
                 except _WRONG as error:
                     if is_out_of_memory(error):
                         raise
@@ -98,10 +98,10 @@ class Behind:
         What the layer gives and the model gives is not taken from here: attention may be computed otherwise while its
         functions are looked at.
         """
-        escapes = Escapes()
+        escapes = UntracedAccess()
         with HookManager() as hooks, escapes:
             calls = hooks.capture(self._layer)
-            run(self._model, self._x)
+            run_model(self._model, self._x)
         if not calls:
             raise LayerError(
                 f'layer "{self._name}" was not run in this forward, or returned no tensor '
@@ -137,12 +137,12 @@ class Behind:
             taken = self.activation.clone() if rows is None else rows.clone()
             if tape is not None:
                 tape.begin(taken)
-            return mapped(output, lambda each: taken if each is first else each)
+            return tree_map_tensors(output, lambda each: taken if each is first else each)
 
         with HookManager() as hooks:
             hooks.revise(self._layer, change)
             with nullcontext() if tape is None else tape:
-                output = run(self._model, self._x.expand(count, *self._x.shape[1:]))
+                output = run_model(self._model, self._x.expand(count, *self._x.shape[1:]))
         if seen != self._calls:
             raise LayerError(
                 f'layer "{self._name}" is called {self._calls} times for one picture and {seen} times for {count}'
@@ -156,17 +156,17 @@ class Behind:
         changed = self._as_recorded(_changed(self.activation))  # (3, ...)
         try:
             if one.refusal:
-                raise Unlike(one.refusal)
+                raise ReplayMismatch(one.refusal)
             two = Tape()
             expected = self._whole(changed[:2], two)
             try:
                 program = Program(one, two)
-            except Unlike:
+            except ReplayMismatch:
                 # Some operations are left out for one row, as copies that make memory contiguous.
                 three = Tape()
                 self._whole(changed, three)
                 program = Program(two, three, rows=2)
-            if agree(program(changed[:2], 2), expected) and agree(program(self.activation, 1), self.output):
+            if trees_agree(program(changed[:2], 2), expected) and trees_agree(program(self.activation, 1), self.output):
                 return program, ""
         except _WRONG as error:
             return None, str(error)

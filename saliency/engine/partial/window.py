@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MethodError
-from ...hooks.model_state import is_out_of_memory, run
-from ...hooks.pytree import agree
-from .patch_rules import Call, Still, pointwise, way_of
+from ...hooks.model_state import is_out_of_memory, run_model
+from ...hooks.pytree import trees_agree
+from .patch_rules import Call, Constant, patch_rule, pointwise
 from .patches import Patch, Rectangles, whole
-from .recording import Escapes, Given, Slot, Tape
-from .replay import Move, Program, Rows, Unlike, slots_among
+from .recording import ExternalTensor, Slot, Tape, UntracedAccess
+from .replay import Program, ReplayMismatch, ReplayStep, Rows, slots_among
 
 ONLY_WHERE_REACHED = "only where the window reaches"
 WHOLE_FORWARDS = "whole forwards"
 
-_WRONG = (Unlike, RuntimeError, ValueError, TypeError, LookupError)
+_WRONG = (ReplayMismatch, RuntimeError, ValueError, TypeError, LookupError)
 _WORTH_IT = 0.95
 
 
-class Local:
+class WindowForward:
     """What a model makes of copies of a picture that differ from it in one window each.
 
     The forward of the picture is written down as the operations it consists of. For each call these are done on the
@@ -81,7 +81,7 @@ class Local:
                     if is_out_of_memory(error):
                         raise
                     self._give_up(str(error))
-            return run(self._model, self._pasted(patches, tops, lefts))
+            return run_model(self._model, self._pasted(patches, tops, lefts))
 
     def _give_up(self, why: str) -> None:
         self.why, self.share = why, 1.0
@@ -112,15 +112,15 @@ class Local:
         tape = Tape()
         with tape:
             tape.begin(rows)
-            output = run(self._model, rows)
+            output = run_model(self._model, rows)
         tape.end(output)
         return tape, output
 
     def _prepare(self) -> str:
         """Make the program, where it gives the same as the model; else say why it does not."""
-        escapes = Escapes()
+        escapes = UntracedAccess()
         with escapes:
-            run(self._model, self._x)
+            run_model(self._model, self._x)
         if escapes.found:
             return escapes.found
         one, clean = self._recorded(self._x.clone())
@@ -132,15 +132,15 @@ class Local:
             two, expected = self._recorded(rows[:2])
             try:
                 program = Program(one, two)
-            except Unlike:
+            except ReplayMismatch:
                 three, _ = self._recorded(rows)
                 program = Program(two, three, rows=2)
             if not program.pure:
                 return "the model reads tensors under several names while it writes to them"
             self._know(program)
-            if not agree(self._kept(program), clean):
+            if not trees_agree(self._kept(program), clean):
                 return "the operations on the picture do not give again what the model gave"
-            if not agree(self._local(program, patches[:2], tops[:2], lefts[:2]), expected):
+            if not trees_agree(self._local(program, patches[:2], tops[:2], lefts[:2]), expected):
                 return "the operations on parts of the picture do not give what the model gave"
             if self.share > _WORTH_IT:
                 return "the model looks at the whole picture from the start"
@@ -159,7 +159,7 @@ class Local:
             self._costs.append(_multiply_adds(move, shapes, given))
             shapes.update({at: shape for at, shape in zip(move.results, move.shapes, strict=True) if at is not None})
             slots = set(slots_among(move.args) + slots_among(move.kwargs))
-            if not (way_of(move.op) is pointwise and len(slots) == 1):
+            if not (patch_rule(move.op) is pointwise and len(slots) == 1):
                 self._wanted |= slots
         self._plain_cost = sum(self._costs)
 
@@ -213,10 +213,10 @@ class Local:
             values[at] = whole(self._clean(program, at), values[at])
 
     def _on_patches(
-        self, program: Program, move: Move, slots: set[int], values: list[Any], given: list[Tensor], rows: int
+        self, program: Program, move: ReplayStep, slots: set[int], values: list[Any], given: list[Tensor], rows: int
     ) -> list[Patch | None] | None:
         """The results of a step as patches; None where it takes whole maps."""
-        way = way_of(move.op)
+        way = patch_rule(move.op)
         if way is None or not all(isinstance(values[at], Patch) for at in slots):
             return None
 
@@ -231,8 +231,8 @@ def _parts(part: Any, values: list[Any], given: list[Tensor], rows: int) -> Any:
     """Arguments with patches and still tensors in their places."""
     if isinstance(part, Slot):
         return values[part.at]
-    if isinstance(part, Given):
-        return Still(given[part.at])
+    if isinstance(part, ExternalTensor):
+        return Constant(given[part.at])
     if isinstance(part, Rows):
         return part.each * rows
     if isinstance(part, list):
@@ -248,7 +248,7 @@ def _covered(found: list[Patch | None]) -> float:
     return patch.place.height * patch.place.width / math.prod(patch.size)
 
 
-def _multiply_adds(move: Move, shapes: dict[int, tuple[int, ...]], given: list[Tensor]) -> float:
+def _multiply_adds(move: ReplayStep, shapes: dict[int, tuple[int, ...]], given: list[Tensor]) -> float:
     """The multiplications of one row in a convolution or a matrix product; 0 for other steps."""
 
     def shape(part: Any) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...errors import ImageError, LayerError, MethodError
 from ...hooks.manager import HookManager
-from ...hooks.model_state import borrowed, unwrap
-from ...hooks.pytree import tensors_in
+from ...hooks.model_state import prepared_for_attribution, unwrap
+from ...hooks.pytree import tree_tensors
 from ..feature_store import RESERVED, Features, Rows
 from ..feature_writer import Sink, Store
 from ..layer_selection import LayersLike, require_seen, selected
@@ -139,7 +139,7 @@ def _rows_of(
         return keep
 
     # Not under inference_mode: what a model caches there could never be trained on again.
-    with borrowed(model), HookManager() as hooks, torch.no_grad():
+    with prepared_for_attribution(model), HookManager() as hooks, torch.no_grad():
         for name, layer in layers.items():
             hooks.observe(layer, keeper(name))
         called(model, batch)
@@ -166,4 +166,4 @@ def _copied(tensor: Any, name: str, dtype: torch.dtype | None) -> Tensor:
 
 
 def _first_number(output: Any) -> Tensor | None:
-    return next((each for each in tensors_in(output) if each.is_floating_point()), None)
+    return next((each for each in tree_tensors(output) if each.is_floating_point()), None)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...attribution.explanation import Sign
-from ...attribution.options import Running, Sampling
+from ...attribution.options import EngineOptions, SamplingOptions
 from ...engine.estimates import Estimate, rank_correlation
-from ...engine.multi_pass import Found, MultiPassAttribution, SampledAttribution
-from ...engine.runner import Passes
+from ...engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution
+from ...engine.runner import PassRunner
 from ...errors import warn
 from .fills import Filler, FillLike, as_fill
 from .segments import SegmentsLike, as_segments, segmented
@@ -43,10 +43,10 @@ class Parts:
         """A map (1, H, W) in which each part's value, of (M,), is shared out evenly among its pixels."""
         return self._segments.painted(values)
 
-    def found(self, estimate: Coalitions, score: Tensor) -> Found:
+    def found(self, estimate: Coalitions, score: Tensor) -> ImageAttribution:
         """An estimate as a finding, without a residual. Args: see `Coalitions`; `score` () is that of the image."""
         values, error = estimate.mean, estimate.error
-        return Found(values.to(score), None if error is None else error.to(score), estimate.agreement)
+        return ImageAttribution(values.to(score), None if error is None else error.to(score), estimate.agreement)
 
 
 class FeatureAblation(MultiPassAttribution):
@@ -62,7 +62,7 @@ class FeatureAblation(MultiPassAttribution):
         fill: What stands where a part is hidden: a number, or one per channel, in the model's normalised space (0 is
             the mean colour of its training pictures), "mean" (the picture's own), "blur", "inpaint" (from around the
             part), or a picture (C, H, W) as the model takes it.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: f(x) less the score without the part, shared out evenly
     among the part's pixels, so that the sum over a part is the fall in the score.
@@ -79,7 +79,7 @@ class FeatureAblation(MultiPassAttribution):
     cost = f"about {SUPERPIXELS} forwards, one for each segment"
     units = "score per pixel"
     sign: ClassVar[Sign] = "signed"
-    trial: ClassVar = {"segments": (3, 3)}
+    quick_options: ClassVar = {"segments": (3, 3)}
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class FeatureAblation(MultiPassAttribution):
         *,
         segments: SegmentsLike = SUPERPIXELS,
         fill: FillLike = 0.0,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
         self.segments = as_segments(segments)
         self.fill = as_fill(fill)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The fall in the score for each part; parts that an interrupt kept from being hidden have 0."""
         parts = Parts(self, passes.x)
         passes.notes.append(f"{parts.count} segments")
@@ -105,7 +105,7 @@ class FeatureAblation(MultiPassAttribution):
 
         for done in passes.forwards(make, parts.count):
             falls[done.start : done.start + len(done.scores)] = (score - done.scores).cpu().double()
-        return Found(parts.painted(falls).to(passes.x))
+        return ImageAttribution(parts.painted(falls).to(passes.x))
 
 
 class Solution(NamedTuple):
@@ -226,7 +226,7 @@ class CoalitionSampling(SampledAttribution):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
     """
 
     units = "score per pixel"
@@ -238,19 +238,19 @@ class CoalitionSampling(SampledAttribution):
         *,
         segments: SegmentsLike = SUPERPIXELS,
         fill: FillLike = 0.0,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, **sampling)
         self.segments = as_segments(segments)
         self.fill = as_fill(fill)
 
-    def parts(self, passes: Passes) -> Parts:
+    def parts(self, passes: PassRunner) -> Parts:
         """The parts of the image, with a note of how many they are."""
         parts = Parts(self, passes.x)
         passes.notes.append(f"{parts.count} segments")
         return parts
 
-    def warn_of_few(self, passes: Passes, parts: Parts, least: int) -> None:
+    def warn_of_few(self, passes: PassRunner, parts: Parts, least: int) -> None:
         """Warn of fewer passes than determine the values; `least` are those that do."""
         if passes.used < least:
             passes.notes.append(f"far too few passes for {parts.count} segments")
@@ -260,7 +260,7 @@ class CoalitionSampling(SampledAttribution):
             )
 
     @staticmethod
-    def fill_in(estimate: Coalitions, passes: Passes, count: int) -> None:
+    def fill_in(estimate: Coalitions, passes: PassRunner, count: int) -> None:
         """Make up to `count` passes, until a limit is met."""
         for done in passes.forwards(estimate.make, count):
             estimate.take(done.scores)

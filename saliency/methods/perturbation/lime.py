@@ -7,9 +7,9 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ...attribution.options import Sampling
-from ...engine.multi_pass import Found, generator
-from ...engine.runner import Passes
+from ...attribution.options import SamplingOptions
+from ...engine.multi_pass import ImageAttribution, generator
+from ...engine.runner import PassRunner
 from ...validation import real_number
 from .feature_ablation import SUPERPIXELS, Coalitions, CoalitionSampling, Parts, Solution, standard_errors
 from .fills import FillLike
@@ -38,7 +38,7 @@ class LIME(CoalitionSampling):
         penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
             shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
             takes 1; at 0, the default, an additive model is found exactly.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: a part's coefficient shared out evenly among its pixels.
 
@@ -52,7 +52,7 @@ class LIME(CoalitionSampling):
     name = "lime"
     cost = "1000 forwards"
     samples = 1000
-    trial: ClassVar = {"segments": (2, 2), "passes": 16}
+    quick_options: ClassVar = {"segments": (2, 2), "passes": 16}
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class LIME(CoalitionSampling):
         fill: FillLike = 0.0,
         width: float = 0.25,
         penalty: float = 0.0,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, segments=segments, fill=fill, **sampling)
         self.width = real_number("width", width, least=1e-3)
         self.penalty = real_number("penalty", penalty, least=0)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The coefficients of the regression."""
         parts = self.parts(passes)
         estimate = _Regression(parts, score, self.seed, self.width, self.penalty)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attribution.forward import widened
-from ...attribution.options import Running
-from ...attribution.resolved_target import Selection
-from ...engine.multi_pass import Found, MultiPassAttribution, generator
-from ...engine.runner import Passes
+from ...attribution.forward import at_least_float32
+from ...attribution.options import EngineOptions
+from ...attribution.resolved_target import ResolvedTarget
+from ...engine.multi_pass import ImageAttribution, MultiPassAttribution, generator
+from ...engine.runner import PassRunner
 from ...errors import MethodError
 from ...hooks.model_state import leaf
-from ...validation import chosen, real_number, whole_number
+from ...validation import check_choice, check_whole_number, real_number
 from .fills import Filler, FillLike, as_fill
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
@@ -37,25 +37,25 @@ class OptimisedMask(MultiPassAttribution):
     Args:
         model: As for every method.
         steps: How many steps of gradient descent each mask takes.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
     """
 
     sign = "positive"
-    trial: ClassVar[Mapping[str, Any]] = {"steps": 2}
+    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
     rate: float
     """How far a step moves a mask's numbers, at most."""
 
-    def __init__(self, model: nn.Module, *, steps: int, **running: Unpack[Running]) -> None:
+    def __init__(self, model: nn.Module, *, steps: int, **running: Unpack[EngineOptions]) -> None:
         super().__init__(model, **running)
-        self.steps = whole_number("steps", steps)
+        self.steps = check_whole_number("steps", steps)
 
-    def passes_of(self, x: Tensor, target: Selection, image: int) -> Passes:
+    def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
         """The passes of one image, one at a time: each step begins where the one before has ended."""
         single = copy.copy(self)
         single.chunk = 1
         return super(OptimisedMask, single).passes_of(x, target, image)
 
-    def descend(self, passes: Passes, at: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
+    def descend(self, passes: PassRunner, at: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
         """Some masks' numbers (k, g, g) after all steps, and whether the score ever had a gradient at them.
 
         Args:
@@ -91,7 +91,7 @@ class OptimisedMask(MultiPassAttribution):
     def cost_of(self, at: Tensor, which: int, step: int) -> Tensor:
         """() what the numbers (g, g) of mask `which` cost at a step, besides the score."""
 
-    def stake(self, passes: Passes, score: Tensor, hidden: Tensor) -> float:
+    def stake(self, passes: PassRunner, score: Tensor, hidden: Tensor) -> float:
         """What hiding the whole image, which leaves `hidden` (1, C, H, W), does to the score: a positive number."""
         full = float(score)
         least = 1e-3 * abs(full)
@@ -143,7 +143,7 @@ class MeaningfulPerturbation(OptimisedMask):
         sparsity: What it costs to hide, as above; the paper's 0.08 is meant for probabilities.
         smoothness: What edges cost; the paper's is 0.01.
         fill: What stands where the image is hidden: see `saliency.methods.perturbation.fills.FillLike`; not "inpaint".
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), 0 to 1: how far each pixel was hidden.
 
@@ -168,18 +168,18 @@ class MeaningfulPerturbation(OptimisedMask):
         sparsity: float = 1.0,
         smoothness: float = 0.01,
         fill: FillLike = "blur",
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, steps=steps, **running)
         self.sparsity = real_number("sparsity", sparsity, least=0)
         self.smoothness = real_number("smoothness", smoothness, least=0)
         self.fill = still_fill(fill, self.name)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """What the mask hides in the end."""
         x = passes.x.clone()  # an inference tensor cannot be kept for a gradient
         hidden = Filler(x, self.fill).hidden_entirely()
-        x, hidden = widened(x), widened(hidden)
+        x, hidden = at_least_float32(x), at_least_float32(hidden)
         down, across = (enlarging(min(28, edge), edge, x) for edge in x.shape[2:])
 
         def render(mask: Tensor, shift: tuple[int, int]) -> Tensor:
@@ -188,7 +188,7 @@ class MeaningfulPerturbation(OptimisedMask):
         stake = self.stake(passes, score, hidden.to(passes.x.dtype))
         start = x.new_zeros(1, down.shape[1], across.shape[1])
         (mask,), _ = self.descend(passes, start, stake, render)
-        return Found((down @ mask @ across.T).clamp(0, 1)[None])
+        return ImageAttribution((down @ mask @ across.T).clamp(0, 1)[None])
 
     def cost_of(self, at: Tensor, which: int, step: int) -> Tensor:
         """What is hidden, and the edges."""
@@ -259,7 +259,7 @@ class ExtremalPerturbation(OptimisedMask):
         steps: Steps of gradient descent, which go the farther the fewer they are; the paper's are 800.
         weight: What a false area costs at the first step.
         keep: "best" looks for the part that suffices; "worst" for the one whose loss lowers the score the most.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
     everywhere where the score does not depend on the mask.
@@ -285,7 +285,7 @@ class ExtremalPerturbation(OptimisedMask):
         steps: int = 800,
         weight: float = 10.0,
         keep: Keep = "best",
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, steps=steps, **running)
         self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
@@ -294,9 +294,9 @@ class ExtremalPerturbation(OptimisedMask):
         if not self.areas:
             raise MethodError("areas is empty; expected at least one share of the image, such as 0.1")
         self.weight = real_number("weight", weight, above=0)
-        self.keep = chosen("keep", keep, ("best", "worst"))
+        self.keep = check_choice("keep", keep, ("best", "worst"))
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean of the masks of all areas."""
         x = passes.x.clone()  # an inference tensor cannot be kept for a gradient
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -318,8 +318,8 @@ class ExtremalPerturbation(OptimisedMask):
         found, alive = self.descend(passes, start, -stake if upward else stake, render)
         if not alive:
             passes.notes.append("the score does not depend on what is blurred")
-            return Found(x.new_zeros(1, height, width))
-        return Found(torch.stack([enlarged(smooth_mask(each)) for each in found]).mean(0)[None].clamp(0, 1))
+            return ImageAttribution(x.new_zeros(1, height, width))
+        return ImageAttribution(torch.stack([enlarged(smooth_mask(each)) for each in found]).mean(0)[None].clamp(0, 1))
 
     def cost_of(self, at: Tensor, which: int, step: int) -> Tensor:
         """How far the sorted mask is from one of the right area."""

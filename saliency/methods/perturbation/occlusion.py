@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...attribution.explanation import Sign
-from ...attribution.options import Running
-from ...engine.multi_pass import Found, MultiPassAttribution
-from ...engine.partial.window import ONLY_WHERE_REACHED, Local
-from ...engine.runner import Make, Passes
+from ...attribution.options import EngineOptions
+from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
+from ...engine.partial.window import ONLY_WHERE_REACHED, WindowForward
+from ...engine.runner import MakeInputs, PassRunner
 from ...errors import MethodError
 from ...validation import is_pair, is_whole
 from .fills import Filler, FillLike, as_fill
@@ -39,7 +39,7 @@ class Occlusion(MultiPassAttribution):
         fill: What stands in the window: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training pictures), "mean" (the picture's own), "blur", "inpaint" (from around the window), or
             a picture (C, H, W) as the model takes it.
-        **running: See `saliency.attribution.options.Running`.
+        **running: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), signed, in score units: what the score loses, positive where the window hides support.
 
@@ -54,7 +54,7 @@ class Occlusion(MultiPassAttribution):
     name = "occlusion"
     cost = "1 forward for each place of the window: 169 at 224x224"
     sign: ClassVar[Sign] = "signed"
-    trial: ClassVar = {"window": 7, "stride": 5}
+    quick_options: ClassVar = {"window": 7, "stride": 5}
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Occlusion(MultiPassAttribution):
         window: int | Sequence[int] = 32,
         stride: int | Sequence[int] = 16,
         fill: FillLike = 0.0,
-        **running: Unpack[Running],
+        **running: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, **running)
         self.window = _edges("window", window)
@@ -73,7 +73,7 @@ class Occlusion(MultiPassAttribution):
             if step > edge:
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean fall over the windows that cover each pixel; 0 where an interrupt left a pixel uncovered."""
         height, width = passes.x.shape[2:]
         size = (min(_pair(self.window)[0], height), min(_pair(self.window)[1], width))
@@ -88,9 +88,9 @@ class Occlusion(MultiPassAttribution):
                 covered[top : top + size[0], left : left + size[1]] += 1
         if not bool(covered.all()):
             passes.notes.append(f"{float((covered > 0).double().mean()):.0%} of the picture were covered")
-        return Found((total / covered.clamp(min=1))[None].to(passes.x))
+        return ImageAttribution((total / covered.clamp(min=1))[None].to(passes.x))
 
-    def _runs(self, passes: Passes, places: list[Place], size: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+    def _runs(self, passes: PassRunner, places: list[Place], size: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
         """The number of the first place of each chunk, and the scores (k,) with these places hidden."""
         x, filler = passes.x, Filler(passes.x, self.fill)
 
@@ -104,7 +104,7 @@ class Occlusion(MultiPassAttribution):
             return images
 
         if self.precision == "exact" and len(places) >= FEW:
-            local = Local(passes.model, x)
+            local = WindowForward(passes.model, x)
             if local.how == ONLY_WHERE_REACHED:
                 yield from self._local_runs(passes, places, size, local, patches)
                 return
@@ -112,7 +112,7 @@ class Occlusion(MultiPassAttribution):
             yield done.start, done.scores
 
     def _local_runs(
-        self, passes: Passes, places: list[Place], size: tuple[int, int], local: Local, patches: Make
+        self, passes: PassRunner, places: list[Place], size: tuple[int, int], local: WindowForward, patches: MakeInputs
     ) -> Iterator[tuple[int, Tensor]]:
         """The same, recomputed only where the windows reach."""
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attribution.explanation import Sign
-from ...attribution.options import Sampling
+from ...attribution.options import SamplingOptions
 from ...engine.estimates import Estimate, precise_type, rank_correlation
-from ...engine.multi_pass import Found, SampledAttribution, estimated, generator
-from ...engine.runner import Passes
+from ...engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
+from ...engine.runner import PassRunner
 from ...errors import MethodError
-from ...validation import chosen, real_number, whole_number
+from ...validation import check_choice, check_whole_number, real_number
 from .fills import Filler, FillLike, as_fill
 
 TOGETHER = 16
@@ -45,7 +45,7 @@ class RISE(SampledAttribution):
         fill: What stands where the mask hides: a number, or one per channel, in the model's normalised space (0, the
             mean colour of its training pictures, as in the paper), "mean" (the picture's own), "blur", or a picture
             (C, H, W) as the model takes it.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, H, W), in score units; signed where debiased. The standard errors are those of a mean over
     independent masks; where debiased, they take the mean score as known, which is right to first order in 1 / N.
@@ -63,7 +63,7 @@ class RISE(SampledAttribution):
     cost = "4000 forwards"
     sign: ClassVar[Sign] = "positive"
     samples = 4000
-    trial: ClassVar = {"passes": 12, "grid": 3}
+    quick_options: ClassVar = {"passes": 12, "grid": 3}
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class RISE(SampledAttribution):
         shown: float = 0.5,
         debiased: bool = True,
         fill: FillLike = 0.0,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, **sampling)
-        self.grid, self.shown = whole_number("grid", grid), real_number("shown", shown, above=0, below=1)
-        self.debiased = bool(chosen("debiased", debiased, (True, False)))
+        self.grid, self.shown = check_whole_number("grid", grid), real_number("shown", shown, above=0, below=1)
+        self.debiased = bool(check_choice("debiased", debiased, (True, False)))
         self.fill = as_fill(fill)
         if self.fill == "inpaint":
             raise MethodError(
                 'fill="inpaint" does not go with masks that show a pixel in part; take a number, "mean" or "blur"'
             )
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The weighted sum of the masks."""
         x, drawn = passes.x, Masks(passes.x, self.grid, self.shown, self.seed)
         still = Filler(x, self.fill).still
@@ -105,7 +105,7 @@ class RISE(SampledAttribution):
             estimate.take(done.scores, masks[done.start])
             if passes.enough(estimate):
                 break
-        return estimated(estimate, x)
+        return from_estimate(estimate, x)
 
 
 class Masks:

@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...engine.multi_pass import Found, generator
-from ...engine.runner import Passes
+from ...engine.multi_pass import ImageAttribution, generator
+from ...engine.runner import PassRunner
 from .feature_ablation import Coalitions, CoalitionSampling, Parts, Solution, standard_errors
 
 
 class _Shapley(CoalitionSampling):
     """What both estimates of the Shapley values share: the pass with nothing shown comes first."""
 
-    def complete(self, estimate: Coalitions, score: Tensor) -> Found:
+    def complete(self, estimate: Coalitions, score: Tensor) -> ImageAttribution:
         """The estimate, and how far its sum misses f(x) - f(x') by rounding."""
         found = estimate.parts.found(estimate, score)
         missed = estimate.full - float(estimate.scores[0]) - float(found.values.double().sum())
@@ -41,7 +41,7 @@ class KernelSHAP(_Shapley):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: a part's value shared out evenly among its pixels. They sum
     to f(x) - f(x').
@@ -58,9 +58,9 @@ class KernelSHAP(_Shapley):
     name = "kernel_shap"
     cost = "2000 forwards"
     samples = 2000
-    trial: ClassVar = {"segments": (2, 3), "passes": 21}
+    quick_options: ClassVar = {"segments": (2, 3), "passes": 21}
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The solution of the regression."""
         parts = self.parts(passes)
         most = min(self.most_passes, max(self.samples, self.passes or 0))
@@ -180,7 +180,7 @@ class ShapleySampling(_Shapley):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: a part's value shared out evenly among its pixels. They sum
     to f(x) - f(x').
@@ -197,9 +197,9 @@ class ShapleySampling(_Shapley):
     name = "shapley_sampling"
     cost = "2000 forwards"
     samples = 2000
-    trial: ClassVar = {"segments": (2, 2), "passes": 25}
+    quick_options: ClassVar = {"segments": (2, 2), "passes": 25}
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The mean gains over the pairs of orders."""
         parts = self.parts(passes)
         estimate = _Orders(parts, score, self.seed)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attribution.options import Sampling
+from ...attribution.options import SamplingOptions
 from ...engine.estimates import Estimate, rank_correlation
-from ...engine.multi_pass import Found, SampledAttribution, generator
-from ...engine.runner import Make, Passes
+from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
+from ...engine.runner import MakeInputs, PassRunner
 from ...errors import MethodError
-from ...validation import whole_number
+from ...validation import check_whole_number
 from .fills import Filler, FillLike, as_fill
 
 _BLOCK = 1024  # rows of a kernel matrix at once, and the scores that the kernel's width is taken from
@@ -188,26 +188,28 @@ class GridAttribution(SampledAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What stands where the image is hidden: see `saliency.methods.perturbation.fills.FillLike`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
     """
 
     sign = "positive"
 
-    def __init__(self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **sampling: Unpack[Sampling]) -> None:
+    def __init__(
+        self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **sampling: Unpack[SamplingOptions]
+    ) -> None:
         super().__init__(model, **sampling)
-        self.grid = whole_number("grid", grid)
+        self.grid = check_whole_number("grid", grid)
         self.fill = as_fill(fill)
 
     def cells_of(self, x: Tensor) -> tuple[int, int]:
         """The number of cells down and across, no smaller than a pixel each."""
         return min(self.grid, int(x.shape[2])), min(self.grid, int(x.shape[3]))
 
-    def painted(self, estimate: Estimate, passes: Passes, cells: tuple[int, int]) -> Found:
+    def painted(self, estimate: Estimate, passes: PassRunner, cells: tuple[int, int]) -> ImageAttribution:
         """An estimate of one number per cell, painted on the pixels (1, H, W), with its error."""
         mean, error = estimate.mean, estimate.error
         if not mean.any():
             passes.notes.append("the score varied by no more than rounding")
-        return Found(
+        return ImageAttribution(
             self.paint(mean, passes.x, cells),
             None if error is None else self.paint(error, passes.x, cells),
             estimate.agreement,
@@ -235,7 +237,7 @@ class Sobol(GridAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What an image fades into: see `saliency.methods.perturbation.fills.FillLike`, without "inpaint".
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated as the masks are. The error is
     that of a ratio of means over the rows, by the delta method and as if rows were independent; Sobol points are more
@@ -253,9 +255,11 @@ class Sobol(GridAttribution):
     units = "share of the score's variance"
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
-    trial: ClassVar[Mapping[str, Any]] = {"grid": 2, "passes": 24}
+    quick_options: ClassVar[Mapping[str, Any]] = {"grid": 2, "passes": 24}
 
-    def __init__(self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **sampling: Unpack[Sampling]) -> None:
+    def __init__(
+        self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **sampling: Unpack[SamplingOptions]
+    ) -> None:
         super().__init__(model, grid=grid, fill=fill, **sampling)
         if self.fill == "inpaint":
             raise MethodError('sobol hides by degrees, which fill="inpaint" cannot; use "blur", "mean" or a number')
@@ -268,7 +272,7 @@ class Sobol(GridAttribution):
     def _is_limited(self) -> bool:
         return (self.passes, self.seconds, self.tolerance) != (None, None, None)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The total effect of each cell."""
         x = passes.x
         cells = self.cells_of(x)
@@ -312,7 +316,7 @@ class HSIC(GridAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What stands where a cell is hidden: see `saliency.methods.perturbation.fills.FillLike`.
-        **sampling: See `saliency.attribution.options.Sampling`.
+        **sampling: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, H, W), without a unit: the criterion less what chance alone gives it, so that it is about 0, of
     either sign, for a cell that the score does not depend on. The error is that of a U-statistic, from the first two
@@ -330,12 +334,14 @@ class HSIC(GridAttribution):
     units = "dependence, 0 for none"
     cost = "1500 forwards"
     samples = 1500
-    trial: ClassVar[Mapping[str, Any]] = {"grid": 3, "passes": 16}
+    quick_options: ClassVar[Mapping[str, Any]] = {"grid": 3, "passes": 16}
 
-    def __init__(self, model: nn.Module, *, grid: int = 7, fill: FillLike = 0.0, **sampling: Unpack[Sampling]) -> None:
+    def __init__(
+        self, model: nn.Module, *, grid: int = 7, fill: FillLike = 0.0, **sampling: Unpack[SamplingOptions]
+    ) -> None:
         super().__init__(model, grid=grid, fill=fill, **sampling)
 
-    def explain_image(self, passes: Passes, score: Tensor) -> Found:
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The dependence of the score on each cell."""
         if self.most_passes < 4:
             raise MethodError(f"passes={self.passes} are too few for a dependence; hsic takes at least 4")
@@ -415,7 +421,7 @@ class _HypercubeDesign:
         return (drawn.argsort(0) < self.block // 2).double()
 
 
-def _taken(passes: Passes, make: Make, count: int, estimate: Estimate, together: int) -> Iterator[None]:
+def _taken(passes: PassRunner, make: MakeInputs, count: int, estimate: Estimate, together: int) -> Iterator[None]:
     """Run the passes and let the estimate take in their scores, `together` at a time; a rest that is no row is left."""
     waiting: list[float] = []
     for done in passes.forwards(make, count):
@@ -427,7 +433,7 @@ def _taken(passes: Passes, make: Make, count: int, estimate: Estimate, together:
                 yield
 
 
-def _give_up(passes: Passes, why: str) -> NoReturn:
+def _give_up(passes: PassRunner, why: str) -> NoReturn:
     raise MethodError(f"{why}, and {passes.used} were made before the limit was met; allow for more")
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import saliency.methods.perturbation.occlusion as module
 import torch
 from captum.attr import Occlusion as CaptumOcclusion
 from torch import Tensor, nn
 
+import saliency.methods.perturbation.occlusion as module
 from saliency.errors import MethodError
 from saliency.methods.perturbation.fills import Filler, as_fill
 from saliency.methods.perturbation.occlusion import Occlusion
