@@ -1,8 +1,16 @@
 from . import inspection as inspection
 from .attribution.base import Attribution as Attribution
+from .attribution.base import BatchAttribution as BatchAttribution
+from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
 from .attribution.explanation import Explanation as Explanation
 from .engine.allocator import keep_memory as keep_memory
+from .engine.estimates import Estimate as Estimate
+from .engine.multi_pass import ImageAttribution as ImageAttribution
+from .engine.multi_pass import MultiPassAttribution as MultiPassAttribution
+from .engine.multi_pass import SampledAttribution as SampledAttribution
+from .engine.multi_pass import from_estimate as from_estimate
+from .engine.multi_pass import generator as generator
 from .errors import ExplanationError as ExplanationError
 from .errors import ImageError as ImageError
 from .errors import LayerError as LayerError
@@ -23,7 +31,9 @@ from .methods.cam import CAM as CAM
 from .methods.cam import GradCAM as GradCAM
 from .methods.cam import GradCAMPlusPlus as GradCAMPlusPlus
 from .methods.cam import HiResCAM as HiResCAM
+from .methods.cam import LayerAttribution as LayerAttribution
 from .methods.cam import LayerCAM as LayerCAM
+from .methods.cam import LayerCombination as LayerCombination
 from .methods.cam import WeightedCAM as WeightedCAM
 from .methods.cam import XGradCAM as XGradCAM
 from .methods.combined_cam import FusedCAM as FusedCAM

@@ -1,4 +1,4 @@
-"""The README's table of methods, made from the registry: `python -m benchmarks.readme` writes it anew."""
+"""The table of methods in the documentation, from the registry: `python -m benchmarks.methods_table` rewrites it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from saliency.attribution.registry import summary
 from saliency.cli.commands.lists import paper
 from saliency.methods import METHODS
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "choosing-a-method.md"
 BEGIN, END = "<!-- methods: this table is made from the registry -->\n", "<!-- /methods -->"
 
 
@@ -31,10 +31,10 @@ def _linked(cls: type[Attribution]) -> str:
 
 
 def with_table(text: str) -> str:
-    """The README's text with the table as the registry has it."""
+    """The text of the page with the table of the registry."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + methods_table() + END + rest.split(END, 1)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))

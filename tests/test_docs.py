@@ -1,0 +1,107 @@
+"""The README and the pages under docs/ are true: their code runs, their tables are current, their files exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.methods_table import PAGE, with_table
+from saliency import Attribution
+from saliency.methods import METHODS
+from saliency.testing import check_method
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PROMISE = re.compile(r"^([^#\n\s=][^#\n=]*[^:])  # (\(.*\)|\d+ relu rewritten|True|blocks\.\d)$", re.MULTILINE)
+EXTENDING = ROOT / "docs" / "extending.md"
+
+
+def blocks(page: Path) -> list[str]:
+    """The blocks of Python code of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def _registry_restored() -> Iterator[None]:
+    """Pages define methods of their own, which the other tests need not know."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_in_order_and_gives_what_its_comments_say(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    monkeypatch.chdir(tmp_path)
+    session: dict[str, object] = {}
+    for number, block in enumerate(blocks(page)):
+        exec(compile(block, f"{page.name}, python block {number + 1}", "exec"), session)  # noqa: S102
+        for code, value in PROMISE.findall(block):
+            found = eval(code, session)  # noqa: S307
+            assert str(tuple(found) if isinstance(found, tuple) else found) == value
+
+
+def test_the_first_lines_of_the_readme_draw_the_photo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    monkeypatch.chdir(tmp_path)
+    exec(blocks(README)[0], {})  # noqa: S102
+    with Image.open(tmp_path / "espresso.png") as drawn, Image.open(ROOT / "assets/coffee.jpg") as photo:
+        assert drawn.size == photo.size
+
+
+def test_the_readme_is_short_and_names_every_method() -> None:
+    text = README.read_text()
+    assert text.count("\n") <= 140
+    named = set(re.findall(r"`(\w+)`", text))
+    missing = [cls.__name__ for cls in METHODS.values() if cls.__name__ not in named]
+    assert not missing
+
+
+def test_the_table_of_methods_is_the_registry() -> None:
+    text = PAGE.read_text()
+    assert with_table(text) == text, "run: python -m benchmarks.methods_table"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_file_that_is_linked_exists(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    links = re.findall(r"\]\((docs/[^)#]+)\)", README.read_text())
+    assert {ROOT / link for link in links} == set(PAGES) - {README}
+
+
+def test_the_two_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^\$ make (\w+)", README.read_text(), re.MULTILINE)
+    assert targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def methods_of_the_page() -> dict[str, type[Attribution]]:
+    """The classes that the page on extending defines, one for each family."""
+    before, session = dict(METHODS), dict[str, object]()
+    for block in blocks(EXTENDING):
+        exec(block, session)  # noqa: S102
+    own = {name: cls for name, cls in METHODS.items() if name not in before}
+    METHODS.clear()
+    METHODS.update(before)
+    return own
+
+
+@pytest.mark.parametrize("name", sorted(methods_of_the_page()))
+def test_a_method_of_each_family_from_public_names_keeps_every_promise(name: str) -> None:
+    cls = methods_of_the_page()[name]
+    METHODS[name] = cls
+    check_method(cls)
