@@ -16,7 +16,7 @@ def check_choice(
     option: str, choice: _Choice, choices: Sequence[_Choice], *, error: type[SaliencyError] = MethodError
 ) -> _Choice:
     """The choice, if it is one of the choices. Raises `error`, with the closest, where it is not."""
-    if choice not in choices:
+    if not isinstance(choice, str | int | float) or choice not in choices:
         raise error(
             f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}"
             + did_you_mean(str(choice), map(str, choices))
@@ -67,7 +67,10 @@ def is_real(given: object) -> TypeGuard[SupportsFloat]:
     """Whether something is a finite number, of Python's or NumPy's. True and False are none."""
     if isinstance(given, bool) or not isinstance(given, Real):
         return False
-    return math.isfinite(given)
+    try:
+        return math.isfinite(given)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def is_pair(given: object) -> TypeGuard[Sequence[SupportsInt]]:

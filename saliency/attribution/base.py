@@ -53,8 +53,6 @@ class BatchAttribution(NamedTuple):
     error: Tensor | None = None  # as the values
     agreement: Tensor | None = None  # (N,)
     effort: tuple[RunStats, ...] = ()
-    selection: ResolvedTarget | None = None
-    """What was explained, where that is not the target as it was given."""
 
 
 class Attribution(ABC):
@@ -178,7 +176,9 @@ class Attribution(ABC):
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single one use attribute")
         batch = self.read(image)
-        selections = [ResolvedTarget(target, len(batch.tensor), self.categories) for target in targets]
+        selections = [
+            self.explained_target(ResolvedTarget(target, len(batch.tensor), self.categories)) for target in targets
+        ]
         with prepared_for_attribution(self.model):
             findings = self.explain_each(batch.tensor, selections)
         return [self.explanation(*pair, batch) for pair in zip(findings, selections, strict=True)]
@@ -193,6 +193,10 @@ class Attribution(ABC):
             x: (N, C, H, W) the model's input. Not to be changed.
             target: The function from the model's output to scores (N,).
         """
+
+    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+        """What the method explains under a target: the target itself, unless the authors explain something else."""
+        return target
 
     def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """The findings for several targets; methods that can share a forward among them do it here."""
@@ -209,7 +213,6 @@ class Attribution(ABC):
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{self.name} gave {bad} values that are NaN or infinite, of {values.numel()}")
-        selection = finding.selection or selection
         return Explanation(
             values=values,
             scores=finding.scores.detach(),
@@ -311,12 +314,17 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
         raise MethodError("explain_together takes methods with the same preprocessing and the same class names")
     batch = first.read(image)
     selection = ResolvedTarget(target, len(batch.tensor), first.categories)
+    selections = [method.explained_target(selection) for method in methods]
     traced = [method for method in methods if isinstance(method, TracedAttribution)]
     with prepared_for_attribution(first.model):
         shared = read_one_forward(traced, batch.tensor, [selection])[0] if traced else []
         found = dict(zip(map(id, traced), shared, strict=True))
-        findings = [found[id(m)] if id(m) in found else m.explain(batch.tensor, selection) for m in methods]
-    return [m.explanation(finding, selection, batch) for m, finding in zip(methods, findings, strict=True)]
+        findings = [
+            found[id(m)] if id(m) in found else m.explain(batch.tensor, own)
+            for m, own in zip(methods, selections, strict=True)
+        ]
+    found_for = zip(methods, findings, selections, strict=True)
+    return [m.explanation(finding, own, batch) for m, finding, own in found_for]
 
 
 def _plain(setting: Any) -> Setting:

@@ -65,48 +65,61 @@ class OutputRows:
         return _repeated(self.division, output, row, times)
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, OutputRows]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _MOST_KNOWN = 32
 
 
 def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
-    """How the output of a model divides into images; remembered while the modules, their hooks and the shape stay.
+    """How the output of a model divides into images.
 
-    The first call runs a batch of two images: the given one, and the same mirrored at half the contrast.
+    It runs a batch of one image and one of two: the given one, and noise of its mean and deviation.
 
     Args:
         model: The model, borrowed by the caller.
         x: (1, C, H, W) one image.
     """
-    autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    modules = tuple((id(each), *each._forward_hooks, *each._forward_pre_hooks) for each in unique_modules(model))
-    key = tuple(x.shape[1:]), x.dtype, x.device, autocast, modules
-    with _lock:
-        known = _known.setdefault(model, {})
-        rows = known.get(key)
-    if rows is None:
-        rows = _compared(model, x, autocast or x.dtype)
-        with _lock:
-            if len(known) == _MOST_KNOWN:
-                known.clear()
-            known[key] = rows
-    return rows
-
-
-def _compared(model: nn.Module, x: Tensor, dtype: torch.dtype) -> OutputRows:
     with torch.no_grad():
         one = run_model(model, x)
         try:
-            two = run_model(model, torch.cat([x, x.flip(-1) / 2]))
+            two = run_model(model, torch.cat([x, _noise_like(x)]))
         except Exception as error:  # noqa: BLE001 - whatever the model raises is said in the result
             return OutputRows(_Unclear(), f"one pass at a time: the model does not run a batch of two images ({error})")
         division = _divided(one, two)
         try:
-            alone = trees_agree(one, _repeated(division, two, 0, 1), coarsest=rounding(dtype, x.device))
+            alone = trees_agree(one, _repeated(division, two, 0, 1), coarsest=rounding(_dtype_of(x), x.device))
         except TargetError:
             alone = True  # what cannot be divided cannot be compared
     return OutputRows(division, "" if alone else COUPLED)
+
+
+def known_one_by_one(model: nn.Module, x: Tensor) -> str:
+    """`OutputRows.one_by_one`, remembered while the modules, their hooks and the shape of the image stay."""
+    modules = tuple((id(each), *each._forward_hooks, *each._forward_pre_hooks) for each in unique_modules(model))
+    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
+    with _lock:
+        known = _known.setdefault(model, {})
+        reason = known.get(key)
+    if reason is None:
+        reason = output_rows(model, x).one_by_one
+        with _lock:
+            if len(known) == _MOST_KNOWN:
+                known.clear()
+            known[key] = reason
+    return reason
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    """Noise with the mean of an image, and its deviation or, for a constant image, 1: an image unlike it."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
+    deviation = x.std() if x.numel() > 1 else x.new_zeros(())
+    return x.mean() + noise * torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """What a model computes in for an image: the type of the image, or that of the caller's autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _divided(one: Any, two: Any) -> _Division:
@@ -159,10 +172,19 @@ def is_divided(division: _Division) -> bool:
     return not isinstance(division, _Unclear)
 
 
-def one_by_one(target: Target, rows: OutputRows) -> str:
-    """Why the passes of an image cannot run together under a target; empty where they can."""
-    if rows.one_by_one or isinstance(target, OutputTarget) or is_divided(rows.division):
-        return rows.one_by_one
+def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
+    """Why the passes of an image cannot run together under a target; empty where they can.
+
+    Args:
+        target: The resolved target.
+        model: The model, borrowed by the caller.
+        x: (1, C, H, W) the image.
+        rows: Says how the model's output divides into images; asked where the target is a function.
+    """
+    if isinstance(target, OutputTarget):
+        return known_one_by_one(model, x)
+    if rows().one_by_one or is_divided(rows().division):
+        return rows().one_by_one
     return "one pass at a time: the output does not show which part of it belongs to which image"
 
 

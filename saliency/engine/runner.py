@@ -144,7 +144,8 @@ class PassRunner:
     @cached_property
     def _single(self) -> bool:
         """Whether passes must run one by one."""
-        reason = one_by_one(self._selection.target, self._rows)
+        with torch.no_grad(), torch.autocast(**self._autocast):
+            reason = one_by_one(self._selection.target, self.model, self.x, lambda: self._rows)
         if reason:
             self.notes.append(reason)
         if reason == COUPLED and self._selection.images > 1:

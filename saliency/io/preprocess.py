@@ -72,13 +72,18 @@ class Preprocess:
     fill: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if not _are_three(values, is_real):
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if isinstance(values, np.ndarray | Tensor):
+                values = values.tolist()
+            if _are_three(values, is_real):
+                object.__setattr__(self, name, _three(values))
+            else:
                 raise ImageError(f"{name}={values!r}: expected three finite numbers, one per channel of RGB")
         if 0 in self.std:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
-        if not _are_three(self.fill, partial(is_whole, least=0)):
-            raise ImageError(f"fill={self.fill!r}: expected three whole numbers, a colour in RGB")
+        if not _are_three(self.fill, partial(is_whole, least=0)) or max(self.fill) > 255:
+            raise ImageError(f"fill={self.fill!r}: expected three whole numbers from 0 to 255, a colour in RGB")
         check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
         check_choice("fit", self.fit, get_args(Fit), error=ImageError)
         if not (self.size is None or is_pair(self.size)):

@@ -5,5 +5,5 @@ from pkgutil import walk_packages
 
 from ..attribution.base import METHODS as METHODS
 
-for _module in walk_packages(__path__):
-    import_module(f"{__name__}.{_module.name}")
+for _module in walk_packages(__path__, f"{__name__}."):
+    import_module(_module.name)

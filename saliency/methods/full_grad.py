@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -90,12 +91,13 @@ class FullGrad(Attribution):
                 output = run_model(self.model, x)
             for target in targets:
                 target(output)
+        rows = cache(lambda: output_rows(self.model, x[:1]))
         found: list[list[_Found]] = [[] for _ in targets]
         for image in range(len(x)):
             began = time.perf_counter()
             terms = _Terms(self.model, x[image : image + 1])
             for at, target in enumerate(targets):
-                own = target if len(x) == 1 else target.rows(image, 1, lambda: output_rows(self.model, x[:1]))
+                own = target if len(x) == 1 else target.rows(image, 1, rows)
                 found[at].append(terms.read(own, keep=at + 1 < len(targets), began=began))
         return [_gathered(each) for each in found]
 

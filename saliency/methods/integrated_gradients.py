@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import BatchAttribution
 from ..attribution.options import Budget, EngineOptions, SamplingOptions
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import MakeInputs, PassRunner
-from ..targets.targets import ClassScore, Probability
+from ..targets.class_names import class_scores
+from ..targets.targets import ClassScore, OutputTarget, Probability
 from .baselines import BaselineLike, ResolvedBaseline, baselines, resolve_baseline
 from .first_conv import weighted_gradients
 from .quadrature import Adaptive, Rule
@@ -101,8 +101,9 @@ class IDGI(MultiPassAttribution):
     makes the values add up exactly, but for steps that begin where the gradient is zero.
 
     As in the authors' code, a class is explained by its probability, and the result's `target_names` say so. Any other
-    target is explained as it is: `saliency.value(281)` gives the logit of class 281. On the bundled network and photos
-    the outer 16 pixels, next to the padding, hold 16 % of the map on average, and 21 % where the logit is explained.
+    target is explained as it is, as `saliency.value(281)` for the logit, and so is the only output of a model. On the
+    bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average, and 21 % where
+    the logit is explained.
 
     Args:
         model: As for every method.
@@ -115,8 +116,7 @@ class IDGI(MultiPassAttribution):
 
     Raises:
         MethodError: An option that is none, or a baseline that does not fit.
-        TargetError: The target does not fit the model's output, or does not depend on the input; or the target is a
-            class, and the model gives one number per image.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Yang et al., "IDGI: A Framework to Eliminate Explanation Noise from Integrated Gradients" (2023),
         https://arxiv.org/abs/2303.14242.
@@ -134,11 +134,11 @@ class IDGI(MultiPassAttribution):
         self.steps = steps
         rule_of("midpoint", steps)
 
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
-        """The findings of all images; a class is explained by its probability."""
-        if isinstance(target.target, ClassScore):
-            target = ResolvedTarget(Probability(target.target), target.images, target.categories)
-        return super().explain(x, target)._replace(selection=target)
+    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+        """The probability of a class instead of its logit."""
+        if not isinstance(target.target, ClassScore):
+            return target
+        return ResolvedTarget(_ProbabilityIfAny(target.target), target.images, target.categories)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The steps' rises, dealt out."""
@@ -157,6 +157,15 @@ class IDGI(MultiPassAttribution):
                 open_share, open_score = share, here
         values, risen = values / len(references), risen / len(references)
         return ImageAttribution(values, residual=risen - float(values.sum(dtype=torch.float64)))
+
+
+class _ProbabilityIfAny(Probability):
+    """The probability of a class; the score itself where the model gives one number per image."""
+
+    def resolve_from(self, output: Any) -> OutputTarget:
+        """With the top class, where none was named."""
+        score = self.score.resolve_from(output)
+        return score if class_scores(output).shape[1] == 1 else Probability(score)
 
 
 class ExpectedGradients(SampledAttribution):

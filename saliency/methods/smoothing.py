@@ -140,6 +140,10 @@ class NoisyAttribution(SampledAttribution):
         finding = super(NoisyAttribution, one_call).explain(x, target)
         return finding._replace(coverage=coverages[0] if coverages else None)
 
+    def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
+        """That of the wrapped method."""
+        return self._wrapped.explained_target(target)
+
     def explanation(self, finding: BatchAttribution, selection: ResolvedTarget, batch: Batch) -> Explanation:
         """A finding, checked. The mean of a method is read as the method is."""
         made = super().explanation(finding, selection, batch)

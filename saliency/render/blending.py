@@ -28,7 +28,8 @@ Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
 Plane = NDArray[np.float32]
 
-IN_SCORE = ("score", "score, up to a factor", "score per unit of normalised input")
+PER_UNIT = "score per unit of normalised input"
+IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 
 STRIP = 64  # rows stretched at once: the weights of a strip meet few cells, and the strip stays in the cache
 
@@ -84,8 +85,8 @@ def shade(
         RenderError: The limit is negative or not finite, or an option is unknown.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere, or rounding errors that are drawn as zero, so the drawing shows
-            nothing; it says why.
+        SaliencyWarning: The map is the same everywhere, so the drawing shows nothing; or it is at the level of rounding
+            errors, which is drawn as zero unless it is a gradient. The warning says why.
     """
     read = explanation.sign if sign is None else sign
     evidence = reduce_channels(explanation, None, sign)
@@ -95,9 +96,10 @@ def shade(
         limit = real_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     if low == high:
         warn(_why_flat(explanation, high, bool((evidence < 0).any())))
-    elif (max(-low, high) if limit is None else limit) <= _rounding(explanation):
-        warn(_why_rounding(explanation, max(-low, high)))
-        maps = torch.zeros_like(maps)
+    elif max(-low, high) <= _rounding(explanation):
+        is_zeroed = units(explanation) != PER_UNIT
+        warn(_why_rounding(explanation, max(-low, high), is_zeroed=is_zeroed))
+        maps = torch.zeros_like(maps) if is_zeroed else maps
     if limit is None:
         limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
@@ -122,10 +124,12 @@ def _where(explanation: Explanation) -> str:
     return f"the {explanation.method} map for {explanation.target_names[0]}"
 
 
-def _why_rounding(explanation: Explanation, largest: float) -> str:
+def _why_rounding(explanation: Explanation, largest: float, *, is_zeroed: bool) -> str:
+    # A gradient depends on the units and the size of the input, so a small one may be right.
+    verdict = "is drawn as zero" if is_zeroed else "may show rounding errors only"
     return (
-        f"{_where(explanation)} is drawn as zero: its values, {largest:.2g} at most, are below the rounding error of a "
-        f"score of {float(explanation.scores[0]):.4g}; by this method nothing in the image moves the score"
+        f"{_where(explanation)} {verdict}: its values, {largest:.2g} at most, are below the rounding error of a score "
+        f"of {float(explanation.scores[0]):.4g}"
     )
 
 

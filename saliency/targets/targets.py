@@ -125,7 +125,7 @@ class Probability(OutputTarget):
         """With indices for names."""
         return replace(self, score=self.score.resolve(images, categories))
 
-    def resolve_from(self, output: Any) -> Probability:
+    def resolve_from(self, output: Any) -> OutputTarget:
         """With the top class, where none was named."""
         return replace(self, score=self.score.resolve_from(output))
 

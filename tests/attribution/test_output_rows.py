@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, SaliencyWarning, TargetError
-from saliency.attribution.output_rows import output_rows
+from saliency.attribution.output_rows import known_one_by_one, output_rows
 from saliency.testing import tiny_model
 
 named: dict[str, Any] = dict(METHODS)
@@ -122,9 +122,25 @@ def test_a_batch_of_images_that_affect_each_other_is_warned_of(name: str) -> Non
 
 def test_a_norm_that_is_swapped_is_seen_in_the_next_call() -> None:
     model = batch_coupled()
-    assert output_rows(model, one_image()).one_by_one
+    assert known_one_by_one(model, one_image())
     model[1] = nn.BatchNorm2d(6).eval()
-    assert not output_rows(model, one_image()).one_by_one
+    assert not known_one_by_one(model, one_image())
+
+
+def test_a_black_image_does_not_hide_that_images_affect_each_other() -> None:
+    model = batch_coupled()
+    saliency.RISE(model, passes=8, chunk=4).attribute(torch.zeros(SHAPE), 1)
+    found = saliency.RISE(model, passes=8, chunk=4).attribute(one_image(), 1)
+    assert torch.equal(found.values, saliency.RISE(model, passes=8, chunk=1).attribute(one_image(), 1).values)
+
+
+def test_an_output_that_grows_between_two_calls_is_divided_anew() -> None:
+    model = Packed(lambda scores: {"scores": scores})
+    method = saliency.RISE(model, passes=8, chunk=4)
+    before = method.attribute(one_image(), lambda output: output["scores"][:, 1])
+    model.pack = lambda scores: {"hidden": torch.ones(2, 5), "scores": scores}
+    after = method.attribute(one_image(), lambda output: output["scores"][:, 1])
+    assert torch.equal(after.values, before.values)
 
 
 def test_a_model_of_single_images_runs_one_by_one() -> None:

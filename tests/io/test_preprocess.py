@@ -327,3 +327,9 @@ def test_a_callable_that_cannot_be_followed_is_refused(transform: Any, words: st
     torch.manual_seed(0)
     with pytest.raises(ImageError, match=words):
         as_preprocess(transform).box((80, 70))
+
+
+@pytest.mark.parametrize("given", [[0.5, 0.5, 0.5], np.full(3, 0.5), torch.full((3,), 0.5)])
+def test_means_may_be_lists_arrays_and_tensors(given: Any) -> None:
+    assert Preprocess(mean=given).mean == (0.5, 0.5, 0.5)
+    assert hash(Preprocess(mean=given)) == hash(Preprocess(mean=(0.5, 0.5, 0.5)))

@@ -13,7 +13,7 @@ from captum.attr import IntegratedGradients as Captums
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saliency import METHODS, GradCAM, contrast, explain_together, probability, value
+from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, value
 from saliency.errors import MethodError, NotApplicableError
 from saliency.methods.baselines import blurred
 from saliency.methods.first_conv import first_conv_of
@@ -440,3 +440,21 @@ def test_a_picture_that_is_a_kernel_is_not_taken_for_what_the_kernel_is_laid_ove
     found = IntegratedGradients(Template(), steps=8).attribute(image(), 1)
     assert found.residual is not None
     assert float(found.residual.abs()) < 1e-9
+
+
+def test_idgi_explains_the_only_output_of_a_model_as_it_is() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 1)).eval()
+    x = torch.randn(1, 3, 8, 8)
+    found = IDGI(model, steps=5, chunk=2).attribute(x)
+    assert found.target_names == ("class 0",)
+    assert torch.equal(found.values, IDGI(model, steps=5, chunk=2).attribute(x, value(0)).values)
+
+
+def test_a_wrapped_idgi_says_that_it_explains_the_probability() -> None:
+    model, x = tiny_model(), torch.randn(1, 3, 16, 16)
+    found = SmoothGrad(model, inner="idgi", inner_options={"steps": 3}, passes=2).attribute(x, 2)
+    with torch.no_grad():
+        expected = model(x).softmax(1)[:, 2]
+    assert found.target_names == ("probability of class 2",)
+    torch.testing.assert_close(found.scores, expected)

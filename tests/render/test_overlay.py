@@ -267,7 +267,7 @@ def saturated(model: nn.Module, image: Tensor, rest: float) -> Callable[[Tensor]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method", [saliency.VanillaGradient, saliency.InputXGradient, saliency.GradCAM])
+@pytest.mark.parametrize("method", [saliency.InputXGradient, saliency.GradCAM])
 def test_the_gradient_of_an_images_similarity_to_itself_is_drawn_as_zero_with_a_word(
     method: type[saliency.Attribution], kind: torch.dtype
 ) -> None:
@@ -277,11 +277,26 @@ def test_the_gradient_of_an_images_similarity_to_itself_is_drawn_as_zero_with_a_
     explanation = replace(explanation, frames=(whole(photo),))
     nothing = replace(explanation, values=torch.zeros_like(explanation.values))
     for draw in (overlay, cutout, lambda each: contact_sheet([[each]]), lambda each: overlay(each, limit=1e-30)):
-        with pytest.warns(SaliencyWarning, match=f"{method.name} map for .* is drawn as zero.*score of 1;") as caught:
+        with pytest.warns(SaliencyWarning, match=f"{method.name} map for .* is drawn as zero.*score of 1$") as caught:
             drawn = draw(explanation)
         assert [each.filename for each in caught] == [__file__]
         with pytest.warns(SaliencyWarning, match="zero everywhere"):
             assert np.array_equal(pixels_of(drawn), pixels_of(draw(nothing)))
+
+
+def test_a_gradient_as_small_as_rounding_is_drawn_with_a_warning() -> None:
+    """In other units of the input, or on a larger image, it may be right."""
+    model, x = network(torch.float32), torch.randn(1, 3, 32, 32)
+    explanation = saliency.VanillaGradient(model).attribute(x, similarity(x, model))
+    explanation = replace(explanation, frames=(whole(noise(32, 32)),))
+    with pytest.warns(SaliencyWarning, match="vanilla_gradient map for .* may show rounding errors only"):
+        drawn = overlay(explanation)
+    larger = replace(explanation, values=explanation.values * 2**20)
+    assert np.array_equal(pixels_of(drawn), pixels_of(overlay(larger)))
+
+
+def test_a_low_limit_is_no_rounding_error() -> None:
+    overlay(explained(torch.rand(1, 4, 4), whole(noise(9, 9)), method="grad_cam"), limit=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "rest"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
