@@ -73,7 +73,7 @@ class Attribution(ABC):
     sign: ClassVar[Sign] = "signed"
     """How the method's authors read the values."""
     units: ClassVar[str] = "score"
-    """What the values are in."""
+    """What the values are in. CAMs and products in units of the score are drawn as zero below its rounding error."""
     is_complete: ClassVar[bool] = True
     """Whether values and residual, where there is one, make up the score less something that is the same for every
     image: a baseline's score, or nothing."""

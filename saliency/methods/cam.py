@@ -163,6 +163,8 @@ class GradCAMPlusPlus(WeightedCAM):
     over its positive gradients g, with s the channel's summed activation. The further division by the channel's summed
     coefficients, in the authors' code but not in the paper, is left out.
 
+    It reacts little to the class: with a randomised classifier its maps stay nearly the same.
+
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit of their own.
 
     Warns:
@@ -240,6 +242,8 @@ class HiResCAM(LayerCombination):
 
 class LayerCAM(LayerCombination):
     """The positive gradient times the activation in each place, summed over the channels. Serves shallow layers too.
+
+    It reacts little to the class: with a randomised classifier its maps stay nearly the same.
 
     Values: (N, 1, h, w), in score units.
 

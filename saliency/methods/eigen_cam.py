@@ -57,6 +57,8 @@ class EigenGradCAM(LayerCombination):
     from the mean place. (Eigen-CAM's own paper does not centre.) The source leaves the sign to chance: here the map
     goes along with gradient times activation summed over the channels, which is `HiResCAM`.
 
+    It reacts little to the class: with a randomised classifier its maps stay nearly the same, up to their sign.
+
     Values: (N, 1, h, w), signed, in score units.
 
     Raises:

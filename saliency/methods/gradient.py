@@ -24,6 +24,8 @@ Smooth = Literal["leave", "positive"]
 class VanillaGradient(TracedAttribution):
     """How fast the score rises with each input value.
 
+    In insertion and deletion it scores below an edge detector, which knows neither the model nor the class.
+
     Values: (N, C, H, W), signed, in score units per unit of the normalised input. The paper draws, at each pixel, the
     largest magnitude over the channels; so does `heatmap`.
 
@@ -48,6 +50,8 @@ class InputXGradient(TracedAttribution):
     """The gradient times the input: each value's part in a linear model's score.
 
     The input is taken as the model sees it, normalised, so the implied baseline is the mean colour and not black.
+
+    In insertion and deletion it scores below an edge detector, which knows neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units.
 
@@ -191,7 +195,10 @@ class RectGrad(RectifiedGradient):
 
     A unit with activation a and incoming signal R passes R on where a * R exceeds the layer's `percentile`, the nearest
     rank taken over all its units, image by image. What arrives is multiplied by the input. A saturated ReLU6 passes
-    nothing. The authors' zeroing of borders at padded convolutions is left out. The map hardly depends on the class.
+    nothing. The authors' zeroing of borders at padded convolutions is left out.
+
+    It is blind to the class: its maps point at the same object whatever the target, and change little when the
+    classifier is randomised.
 
     Args:
         model: As for every method.
