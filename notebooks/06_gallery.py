@@ -105,6 +105,6 @@ sheet([[each for each in on_coffee if each.layer is None]], across=5, thumb=150)
 # %% [markdown]
 # **What to see.** Most point at the coffee in the cup, each in a hand of its own. FullGrad, occlusion, RISE, Sobol and
 # XRAI find it as a whole; the path methods, which end at single pixels, draw its rim. Some point elsewhere: feature
-# ablation at the spoon, IDGI along the left border, extremal perturbation at four spots. Which of them are wrong,
+# ablation at the spoon, extremal perturbation at four spots, HSIC beside the cup. Which of them are wrong,
 # no picture tells. How sure a map is, and what its method asks, are the subjects of the next two pages, [How sure is
 # this map?](07_how_sure_is_this_map.ipynb) and [Without gradients](08_without_gradients.ipynb).

@@ -219,6 +219,22 @@ def _images_that_affect_each_other(subject: Subject) -> None:
         require_same(found.values, expected.values, f"chunks of {chunk} on a model whose images affect each other")
 
 
+def _signed_layer(subject: Subject) -> None:
+    """A layer with signed activations is read image by image too, sign and all."""
+    model, x = subject.precise_model(), images(2, dtype=torch.float64)
+    layer = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)), None)
+    if layer is None or "layer" not in subject.method.parameters() or "layer" in subject.options:
+        return
+    method = subject.on(model, layer=layer)
+    try:
+        together = method.attribute(x, [1, 0])
+    except NotApplicableError:  # it reads the last layer only
+        return
+    for i, target in enumerate([1, 0]):
+        alone = method.attribute(x[i], target)
+        require_same_explanation(together[i], alone, f"image {i} of a batch at a signed layer against the image alone")
+
+
 def _half_precision(subject: Subject) -> None:
     """Half precision changes a map by rounding only: a model in 16 bits, and one under the caller's autocast."""
     x = images(2)
@@ -363,6 +379,7 @@ VALUE_CHECKS: dict[str, Check] = {
     "named_outputs": _named_outputs,
     "function_targets": _function_targets,
     "images_that_affect_each_other": _images_that_affect_each_other,
+    "signed_layer": _signed_layer,
     "half_precision": _half_precision,
     "wrapped_model": _wrapped_model,
     "nested_in_the_target": _nested_in_the_target,
