@@ -102,6 +102,8 @@ def known_one_by_one(model: nn.Module, x: Tensor) -> str:
         reason = known.get(key)
     if reason is None:
         reason = output_rows(model, x).one_by_one
+        if reason not in ("", COUPLED):  # an error of the model, such as a lack of memory, may not come again
+            return reason
         with _lock:
             if len(known) == _MOST_KNOWN:
                 known.clear()

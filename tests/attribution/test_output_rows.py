@@ -181,3 +181,17 @@ def test_a_model_with_threads_of_its_own_is_explained_by_forwards(name: str) -> 
     found = named[name](model, **options, chunk=2).attribute(one_image(), 1)
     expected = named[name](model.inner, **options, chunk=2).attribute(one_image(), 1)
     torch.testing.assert_close(found.values, expected.values)
+
+
+def test_a_lack_of_memory_for_two_images_is_not_remembered() -> None:
+    full = True
+
+    def crammed(scores: Tensor) -> Tensor:
+        if full and len(scores) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return scores
+
+    model = Packed(crammed)
+    assert "out of memory" in known_one_by_one(model, one_image())
+    full = False
+    assert known_one_by_one(model, one_image()) == ""
