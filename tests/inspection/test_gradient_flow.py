@@ -319,7 +319,7 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
         # To ask for the backend is to import pyplot.
         "state = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = state()\n"
-        "from saliency.render.overlay.flow import gradient_flow\n"
+        "from saliency.inspection.gradient_flow import gradient_flow\n"
         "from saliency.inspection.gradient_statistics import gradient_statistics\n"
         "gradient_flow(gradient_statistics(torch.nn.Linear(3, 2), torch.ones(1, 3))).savefig(io.BytesIO())\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
@@ -329,7 +329,7 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
 
 
 def test_importing_it_does_not_import_matplotlib() -> None:
-    code = "import sys, saliency.render.overlay.flow; assert 'matplotlib' not in sys.modules"
+    code = "import sys, saliency.inspection.gradient_flow; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)  # noqa: S603
 
 
