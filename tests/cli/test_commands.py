@@ -158,7 +158,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
             traces.append(None)
             super().__init__(*arguments)
 
-    monkeypatch.setattr("saliency.attribution.base.Trace", Counting)
+    monkeypatch.setattr("saliency.attribution.base.SharedForward", Counting)
     return traces
 
 

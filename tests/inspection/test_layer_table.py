@@ -636,7 +636,7 @@ def test_the_forwards_are_as_many_as_were_asked_for() -> None:
 def test_on_an_accelerator_each_layer_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[torch.device] = []
     device = torch.device("cuda:1")
-    monkeypatch.setattr(costs, "reference", lambda model: SimpleNamespace(device=device))
+    monkeypatch.setattr(costs, "reference_tensor", lambda model: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     layer_table(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1), times=3)
     assert waits == [device] * 3 * (2 + 2 * 2)  # the model and two layers, each before and after
