@@ -279,7 +279,7 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
     model = Tiny()
     with torch.no_grad():
         model.head.weight *= 1e-9
-        model.head.bias *= 1e-9  # or the values would be below the rounding error of the score
+        model.head.bias.mul_(1e-9)  # or the values would be below the rounding error of the score
     quick(source, tmp_path / "run", model=model, methods=("vanilla_gradient",), maps=True, batch_size=1, target=1)
     for index in range(5):
         alone = saliency.VanillaGradient(model).attribute(source / f"0{index}.png", 1)
