@@ -73,7 +73,7 @@ class Attribution(ABC):
     sign: ClassVar[Sign] = "signed"
     """How the method's authors read the values."""
     units: ClassVar[str] = "score"
-    """What the values are in. CAMs and products in units of the score are drawn as zero below its rounding error."""
+    """The units of the values. Those in units of the score are drawn as zero below its rounding error."""
     is_complete: ClassVar[bool] = True
     """Whether values and residual, where there is one, make up the score less something that is the same for every
     image: a baseline's score, or nothing."""
@@ -195,7 +195,7 @@ class Attribution(ABC):
         """
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
-        """What the method explains under a target: the target itself, unless the authors explain something else."""
+        """Return the target that the method explains: the given one, unless its authors explain another."""
         return target
 
     def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
@@ -315,16 +315,13 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     batch = first.read(image)
     selection = ResolvedTarget(target, len(batch.tensor), first.categories)
     selections = [method.explained_target(selection) for method in methods]
-    traced = [method for method in methods if isinstance(method, TracedAttribution)]
+    pairs = list(zip(methods, selections, strict=True))
+    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is selection]
     with prepared_for_attribution(first.model):
         shared = read_one_forward(traced, batch.tensor, [selection])[0] if traced else []
         found = dict(zip(map(id, traced), shared, strict=True))
-        findings = [
-            found[id(m)] if id(m) in found else m.explain(batch.tensor, own)
-            for m, own in zip(methods, selections, strict=True)
-        ]
-    found_for = zip(methods, findings, selections, strict=True)
-    return [m.explanation(finding, own, batch) for m, finding, own in found_for]
+        findings = [found[id(m)] if id(m) in found else m.explain(batch.tensor, own) for m, own in pairs]
+    return [m.explanation(finding, own, batch) for finding, (m, own) in zip(findings, pairs, strict=True)]
 
 
 def _plain(setting: Any) -> Setting:

@@ -163,14 +163,14 @@ class TargetGradients:
         )
 
     def _has_gradient(self) -> bool:
-        """Whether the scores have a gradient at the input: one more forward and backward, for an error."""
+        """Return whether the scores have a gradient at the input. Runs the model again, only to word an error."""
         whole = SharedForward(self.trace.model, self.trace.x)
         scores = self.selection(whole.output)
         return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
 
 
 def independent_of(*layers: str) -> str:
-    """What to say of layers that the score does not depend on."""
+    """Return the message for layers that no gradient reaches."""
     names = ", ".join(f'"{each}"' for each in layers)
     return (
         f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose "

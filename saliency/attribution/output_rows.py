@@ -38,7 +38,7 @@ _Division = int | list["_Division"] | _PerImage | _Unclear | None
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """How the output of a model divides into the images of a batch.
+    """Division of a model's output into the images of a batch.
 
     It is read from two outputs, one of one image and one of two, so what belongs to an image is known by how sizes
     change with the batch. A constant with as many rows as the batch has images is not mistaken for a part of it.
@@ -71,7 +71,7 @@ _MOST_KNOWN = 32
 
 
 def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
-    """How the output of a model divides into images.
+    """Find which part of a model's output belongs to which image.
 
     It runs a batch of one image and one of two: the given one, and noise of its mean and deviation.
 
@@ -119,13 +119,13 @@ def _noise_like(x: Tensor) -> Tensor:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """What a model computes in for an image: the type of the image, or that of the caller's autocast."""
+    """Return the type that a model computes in: that of the image, or of the caller's autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _divided(one: Any, two: Any) -> _Division:
-    """How outputs divide, from that of one image and that of two."""
+    """Compare the output for one image with the output for two."""
     if type(one) is not type(two):
         return _Unclear()
     if isinstance(one, Tensor):
@@ -168,7 +168,7 @@ def _repeated(division: _Division, output: Any, row: int, times: int) -> Any:
 
 
 def is_divided(division: _Division) -> bool:
-    """Whether every part of an output is known to belong to one image, or to all."""
+    """Return whether every part of an output belongs to one image, or to all of them."""
     if isinstance(division, list):
         return all(map(is_divided, division))
     return not isinstance(division, _Unclear)
@@ -191,7 +191,7 @@ def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], O
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether a batch norm takes its statistics from the batch in evaluation mode too."""
+    """Return whether a batch norm uses the statistics of the batch in evaluation mode."""
     return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in unique_modules(model))
 
 

@@ -18,7 +18,7 @@ import torch
 
 from .drawing import Made, Task, draw
 from .errors import BatchError
-from .loading import Budget, Prepared, prepare
+from .loading import MemoryBudget, Prepared, prepare
 from .network import Found, Network
 from .work_group import Group, Work, explained, replicas, share_of
 
@@ -94,7 +94,7 @@ class _Pipeline:
         self._networks: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for at in range(max(lanes, len(networks))):
             self._networks.put(networks[at % len(networks)])
-        self._budget = Budget()
+        self._budget = MemoryBudget()
         # A lane of one thread is timed by its own clock, which stands still while other threads have the processor.
         self._clock = time.thread_time if threads == 1 and _on_processor(networks[0]) else time.perf_counter
         self._ready: queue.SimpleQueue[_Under] = queue.SimpleQueue()

@@ -39,7 +39,7 @@ class Prepared:
     picture: Image.Image | None = None
 
 
-class Budget:
+class MemoryBudget:
     """How many bytes of pictures may wait at once, so that memory does not grow with the photos' size."""
 
     def __init__(self, total: int = KEPT_BYTES) -> None:
@@ -61,7 +61,7 @@ class Budget:
 
 
 def prepare(
-    photo: Photo, preprocess: Preprocess | TransformPreprocess | None, budget: Budget | None = None
+    photo: Photo, preprocess: Preprocess | TransformPreprocess | None, budget: MemoryBudget | None = None
 ) -> Prepared:
     """A photo, decoded and preprocessed; whatever goes wrong stands in `failure`."""
     try:

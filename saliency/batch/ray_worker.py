@@ -15,7 +15,7 @@ from ..engine.allocator import keep_memory
 from .drawing import Made, Task, draw
 from .errors import BatchError, StoppedError
 from .image_entry import shown
-from .loading import Budget, Prepared, prepare
+from .loading import MemoryBudget, Prepared, prepare
 from .network import Found, Network
 from .output_folder import LOCK
 from .run_options import Job
@@ -53,7 +53,7 @@ class Worker:
         self._ray = importlib.import_module("ray")
         self._feeder, self._threads, self._most_tries = told["feeder"], told["threads"], told["tries"]
         self._out = Path(told["out"])
-        self._budget = Budget()
+        self._budget = MemoryBudget()
         self._io = ThreadPoolExecutor(self._threads, "saliency-io", torch.set_num_threads, (1,))
         self._problem: Exception | None = None
         # The process is this actor's alone.

@@ -558,7 +558,7 @@ def test_photos_that_are_too_large_to_wait_are_decoded_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick(source, tmp_path / "whole")
-    monkeypatch.setattr("saliency.batch.loading.Budget.keep", lambda self, picture: False)
+    monkeypatch.setattr("saliency.batch.loading.MemoryBudget.keep", lambda self, picture: False)
     quick(source, tmp_path / "out")
     assert_same(tmp_path / "out", tmp_path / "whole")
 
