@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import saliency
 from saliency import METHODS, Attribution
@@ -188,6 +190,77 @@ def test_every_public_name_together_load_nothing_heavy() -> None:
 def test_the_help_of_the_command_line_loads_no_torch() -> None:
     code = "import saliency.cli\ntry: saliency.cli.main(['--help'])\nexcept SystemExit: pass"
     assert not loaded_by(code) & {"torch", "numpy", *HEAVY} - {"rich"}
+
+
+# Private names of PyTorch.
+
+PRIVATE_NAMES_OF_TORCH = "hooks.autograd_graph"
+# Operators of the documented "Core ATen IR".
+CORE_OPERATORS = {"_native_batch_norm_legit_no_training", "_to_copy"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+NODE: Any = torch.relu(torch.ones(1, requires_grad=True)).grad_fn
+TORCH_ATTRIBUTES = {
+    name
+    for thing in (torch.Tensor, torch.nn.Module(), NODE, torch.autograd.Function, torch.UntypedStorage, torch._C)
+    for name in dir(thing)
+    if is_private(name)
+} | {"_schema", "_wrapped_node"}
+
+
+def private_names_of_torch(tree: ast.AST) -> Iterator[str]:
+    """The private names of PyTorch that a module uses: imports, attributes and strings that name an attribute."""
+    of_torch = {"torch", "nn", "F", "aten"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for each in node.names:
+                full = f"{module}.{each.name}".strip(".")
+                if full.split(".")[0] == "torch" and any(map(is_private, full.split("."))):
+                    yield full
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in CORE_OPERATORS:
+            root = node.value
+            is_own = isinstance(root, ast.Name) and root.id in ("self", "cls")
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_of_torch = isinstance(root, ast.Name) and root.id in of_torch
+            if is_of_torch or (not is_own and is_attribute_of_torch(node.attr)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_attribute_of_torch(node.value):
+            yield repr(node.value)
+
+
+def is_attribute_of_torch(name: str) -> bool:
+    return name in TORCH_ATTRIBUTES or name.startswith(("_saved_", "torch._"))
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {PRIVATE_NAMES_OF_TORCH}))
+def test_private_names_of_torch_are_in_one_file(name: str) -> None:
+    assert not list(private_names_of_torch(PARSED[name]))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "import torch._dynamo",
+        "from torch._C import _functorch",
+        "from torch.nn.modules.module import _global_forward_hooks",
+        "tensor._version",
+        "layer._forward_hooks.clear()",
+        "node._saved_result",
+        "getattr(node, f'_saved_{name}')",
+        "torch._C._current_graph_task_id()",
+        "torch.ops.aten._scaled_dot_product_attention_math(x)",
+        "getattr(layer, '_modules')",
+    ],
+)
+def test_the_check_sees_a_private_name_of_torch(source: str) -> None:
+    assert list(private_names_of_torch(ast.parse(source)))
 
 
 # Names.

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import TargetError, warn
+from ..hooks.autograd_graph import forward_hook_ids
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_with_children, trees_agree
 from ..targets.targets import OutputTarget, Target
@@ -30,6 +30,7 @@ class _Unclear:
     """A part of the output whose size changes with the batch in a way that does not show what belongs to an image."""
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | None
 
 # For a tensor, the dimension of the images; for a container, the division of each child; None for what all share.
@@ -95,7 +96,7 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
 
 def known_one_by_one(model: nn.Module, x: Tensor) -> str:
     """`OutputRows.one_by_one`, remembered while the modules, their hooks and the shape of the image stay."""
-    modules = tuple((id(each), *each._forward_hooks, *each._forward_pre_hooks) for each in unique_modules(model))
+    modules = tuple((id(each), *forward_hook_ids(each)) for each in unique_modules(model))
     key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
     with _lock:
         known = _known.setdefault(model, {})
@@ -192,7 +193,7 @@ def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], O
 
 def has_batch_statistics(model: nn.Module) -> bool:
     """Return whether a batch norm uses the statistics of the batch in evaluation mode."""
-    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in unique_modules(model))
+    return any(isinstance(each, _BATCH_NORMS) and each.running_mean is None for each in unique_modules(model))
 
 
 def warn_of_coupling() -> None:

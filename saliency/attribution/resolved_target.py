@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import NonFiniteError, TargetError
+from ..hooks.autograd_graph import tensor_version
 from ..targets.class_names import Categories, class_probabilities, class_scores
 from ..targets.targets import ClassScore, OutputTarget, TargetLike, as_target
 from .output_rows import OutputRows, repeat_target
@@ -98,4 +99,4 @@ class ResolvedTarget:
 def _versions(output: Any) -> list[int]:
     """How often each tensor of an output was changed in place."""
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
-    return [each._version for each in parts if isinstance(each, Tensor) and not each.is_inference()]
+    return [tensor_version(each) for each in parts if isinstance(each, Tensor)]

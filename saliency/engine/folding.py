@@ -14,8 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..hooks.autograd_graph import (
+    DispatchMode,
+    child_modules,
+    has_global_module_hooks,
+    module_hooks,
+    own_parameters,
+)
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import tree_leaves, tree_tensors
@@ -23,7 +29,6 @@ from ..hooks.pytree import tree_leaves, tree_tensors
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 MOST_ERROR = 1e-3
 """The most that folding may change the outputs, relative to their norm. Rounding alone is a thousandth of that."""
@@ -60,7 +65,7 @@ def private_copy(model: nn.Module) -> nn.Module:
         Exception: Whatever a part of the model that cannot be copied raises.
     """
     # What the memo knows is not copied: a hook may be a method of an object in which it collects.
-    memo = {id(hook): hook for module in unique_modules(model) for hook in _hooks_on(module)}
+    memo = {id(hook): hook for module in unique_modules(model) for hook in module_hooks(module)}
     made: nn.Module = copy.deepcopy(model, memo)
     for module in unique_modules(made):
         if getattr(module, "training", False):
@@ -70,7 +75,7 @@ def private_copy(model: nn.Module) -> nn.Module:
 
 def hooked(model: nn.Module) -> tuple[str, ...]:
     """The names of the modules that carry hooks."""
-    return tuple(name for name, module in model.named_modules() if _hooks_on(module))
+    return tuple(name for name, module in model.named_modules() if module_hooks(module))
 
 
 def fold_exactly(made: nn.Module, model: nn.Module, x: Tensor, keep: Collection[str] = ()) -> tuple[Pair, ...]:
@@ -111,10 +116,10 @@ def foldable(made: nn.Module, x: Tensor, keep: Collection[str] = ()) -> tuple[Pa
 
     There are none where the forward takes numbers out of tensors: it may call other layers for other images.
     """
-    if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if has_global_module_hooks():
         return ()
     kept = {id(made.get_submodule(name)) for name in keep}
-    free = {name: each for name, each in made.named_modules() if id(each) not in kept and not _hooks_on(each)}
+    free = {name: each for name, each in made.named_modules() if id(each) not in kept and not module_hooks(each)}
     convolutions = {name: each for name, each in free.items() if _is_convolution(each)}
     norms = {name: each for name, each in free.items() if _is_norm(each)}
     if not convolutions or not norms:
@@ -163,9 +168,9 @@ def fold(made: nn.Module, pairs: Iterable[Pair]) -> list[Callable[[], None]]:
         _put(convolution, weight, bias)
         rest = _what_is_left(norm)
         for parent in unique_modules(made):
-            for name in [name for name, child in parent._modules.items() if child is norm]:
-                undo.append(partial(parent._modules.__setitem__, name, norm))
-                parent._modules[name] = rest
+            for name in [name for name, child in child_modules(parent).items() if child is norm]:
+                undo.append(partial(setattr, parent, name, norm))
+                setattr(parent, name, rest)
     return undo
 
 
@@ -187,19 +192,14 @@ def agreement(output: Any, expected: Any) -> tuple[float, float]:
     return error, cosine
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(DispatchMode):
     """How often the operations of a forward read some tensors, and what convolutions made of which weights."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.watched = {id(each): each for each in weights}  # held, so that no id is given out twice
         self.counts: Counter[int] = Counter()
         self.convolved: dict[int, Any] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether PyTorch is to import its compiler, which takes seconds, only to keep it away from this mode: no."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -246,16 +246,16 @@ def _end(token: None, output: Any) -> None:
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    if not isinstance(module, _PLAIN) or type(module._parameters.get("weight")) is not nn.Parameter:
+    if not isinstance(module, _PLAIN) or type(own_parameters(module).get("weight")) is not nn.Parameter:
         return False
-    return "bias" in module._parameters and not (isinstance(module, _TRANSPOSED) and module.groups > 1)
+    return "bias" in own_parameters(module) and not (isinstance(module, _TRANSPOSED) and module.groups > 1)
 
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether it is a batch norm with statistics of its own, and nothing else but perhaps an activation."""
     if not isinstance(module, NORMS) or module.running_mean is None or module.running_var is None or module.training:
         return False
-    return type(module) in NORMS or set(module._modules) == {"drop", "act"}
+    return type(module) in NORMS or set(child_modules(module)) == {"drop", "act"}
 
 
 def _fits(convolution: nn.Module, norm: nn.Module, output: Tensor) -> bool:
@@ -271,10 +271,10 @@ def _fits(convolution: nn.Module, norm: nn.Module, output: Tensor) -> bool:
 
 def _what_is_left(norm: nn.Module) -> nn.Module:
     """What a batch norm does apart from normalising: nothing, or an activation."""
-    rest = nn.Sequential() if norm._modules else nn.Identity()
+    rest = nn.Sequential() if child_modules(norm) else nn.Identity()
     for name in ("drop", "act"):
-        if name in norm._modules:
-            rest.add_module(name, norm._modules[name])
+        if name in child_modules(norm):
+            rest.add_module(name, child_modules(norm)[name])
     rest.training = False
     return rest
 
@@ -289,7 +289,3 @@ def _same(made: nn.Module, x: Tensor, expected: Any) -> bool:
         return agreement(run_model(made, x), expected)[0] <= MOST_ERROR
     except Exception:  # noqa: BLE001 - whatever it is, these pairs stay as they were
         return False
-
-
-def _hooks_on(module: nn.Module) -> list[Any]:
-    return [hook for kind in _HOOKS for hook in (vars(module).get(kind) or {}).values()]

@@ -1,17 +1,270 @@
-"""Where the gradient comes into a module and where it leaves, in the autograd graph of one call.
+"""Edges of one call in its autograd graph, and everything else in PyTorch that has no public name.
 
-Nothing is put into the graph: the operations through which a gradient leaves for an input are found by a walk from the
-module's outputs. So in-place modules keep working, and so do functions between modules.
+This is the only file with private names of PyTorch (`tests/test_architecture.py` checks it). Why each is needed, and
+the test that fails first when PyTorch changes it:
+
+- `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
+  operations: `methods/test_rectified.py`.
+- `Node._sequence_nr`, `_get_sequence_nr` end a walk at the operations of one call, `_will_engine_execute_node` and
+  `_current_graph_task_id` sum the parts of one gradient: `inspection/test_edit.py`.
+- `Tensor._version`, `_is_view`, `_base`, `_backward_hooks` show in-place operations and let tensors be left as they
+  were: `inspection/test_record.py`, `inspection/test_edit.py`.
+- `Module._forward_hooks` and the like order and list hooks, `_modules` and `_parameters` also list what is None or has
+  two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
+- `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
+  `engine/test_tail.py`.
+- `torch._C._functorch` reads tensors inside `torch.func` transformations: `inspection/test_record.py`.
+- `_scaled_dot_product_attention_math` and `decompositions_for_jvp` make forward derivatives possible:
+  `inspection/test_jacobian.py`.
+
+An edge is where the gradient enters a module or leaves it. Nothing is put into the graph: the operations through which
+a gradient leaves for an input are found by a walk from the outputs of the module. So in-place modules keep working, and
+so do functions between modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn.modules import module as _nn_module
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+# Tensors.
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; -1 for tensors created under inference_mode, which do not count it."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another one, for autograd."""
+    return tensor._is_view()
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of; None if it is not a view."""
+    return tensor._base
+
+
+def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
+    """The gradient hooks of a tensor by their ids; None if it never had one."""
+    hooks: Mapping[int, Any] | None = tensor._backward_hooks
+    return hooks
+
+
+def forget_empty_hooks(tensor: Tensor) -> None:
+    """Set the hooks of a tensor without hooks back to None, as they were before the first hook."""
+    if not tensor._backward_hooks:
+        tensor._backward_hooks = None
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of the memory of a tensor, shared by all views of it."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+# Modules.
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """The forward hooks of a module by their ids, in the order in which they run."""
+    return module._forward_hooks
+
+
+def remove_forward_hook(module: nn.Module, hook: object) -> None:
+    """Remove a forward hook or forward pre-hook by identity, if it is there."""
+    for hooks, flags in (
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    ):
+        for key, value in list(hooks.items()):
+            if value is hook:
+                del hooks[key]
+                flags.pop(key, None)
+
+
+def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
+    """The ids of the forward hooks and forward pre-hooks of a module; no two hooks of a process share one."""
+    return (*module._forward_hooks, *module._forward_pre_hooks)
+
+
+def module_hooks(module: nn.Module) -> list[Any]:
+    """The forward and backward hooks and pre-hooks of a module."""
+    return [hook for kind in _MODULE_HOOKS for hook in (vars(module).get(kind) or {}).values()]
+
+
+def has_global_module_hooks() -> bool:
+    """Whether hooks are registered for all modules of the process."""
+    return bool(_nn_module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:
+    """The hooks that are registered for all modules of the process, by kind."""
+    for name, hooks in vars(_nn_module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            yield name[1:], hooks
+
+
+def child_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The modules directly inside a module by name. Unlike `named_children`, one of two names is not left out."""
+    return module._modules
+
+
+def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+    """The parameters of a module itself by name; also those that are None."""
+    return module._parameters
+
+
+# Nodes of the autograd graph.
+
+_MISSING = object()
+CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
+"""The class of the node of a part that is checkpointed with `use_reentrant=True`."""
+MODULE_HOOK_NODE: type = BackwardHookFunction._backward_cls
+"""The class of the node that a full backward hook of a module inserts."""
+
+
+def saved(node: Any, name: str, default: Any = _MISSING) -> Any:
+    """A tensor or option that an operation has saved for its gradient.
+
+    Raises:
+        AttributeError: The operation saves nothing of that name, and no default is given.
+    """
+    value = getattr(node, f"_saved_{name}", default)
+    if value is _MISSING:
+        raise AttributeError(f"{node.name()} saves no {name}")
+    return value
+
+
+def result_shape(node: Any) -> tuple[int, ...]:
+    """The shape of the first result of an operation."""
+    return tuple(node._input_metadata[0].shape)
+
+
+def wrapped_node(node: Any) -> Node | None:
+    """The operation that worked in place on a view, of the node that copies its result into the whole; else None."""
+    inner: Node | None = getattr(node, "_wrapped_node", None)
+    return inner
+
+
+# Operators.
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import the compiler, which takes seconds, only to be hidden from it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def operator_schema(op: OpOverload[..., Any]) -> Any:
+    """The names, types and writes of the arguments of an operator."""
+    return op._schema
+
+
+def attention_by_formula(*args: Any, **kwargs: Any) -> Tensor:
+    """`scaled_dot_product_attention` from elementary operations, which have forward derivatives."""
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+    return output
+
+
+def load_forward_derivatives() -> None:
+    """Import what `torch.func.jvp` imports when it is first used, without the warning of its import."""
+    name = "torch._decomp.decompositions_for_jvp"
+    if name not in sys.modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            importlib.import_module(name)
+
+
+def compiler_is_loaded() -> bool:
+    """Whether this process has imported the compiler; if not, no part of any model is compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+# Transformed tensors.
+
+_Made = TypeVar("_Made")
+_MOST_BATCHES = 64  # that torch.vmap can nest
+_NO_BATCH = 2**31 - 1  # the size of no batch of gradients
+
+
+def outside(make: Callable[[Tensor], _Made], tensor: Tensor) -> _Made:
+    """What a function makes of a tensor's numbers, run outside of all transformations, so that it outlives them.
+
+    Under `torch.vmap` and `is_grads_batched=True` the numbers are those of the whole batch, (B, ...); inside of any
+    transformation they are detached. Elsewhere the function gets the tensor itself.
+    """
+    if _functorch.peek_interpreter_stack() is None and not is_wrapped(tensor):
+        return make(tensor)
+    # The interpreters would wrap again whatever is made of plain numbers.
+    with temporarily_clear_interpreter_stack():
+        return make(_numbers(tensor))
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a transformation of `torch.func` runs on a tensor."""
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for others inside of a transformation, and has no numbers of its own."""
+    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The numbers behind a tensor, the axes of its batches first, the outermost at the front."""
+    axes: list[int] = []
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            axes.append(_functorch.maybe_get_bdim(tensor))
+        tensor = _functorch.get_unwrapped(tensor)
+    if _functorch.is_legacy_batchedtensor(tensor):
+        tensor = _unbatched(tensor)
+    tensor = tensor.detach()
+    for before, axis in enumerate(reversed(axes)):
+        tensor = tensor.movedim(before + axis, before)
+    return tensor
+
+
+def _unbatched(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in a backward pass of many gradients at once, which numbers its batches from 1.
+
+    Which batches there are is known to the thread that asked for the pass only, and gradients of an accelerator come by
+    in another one: so each is asked for.
+    """
+    for level in range(_MOST_BATCHES, 0, -1):
+        if _functorch.is_legacy_batchedtensor(tensor):
+            # Where there is no such batch, there is one of this size afterwards.
+            found = torch._remove_batch_dim(tensor, level, _NO_BATCH, 0)
+            tensor = tensor if found.shape[0] == _NO_BATCH else found
+    return tensor
+
+
+# Edges of one call.
 
 Gradients = tuple[Tensor | None, ...]
 """Of the operands, or of the results, of one operation."""

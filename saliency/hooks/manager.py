@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .autograd_graph import GradAccumulator, Gradients, GradSpec, InputEdge, next_functions, sequence_nr
+from .autograd_graph import (
+    GradAccumulator,
+    Gradients,
+    GradSpec,
+    InputEdge,
+    forward_hooks,
+    next_functions,
+    remove_forward_hook,
+    sequence_nr,
+)
 from .model_state import retry_on_interrupt
 from .module_hooks import ModuleHook, OutputOverride, call_hooks
 from .pytree import first_tensor, tree_map_tensors
@@ -99,7 +108,7 @@ class HookManager(ExitStack[None]):
         self._registered.append((layer, hook))
         # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
         layer.register_forward_hook(hook, prepend=True)
-        hooks = layer._forward_hooks
+        hooks = forward_hooks(layer)
         for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, OutputOverride)), reverse=True):
             with suppress(KeyError):  # another thread may have taken its own away by now
                 hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
@@ -235,14 +244,7 @@ def _close(mark: HookScope, registered: _Registered, on_graphs: list[RemovableHa
     """Take away the hooks of a manager, of which the last may not have been registered yet."""
     mark.closed = True
     for layer, hook in registered:
-        for hooks, flags in (
-            (layer._forward_hooks, layer._forward_hooks_with_kwargs),
-            (layer._forward_pre_hooks, layer._forward_pre_hooks_with_kwargs),
-        ):
-            for key, each in list(hooks.items()):
-                if each is hook:
-                    del hooks[key]
-                    flags.pop(key, None)
+        remove_forward_hook(layer, hook)
     while on_graphs:
         on_graphs.pop().remove()
     while mark in active_scopes.marks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelError
+from .autograd_graph import child_modules, compiler_is_loaded
 from .pytree import tree_tensors
 
 
@@ -130,11 +130,7 @@ def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iter
 
 
 class _EagerStance:
-    """The compiler's stance is one for the whole process, so its holders are counted too.
-
-    PyTorch's context manager of it takes effect as it is made, and remembers what was before: one that a Ctrl-C loses
-    between the two could not be undone. So it is kept first and filled in then.
-    """
+    """The compiler's stance, which is one for the whole process; its holders are counted."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -142,19 +138,16 @@ class _EagerStance:
         self.stance: Any = None
 
     def take(self, holder: object) -> None:
-        kind = torch._dynamo.set_stance
         with self.lock:
             self.holders.add(holder)
             if self.stance is None:
-                self.stance = kind.__new__(kind)
-                self.stance.__init__("force_eager")
+                self.stance = torch.compiler.set_stance("force_eager")
 
     def give_back(self, holder: object) -> None:
         with self.lock:
             self.holders.discard(holder)
             if not self.holders and self.stance is not None:
-                if hasattr(self.stance, "prev"):
-                    self.stance.__exit__(None, None, None)
+                self.stance.__exit__(None, None, None)
                 self.stance = None
 
 
@@ -165,7 +158,7 @@ _stance = _EagerStance()
 def eager() -> Iterator[None]:
     """Compiled parts run as they are written."""
     # Nothing can be compiled in a process that has not imported the compiler, which takes seconds to import.
-    if "torch._dynamo" not in sys.modules:
+    if not compiler_is_loaded():
         yield
         return
     holder = object()
@@ -177,24 +170,6 @@ def eager() -> Iterator[None]:
             retry_on_interrupt(lambda: _stance.give_back(holder))
         except KeyboardInterrupt:  # perhaps on its threshold, before it began
             retry_on_interrupt(lambda: _stance.give_back(holder))
-            raise
-
-
-@contextmanager
-def _unoptimised() -> Iterator[None]:
-    """TorchScript as it is written: its optimised executor fuses operations into nodes that hide their ReLUs.
-
-    The switch is the thread's own.
-    """
-    optimise = torch._C._get_graph_executor_optimize()
-    try:
-        torch._C._set_graph_executor_optimize(False)
-        yield
-    finally:
-        try:
-            retry_on_interrupt(lambda: torch._C._set_graph_executor_optimize(optimise))
-        except KeyboardInterrupt:  # perhaps on its threshold, before it began
-            retry_on_interrupt(lambda: torch._C._set_graph_executor_optimize(optimise))
             raise
 
 
@@ -214,7 +189,8 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eager())
         if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
-            stack.enter_context(_unoptimised())
+            # The optimised executor of TorchScript fuses operations into nodes that hide their ReLUs.
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(evaluating(model, modules))
         yield
 
@@ -224,7 +200,7 @@ def unique_modules(model: nn.Module) -> list[nn.Module]:
     found = {model: None}
     waiting = [model]
     while waiting:
-        for child in waiting.pop()._modules.values():
+        for child in child_modules(waiting.pop()).values():
             if child is not None and child not in found:
                 found[child] = None
                 waiting.append(child)

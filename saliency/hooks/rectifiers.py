@@ -15,11 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import NotApplicableError, TargetError
-from .autograd_graph import next_functions
+from .autograd_graph import CHECKPOINT_NODE, MODULE_HOOK_NODE, next_functions, result_shape, saved, wrapped_node
 
 _REENTRANT = (
     "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
@@ -84,8 +82,8 @@ def _constant_operand_is_zero(node: Any) -> bool:
     """Whether a maximum has exactly one operand with a gradient, and the other is 0."""
     tracked = [function is not None for function, _ in next_functions(node)]
     if tracked == [True, False]:
-        return _is_zero(node._saved_other)
-    return tracked == [False, True] and _is_zero(node._saved_self)
+        return _is_zero(saved(node, "other"))
+    return tracked == [False, True] and _is_zero(saved(node, "self"))
 
 
 _Test = Callable[[Any], bool]
@@ -93,16 +91,16 @@ _Test = Callable[[Any], bool]
 # Each kind of rectifier: an operation whose node shows the class, and what the node must say to be one.
 _RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
     "relu": [(torch.relu, lambda node: True)],
-    "relu6": [(F.relu6, lambda node: node._saved_min_val == 0)],
+    "relu6": [(F.relu6, lambda node: saved(node, "min_val") == 0)],
     "threshold": [
-        (lambda t: F.threshold(t, 0, 0), lambda node: node._saved_threshold == 0),
-        (lambda t: torch.threshold_(t, 0, 0), lambda node: node._saved_threshold == 0),
+        (lambda t: F.threshold(t, 0, 0), lambda node: saved(node, "threshold") == 0),
+        (lambda t: torch.threshold_(t, 0, 0), lambda node: saved(node, "threshold") == 0),
     ],
     "clamp": [
-        (lambda t: t.clamp(min=0), lambda node: _is_zero(node._saved_min)),
-        (lambda t: t.clamp(min=torch.zeros_like(t)), lambda node: _is_zero(node._saved_min)),
-        (lambda t: t.clamp_min(0), lambda node: _is_zero(node._saved_min)),
-        (lambda t: torch.clamp_min(t, torch.zeros_like(t)), lambda node: _is_zero(node._saved_min)),
+        (lambda t: t.clamp(min=0), lambda node: _is_zero(saved(node, "min"))),
+        (lambda t: t.clamp(min=torch.zeros_like(t)), lambda node: _is_zero(saved(node, "min"))),
+        (lambda t: t.clamp_min(0), lambda node: _is_zero(saved(node, "min"))),
+        (lambda t: torch.clamp_min(t, torch.zeros_like(t)), lambda node: _is_zero(saved(node, "min"))),
     ],
     "maximum": [
         (lambda t: torch.maximum(t, torch.zeros_like(t)), _constant_operand_is_zero),
@@ -155,21 +153,17 @@ def _is_masked(node: Any, kind: str) -> bool:
     """Whether a node selects by a mask that is fixed during the backward pass, as a hand-written ReLU does."""
     if kind == "product with a mask":
         tracked = [function is not None for function, _ in next_functions(node)]
-        factor = node._saved_other if tracked[:1] == [True] and not all(tracked) else None
-        factor = node._saved_self if tracked == [False, True] else factor
+        factor = saved(node, "other") if tracked[:1] == [True] and not all(tracked) else None
+        factor = saved(node, "self") if tracked == [False, True] else factor
         # A mask has the shape of what it masks, unlike a scale or a gate, and holds only 0 and 1.
-        if (
-            not isinstance(factor, Tensor)
-            or tuple(factor.shape) != tuple(node._input_metadata[0].shape)
-            or factor.numel() < 2
-        ):
+        if not isinstance(factor, Tensor) or tuple(factor.shape) != result_shape(node) or factor.numel() < 2:
             return False
         zeros, ones = factor == 0, factor == 1
         return factor.dtype == torch.bool or bool((zeros | ones).all() and zeros.any() and ones.any())
     if kind in ("minimum with 0", "fmin with 0"):
         return _constant_operand_is_zero(node)
     if kind == "clamp from above at 0":
-        return node._saved_min is None and _is_zero(node._saved_max)
+        return saved(node, "min") is None and _is_zero(saved(node, "max"))
     if kind == "where":
         return sum(function is not None for function, _ in next_functions(node)) == 1
     return True
@@ -185,20 +179,20 @@ def output_of(node: Any) -> Tensor:
     """What a rectifier's node gave in the forward pass, in the shape of its gradient."""
     kind, _ = _rectifier_tests()[type(node)]
     if kind == "relu":
-        result: Tensor = node._saved_result
+        result: Tensor = saved(node, "result")
         return result
     if kind == "maximum":
-        x = node._saved_self if next_functions(node)[0][0] is not None else node._saved_other
+        x = saved(node, "self") if next_functions(node)[0][0] is not None else saved(node, "other")
         return torch.clamp(x, min=0)
-    highest = getattr(node, "_saved_max_val", getattr(node, "_saved_max", None))
+    highest = saved(node, "max_val", saved(node, "max", None))
     return torch.clamp(
-        node._saved_self, min=torch.zeros_like(highest) if isinstance(highest, Tensor) else 0, max=highest
+        saved(node, "self"), min=torch.zeros_like(highest) if isinstance(highest, Tensor) else 0, max=highest
     )
 
 
 def saturation_of(node: Any) -> Tensor | float | None:
     """The level above which a rectifier is flat (6 for a ReLU6), or None."""
-    highest: Tensor | float | None = getattr(node, "_saved_max_val", getattr(node, "_saved_max", None))
+    highest: Tensor | float | None = saved(node, "max_val", saved(node, "max", None))
     return highest
 
 
@@ -263,7 +257,7 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
 def refuse_checkpoints(score: Tensor) -> None:
     """Raise NotApplicableError where a part of the model is checkpointed so that no gradient can be asked for."""
     for node in _postorder(score):
-        if isinstance(node, CheckpointFunction._backward_cls):
+        if isinstance(node, CHECKPOINT_NODE):
             raise NotApplicableError(_REENTRANT)
 
 
@@ -273,7 +267,7 @@ def _opaque(node: Any) -> str:
     Most of these kinds have no public class to probe, so the C++ name of the node decides.
     """
     name = node.name()
-    if isinstance(node, CheckpointFunction._backward_cls):
+    if isinstance(node, CHECKPOINT_NODE):
         raise NotApplicableError(_REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
@@ -281,7 +275,7 @@ def _opaque(node: Any) -> str:
             "it was before torch.compile"
         )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        known = isinstance(node, BackwardHookFunction._backward_cls) or "_torchvision_" in name
+        known = isinstance(node, MODULE_HOOK_NODE) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
     if name.startswith("torch::jit"):
         raise NotApplicableError(
@@ -298,5 +292,5 @@ def _opaque(node: Any) -> str:
 
 def _kind_in_place_on_a_view(node: Any) -> str:
     """The kind of the nonlinearity that a copy into a slice wraps; "" for other nodes."""
-    inner = getattr(node, "_wrapped_node", None)
+    inner = wrapped_node(node)
     return "" if inner is None else _rectifier_kind(inner) or _other_kinds().get(type(inner), "")

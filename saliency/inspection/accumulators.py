@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from ..hooks.autograd_graph import tensor_version
 from .moments import Moments, moments
 
 _Kept = TypeVar("_Kept")
@@ -101,13 +102,13 @@ class Seen:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
-        self._version = _version(tensor)
+        self._version = tensor_version(tensor)
         self._alive: dict[int, Tensor] = {}
         self.moments = moments(tensor)
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether it is this tensor, and nobody has worked on it in place."""
-        return self._tensor() is tensor and _version(tensor) == self._version
+        return self._tensor() is tensor and tensor_version(tensor) == self._version
 
     def alive(self, tensor: Tensor, axis: int | None) -> Tensor | None:
         """For each channel, whether any of its numbers is above zero, or NaN; None where there are no channels.
@@ -123,8 +124,3 @@ class Seen:
             most = tensor.amax([each for each in range(tensor.dim()) if each != axis])
             self._alive[axis] = ~(most <= 0)
         return self._alive[axis]
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was changed in place; not counted for what was made under inference_mode."""
-    return -1 if tensor.is_inference() else tensor._version

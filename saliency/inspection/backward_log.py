@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..hooks.autograd_graph import this_backward
-from .functorch_compat import outside
+from ..hooks.autograd_graph import outside, tensor_version, this_backward
 
 Place = tuple[Sequence[int], Sequence[int], int]
 """Size, stride and offset of a view of another tensor."""
@@ -110,7 +109,7 @@ class View:
 
     def __init__(self, tensor: Tensor, base: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
-        self._version = tensor._version
+        self._version = tensor_version(tensor)
         self._base_offset = int(base.storage_offset())
         self._own = self.place_of(tensor)
         self._base = base.size(), base.stride()
@@ -124,7 +123,7 @@ class View:
     def is_overwritten(self) -> bool:
         """Whether somebody has worked in place on it since, as far as can be told."""
         tensor = self._tensor()
-        return tensor is None or tensor._version != self._version
+        return tensor is None or tensor_version(tensor) != self._version
 
     def gradient(self, whole: Tensor) -> Tensor | None:
         """Its part of the gradient of what is viewed; None where that does not lie in memory without gaps."""

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ..hooks.autograd_graph import InputEdge, current_sequence_nr, edge, input_edges, is_recorded_since, this_backward
+from ..hooks.autograd_graph import (
+    InputEdge,
+    current_sequence_nr,
+    edge,
+    input_edges,
+    is_recorded_since,
+    tensor_version,
+    this_backward,
+    view_base,
+)
 from ..hooks.manager import HookManager
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .backward_log import Backward, Inbox, View
@@ -138,9 +147,9 @@ class Tape:
             begun.tensors = list(tree_tensors((args, kwargs)))
             begun.edges = [edge(each) for each in begun.tensors]
             begun.views = [
-                _Viewed(at, each._version, each._base, edge(each._base))
+                _Viewed(at, tensor_version(each), base, edge(base))
                 for at, each in enumerate(begun.tensors)
-                if each._base is not None
+                if (base := view_base(each)) is not None
             ]
         return begun
 
@@ -214,7 +223,7 @@ class Tape:
             for at, tensor in enumerate(outputs):
                 if tensor.requires_grad:
                     hooks.at_gradient(tensor, partial(inbox.put_output, at))
-                    if tensor._base is not None:
+                    if view_base(tensor) is not None:
                         _mind_the_view(hooks, tensor, inbox, at, _viewed_by(tensor, begun.tensors, leave))
         if "grad_inputs" in self._parts:
             for at, places in enumerate(leave):
@@ -229,7 +238,7 @@ class Tape:
 
 def _past_the_views(outputs: Sequence[Tensor], begun: _Begun) -> dict[int, list[InputEdge]]:
     """For each argument that was a view and was worked on in place: where its gradient leaves, past the view itself."""
-    worked_on = [each for each in begun.views if begun.tensors[each.at]._version != each.version]
+    worked_on = [each for each in begun.views if tensor_version(begun.tensors[each.at]) != each.version]
     if not worked_on:
         return {}
     found = input_edges([*outputs, *begun.tensors], [each.edge for each in worked_on], begun.since)
@@ -247,7 +256,7 @@ def _viewed_by(output: Tensor, given: Sequence[Tensor], leave: Sequence[Sequence
     return {
         at: tensor
         for at, (tensor, places) in enumerate(zip(given, leave, strict=True))
-        if (output._base is tensor or output._base is tensor._base)
+        if (view_base(output) is tensor or view_base(output) is view_base(tensor))
         and any(each.node is output.grad_fn for each in places)
     }
 
@@ -262,7 +271,7 @@ def _mind_the_view(hooks: HookManager, tensor: Tensor, inbox: Inbox, at: int, vi
         at: The place of the output.
         viewed: The arguments that the output is a view of, by their places.
     """
-    base = tensor._base
+    base = view_base(tensor)
     if base is None or base.is_leaf or not base.requires_grad:
         return
     view = View(tensor, base)

@@ -10,12 +10,22 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import MethodError, NotApplicableError, warn
-from ..hooks.autograd_graph import current_sequence_nr, edge, input_edges, is_recorded_since, this_backward
+from ..hooks.autograd_graph import (
+    current_sequence_nr,
+    edge,
+    forget_empty_hooks,
+    input_edges,
+    is_recorded_since,
+    is_transformed,
+    is_view,
+    tensor_hooks,
+    tensor_version,
+    this_backward,
+)
 from ..hooks.manager import HookManager
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -66,9 +76,9 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
     return _Given(
         tensors=tensors,
         edges=[at for _, at in different],
-        versions=[each._version for each in tensors],
+        versions=[tensor_version(each) for each in tensors],
         has_numbers=bool(numbers),
-        transformed=any(map(is_functorch_wrapped_tensor, numbers)),
+        transformed=any(map(is_transformed, numbers)),
         recording=torch.is_grad_enabled(),
         since=current_sequence_nr(),
     )
@@ -111,13 +121,13 @@ def _edit_inputs(
     hooks: HookManager, edit: Callable[[Tensor], Tensor | None], place: Place, given: _Given, output: Any
 ) -> Any:
     for tensor, version in zip(given.tensors, given.versions, strict=True):
-        if tensor._is_view() and tensor._version != version:
+        if is_view(tensor) and tensor_version(tensor) != version:
             raise NotApplicableError(
                 f"{place.words} cannot be edited at its input: it works in place on a view of another tensor, whose "
                 'gradient has no place of its own; make it work on a copy (inplace=False), or edit at="output" of the '
                 "layer before"
             )
-    changed = _with_own(output, lambda each: each._is_view() or not is_recorded_since(each, given.since))
+    changed = _with_own(output, lambda each: is_view(each) or not is_recorded_since(each, given.since))
     # What it takes and works on in place is a result too.
     results = [*tree_tensors(output if changed is None else changed), *given.tensors]
     found = input_edges(results, given.edges, given.since)
@@ -148,14 +158,14 @@ def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) 
             place.refuse("it gives no floating-point tensor, so no gradient arrives at it")
         elif not alive and not recording:
             place.obstacle = _NOT_RECORDED
-        elif not alive and any(map(is_functorch_wrapped_tensor, numbers)):
+        elif not alive and any(map(is_transformed, numbers)):
             place.refuse(_TRANSFORMED)
         elif not alive:
             place.refuse("no gradient arrives at it, since neither its parameters nor what it takes require one")
         else:
             place.obstacle = _NO_BACKWARD
             several = len(alive) > 1
-            changed = _with_own(output, lambda each: several or each._is_view() or not is_recorded_since(each, since))
+            changed = _with_own(output, lambda each: several or is_view(each) or not is_recorded_since(each, since))
             for each in _different(tree_tensors(output if changed is None else changed)):
                 if each.requires_grad:
                     hooks.at_gradient(each, partial(_edit, hooks, steps, place))
@@ -307,14 +317,13 @@ class Editing:
 
 
 def _is_unhooked_leaf(at: nn.Module | Tensor) -> bool:
-    return isinstance(at, Tensor) and at.is_leaf and at._backward_hooks is None
+    return isinstance(at, Tensor) and at.is_leaf and tensor_hooks(at) is None
 
 
 def _forget_hooks(tensors: list[Any]) -> None:
     """Tensors that never had hooks have none again, rather than an empty dictionary of them."""
     for each in tensors:
-        if not each._backward_hooks:
-            each._backward_hooks = None
+        forget_empty_hooks(each)
 
 
 def edit_gradients(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError, warn
-from .functorch_compat import is_wrapped, outside
+from ..hooks.autograd_graph import is_wrapped, outside, tensor_version
 from .moments import moments
 
 Rule = Callable[[Tensor], Tensor | None]
@@ -99,9 +99,9 @@ def applied(steps: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
             made = _made_by(step, current, place)
         else:
             copied = current.clone()
-            version = copied._version if not copied.is_inference() else 0
+            version = tensor_version(copied)
             made = step(copied)
-            if made is None and not copied.is_inference() and copied._version != version:
+            if made is None and tensor_version(copied) != version:
                 warn(
                     f"the rule {rule_name(step)} changed its copy of {place} in place and returned None, which leaves "
                     "all as it was; let it return the tensor"

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..hooks.autograd_graph import DispatchMode, child_modules, forward_hook_ids
 from ..hooks.pytree import tree_tensors
 
 Formula = Callable[[Any, Any], int]
@@ -18,7 +18,9 @@ Formula = Callable[[Any, Any], int]
 
 def known_kind(module: nn.Module) -> bool:
     """Whether a module is one of torch.nn's own, without parts: what it does inside is what it is called."""
-    return not module._modules and type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+    return (
+        not child_modules(module) and type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+    )
 
 
 def closed_form(module: nn.Module) -> Formula | None:
@@ -26,7 +28,7 @@ def closed_form(module: nn.Module) -> Formula | None:
 
     That of modules that multiply nothing by a matrix is always 0.
     """
-    if not known_kind(module) or module._forward_hooks or module._forward_pre_hooks:
+    if not known_kind(module) or forward_hook_ids(module):
         return None
     formula = _FORMULAS.get(type(module))
     if formula is not None:
@@ -89,7 +91,7 @@ _FREE = frozenset(
 )
 
 
-class Operations(TorchDispatchMode):
+class Operations(DispatchMode):
     """Counts the multiply-adds of each operation of the block in this thread.
 
     Args:
@@ -97,7 +99,7 @@ class Operations(TorchDispatchMode):
     """
 
     def __init__(self, count: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._count = count
         self._formulas: dict[Any, Callable[..., int] | None] = {}
         self._elementary: set[Any] = set()  # operations without a formula that consist of no others

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
+from ..hooks.autograd_graph import attention_by_formula, load_forward_derivatives
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -86,7 +84,7 @@ def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: st
     """
     with _prepared(model, x, layer) as (function, primal):
         along = _tangent(tangent, primal, layer)
-        _load_decompositions()
+        load_forward_derivatives()
         with _PlainAttention():
             try:
                 product: Tensor = _following(lambda: torch.func.jvp(function, (primal,), (along,))[1])
@@ -248,22 +246,13 @@ def _by_two_backward_passes(function: _Function, primal: Tensor, along: Tensor) 
     return product
 
 
-def _load_decompositions() -> None:
-    """What `torch.func.jvp` imports when it is first used, without the warning of its import."""
-    name = "torch._decomp.decompositions_for_jvp"
-    if name not in sys.modules:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            importlib.import_module(name)
-
-
 class _PlainAttention(TorchFunctionMode):
     """Attention by its formula: its fused kernels have no forward derivative."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+            return attention_by_formula(*args, **kwargs)
         if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
             # To give the weights it has to follow the formula.
             return func(*args, **{**kwargs, "need_weights": True})[0], None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import MethodError, did_you_mean
-from .functorch_compat import is_wrapped, outside
+from ..hooks.autograd_graph import is_wrapped, outside, tensor_version
 from .moments import Moments, moments_later, moments_of_sample
 
 Keep = str | Callable[[Tensor], Any]
@@ -93,12 +93,12 @@ class Keeper:
         if tensor.is_inference():  # such a tensor does not count its versions
             return make(tensor)
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        if known is not None and known[0]() is tensor and known[1] == tensor_version(tensor):
             return known[2]
         kept = outside(make, tensor)
         if is_wrapped(tensor):  # it does not outlive its transformation
             return kept
-        self._known[id(tensor)] = (weakref.ref(tensor), tensor._version, kept)
+        self._known[id(tensor)] = (weakref.ref(tensor), tensor_version(tensor), kept)
         self._known.move_to_end(id(tensor))
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -29,10 +29,9 @@ def holdings(model: nn.Module) -> dict[nn.Module, Holding]:
 
     def collect(module: nn.Module) -> dict[int, Tensor]:
         if module not in held:
-            held[module] = {id(each): each for each in module._parameters.values() if each is not None}
-            for child in module._modules.values():
-                if child is not None:
-                    held[module] |= collect(child)
+            held[module] = {id(each): each for each in module.parameters(recurse=False)}
+            for child in module.children():
+                held[module] |= collect(child)
         return held[module]
 
     collect(model)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ..engine.runner import MakeInputs, PassRunner, gradient_at
-from ..hooks.autograd_graph import next_functions
+from ..hooks.autograd_graph import next_functions, saved
 from ..hooks.model_state import leaf, run_model
 
 
@@ -73,7 +73,7 @@ def first_conv_of(scores: Tensor, at: Tensor) -> tuple[FirstConv, GradientEdge] 
             stem = _first_conv(node, margins)
             return None if stem is None else (stem, GradientEdge(node, 0))
         if kind == "ConstantPadNdBackward0":
-            pad = [_signed(each) for each in _saved(node, "pad")]
+            pad = [_signed(each) for each in saved(node, "pad")]
             if any(margins) or len(pad) > 4:
                 return None
             margins = pad + [0] * (4 - len(pad))
@@ -104,22 +104,18 @@ def _users(scores: Tensor, at: Tensor) -> tuple[dict[Node, list[Node]], Node | N
 
 
 def _first_conv(node: Any, margins: list[int]) -> FirstConv | None:
-    weight = _saved(node, "weight")
-    if _saved(node, "transposed") or not isinstance(weight, Tensor) or weight.dim() != 4:
+    weight = saved(node, "weight")
+    if saved(node, "transposed") or not isinstance(weight, Tensor) or weight.dim() != 4:
         return None
     stride, padding, dilation = (
-        [int(each) for each in _saved(node, name)] for name in ("stride", "padding", "dilation")
+        [int(each) for each in saved(node, name)] for name in ("stride", "padding", "dilation")
     )
-    return FirstConv(weight.detach(), stride, padding, dilation, int(_saved(node, "groups")), margins)
+    return FirstConv(weight.detach(), stride, padding, dilation, int(saved(node, "groups")), margins)
 
 
 def _signed(saved: int) -> int:
     """A saved whole number as it was given: PyTorch hands out negative ones as unsigned numbers of 64 bits."""
     return saved - 2**64 if saved >= 2**63 else saved
-
-
-def _saved(node: Any, name: str) -> Any:
-    return getattr(node, f"_saved_{name}")
 
 
 def weighted_gradients(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution
+from ..hooks.autograd_graph import global_module_hooks, tensor_hooks, tensor_version
 
 State = dict[str, object]
 """What each thing was, by what it is called."""
@@ -70,11 +71,11 @@ def _of_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, object]]:
     grad = tensor.grad if tensor.is_leaf else None
     yield f"{name}: identity", id(tensor)
     yield f"{name}: values", _content(tensor)
-    yield f"{name}: version counter", None if tensor.is_inference() else tensor._version
+    yield f"{name}: version counter", tensor_version(tensor)
     yield f"{name}: requires_grad", tensor.requires_grad
     yield f"{name}: grad_fn", id(tensor.grad_fn) if tensor.grad_fn is not None else None
     yield f"{name}: .grad", None if grad is None else (id(grad), _content(grad))
-    yield f"{name}: tensor hooks", _identities(tensor._backward_hooks)
+    yield f"{name}: tensor hooks", _identities(tensor_hooks(tensor))
 
 
 def _content(tensor: Tensor) -> object:
@@ -110,6 +111,5 @@ def _of_the_process() -> Iterator[tuple[str, object]]:
     yield "default dtype", torch.get_default_dtype()
     yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
     yield "number of threads", torch.get_num_threads()
-    for name, hooks in vars(nn.modules.module).items():
-        if name.startswith("_global_") and isinstance(hooks, dict):
-            yield f"torch's {name[1:]}", _identities(hooks)
+    for name, hooks in global_module_hooks():
+        yield f"torch's {name}", _identities(hooks)

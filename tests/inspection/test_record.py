@@ -22,9 +22,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
+from saliency.hooks.autograd_graph import outside
 from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import Call, Recording
-from saliency.inspection.functorch_compat import outside
 from saliency.inspection.record import record
 from saliency.inspection.retention import TensorStatistics
 from saliency.testing.snapshot import Snapshot

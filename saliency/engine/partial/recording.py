@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...hooks.autograd_graph import DispatchMode, OpOverload, operator_schema, storage_id
 from ...hooks.pytree import tree_map_tensors, tree_tensors
 
 Op = OpOverload[..., Any]
@@ -52,7 +51,7 @@ class _Nature:
 
 @cache
 def _nature(op: Op) -> _Nature:
-    arguments = list(enumerate(op._schema.arguments))
+    arguments = list(enumerate(operator_schema(op).arguments))
     writes = tuple(
         each.name if each.kwarg_only else at
         for at, each in arguments
@@ -168,7 +167,7 @@ class _Memory:
     given: list[int] = field(default_factory=list)
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(DispatchMode):
     """What one forward does with one tensor, the source, and what it makes of it.
 
     Attributes:
@@ -184,7 +183,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.steps: list[Step] = []
         self.given: list[Tensor] = []
         self.slots = 0
@@ -321,14 +320,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_new_memory(self, result: Any, tensors: list[Tensor]) -> None:
         """What an operation has made is the forward's own, unless it is another name for what went in."""
         found = [each for each in tensors_among(result) if is_plain(each)]
-        before = {each.untyped_storage()._cdata for each in tensors} if found else set()
+        before = {storage_id(each) for each in tensors} if found else set()
         for each in found:
-            if each.untyped_storage()._cdata not in before:
+            if storage_id(each) not in before:
                 self._memory(each).born = True
 
     def _memory(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        key = storage_id(tensor)
+        memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            memory = self._memories[key] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return memory
