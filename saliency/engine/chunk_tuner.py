@@ -1,4 +1,4 @@
-"""How many passes to run at once: measured while running, and remembered."""
+"""How many rows to run at once: measured while running, and remembered."""
 
 from __future__ import annotations
 
@@ -10,79 +10,101 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-MOST_ON_A_PROCESSOR = 16
-"""Beyond it a processor gains nothing, and memory grows: a long run needs no more of it than a short one."""
-MOST_ON_AN_ACCELERATOR = 256
+MAX_CHUNK_CPU = 16
+"""Larger chunks are not faster on a CPU, and take more memory."""
+MAX_CHUNK_ACCELERATOR = 256
 
 
 class ChunkTuner:
-    """The chunk size of one kind of pass: the sizes 1, 2, 4, ... are tried once each, and then the fastest is kept.
+    """Finds the fastest chunk size: the sizes 1, 2, 4, ... are tried once each, then the fastest is kept.
 
-    Every try is real work, so nothing is thrown away. Rates are kept up to date: where the fastest size falls behind
-    what another one once did, the other is taken.
+    Every trial is real work, so nothing is thrown away. Rates stay up to date: if the fastest size becomes slower than
+    another one was, the other one is used. Threads may share one tuner.
+
+    Args:
+        most: The largest size.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._rates: dict[int, float] = {}  # passes per second
-        self._warm = False
-        self._lock = threading.Lock()
+        self._rates: dict[int, float] | None = None  # rows per second by size; None before the first chunk
+
+    @property
+    def best(self) -> int | None:
+        """The fastest size; None while sizes are still to be tried."""
+        rates = {size: rate for size, rate in (self._rates or {}).items() if size <= self.most}
+        if not rates:
+            return None
+        fastest = max(rates, key=rates.__getitem__)
+        last_two = sorted(rates)[-2:]
+        # After two slower sizes in a row, no larger size is faster.
+        is_falling = len(last_two) == 2 and all(rates[size] < 0.9 * rates[fastest] for size in last_two)
+        return None if 2 * last_two[-1] <= self.most and not is_falling else fastest
 
     def size(self) -> int:
-        """The size of the next chunk."""
-        with self._lock:
-            if not self._rates:
-                return 1
-            largest, best = max(self._rates), max(self._rates.values())
-            # Two sizes in a row that fall behind: larger ones do not come back.
-            late = sorted(self._rates)[-2:]
-            falling = len(late) == 2 and all(self._rates[each] < 0.9 * best for each in late)
-            if 2 * largest <= self.most and not falling:
-                return 2 * largest
-            return max((each for each in self._rates if each <= self.most), key=self._rates.__getitem__, default=1)
+        """Return the size of the next chunk."""
+        tried = [size for size in self._rates or {} if size <= self.most]
+        return self.best or (2 * max(tried) if tried else 1)
 
     def record(self, size: int, seconds: float) -> None:
-        """Take note of what a chunk took. The very first one pays for what is done only once, and does not count."""
-        with self._lock:
-            if not self._warm:
-                self._warm = True
-                return
-            if size & (size - 1):  # the rest of a run: no size of ours
-                return
+        """Add the time of a chunk. The very first chunk is warm-up and is ignored."""
+        if self._rates is None:
+            self._rates = {}
+        elif size & (size - 1) == 0:  # the last chunk of a run may have any size
             rate = size / max(seconds, 1e-9)
-            self._rates[size] = (self._rates[size] + rate) / 2 if size in self._rates else rate
+            # A new dict: another thread may be reading the old one.
+            self._rates = {**self._rates, size: (self._rates.get(size, rate) + rate) / 2}
 
     def too_large(self, size: int) -> None:
-        """A chunk of this size ran out of memory: half of it is the most from now on."""
-        with self._lock:
-            self.most = max(1, size // 2)
-            self._rates = {each: rate for each, rate in self._rates.items() if each <= self.most}
+        """Limit all later chunks to half of a size that ran out of memory."""
+        self.most = max(1, size // 2)
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, ChunkTuner]] = weakref.WeakKeyDictionary()
+_tuners: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, ChunkTuner]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def chunk_tuner_for(model: nn.Module, kind: Hashable, x: torch.Tensor) -> ChunkTuner:
-    """What this process knows of the pace of a model, for one kind of pass and inputs like `x` (1, C, H, W)."""
+    """Return this process's tuner for a model, one kind of pass and inputs like `x` (1, C, H, W)."""
     key = kind, tuple(x.shape[1:]), x.dtype, x.device, torch.get_num_threads()
+    most = MAX_CHUNK_CPU if x.device.type == "cpu" else MAX_CHUNK_ACCELERATOR
     with _lock:
-        paces = _known.setdefault(model, {})
-        if key not in paces:
-            paces[key] = ChunkTuner(MOST_ON_A_PROCESSOR if x.device.type == "cpu" else MOST_ON_AN_ACCELERATOR)
-        return paces[key]
+        return _tuners.setdefault(model, {}).setdefault(key, ChunkTuner(most))
 
 
-def passes_that_fit(bytes_per_pass: int) -> int:
-    """How many passes fit into half of the memory that is free, where the system says how much that is."""
-    free = _free_memory()
-    return sys.maxsize if free is None or bytes_per_pass <= 0 else max(1, free // 2 // bytes_per_pass)
+class MemoryGrowth:
+    """Limits chunks on a CPU to the free memory, by how much the process has grown per row so far.
+
+    A CPU does not raise an error that could be caught: the system ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._first = _peak_memory()
+        self._per_row = 0
+
+    def record(self, size: int) -> None:
+        """Measure the growth of the process after a chunk."""
+        self._per_row = max(self._per_row, (_peak_memory() - self._first) // size)
+
+    def most(self) -> int:
+        """Return the largest chunk that fits into half of the free memory; no limit where it is unknown."""
+        free = _free_memory()
+        return sys.maxsize if free is None or not self._per_row else max(1, free // 2 // self._per_row)
+
+
+def _peak_memory() -> int:
+    """Return the largest size of this process so far, in bytes; 0 where the system does not report it."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _free_memory() -> int | None:
-    """The bytes that this machine can still give, as Linux counts them; None elsewhere."""
+    """Return the bytes that Linux can still allocate; None on other systems."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 - no path of the user's
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123 - not a path of the user
             fields = dict(line.split(":", 1) for line in file)
         return 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..errors import TargetError
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from .chunk_tuner import chunk_tuner_for, passes_that_fit
+from .chunk_tuner import MemoryGrowth, chunk_tuner_for
 from .estimates import Estimate
 from .progress import Bar
 
@@ -198,7 +197,7 @@ class PassRunner:
             kind: What kind of pass this is; the best size is remembered by it.
         """
         pace = chunk_tuner_for(self.model, (kind, self._precision), self.x)
-        at, grown, most = 0, _Growth(), count
+        at, grown, most = 0, MemoryGrowth(), count
         if self.limits.passes is not None:
             most = min(count, self.limits.passes - self.used)
         self._bar.extend(most)
@@ -253,12 +252,12 @@ class PassRunner:
             self.stopped = "seconds"
         return self.stopped in ("interrupt", "seconds")
 
-    def _size(self, wanted: int, at: int, most: int, grown: _Growth) -> int:
+    def _size(self, wanted: int, at: int, most: int, grown: MemoryGrowth) -> int:
         size = min(wanted, most - at)
         if size > 1 and self._single:
             return 1
         if self._chunk == "auto":
-            size = min(size, grown.fitting())
+            size = min(size, grown.most())
         if self.limits.tolerance is not None:
             size = min(size, CHECKED_EVERY - at % CHECKED_EVERY)
         return size
@@ -292,30 +291,6 @@ def gradient_at(scores: Tensor, at: Tensor | GradientEdge) -> Tensor:
     if gradient is None:
         raise TargetError(INDEPENDENT)
     return gradient
-
-
-class _Growth:
-    """How much memory a pass was seen to take on a processor, by the growth of the process."""
-
-    def __init__(self) -> None:
-        self._first = _peak()
-        self._per_pass = 0
-
-    def record(self, size: int) -> None:
-        self._per_pass = max(self._per_pass, (_peak() - self._first) // size)
-
-    def fitting(self) -> int:
-        """The largest chunk that the free memory is known to hold."""
-        return passes_that_fit(self._per_pass)
-
-
-def _peak() -> int:
-    """The largest size in bytes that this process ever had; 0 where the system does not say."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _finish(device: torch.device) -> None:

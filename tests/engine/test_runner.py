@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, RunStats, SamplingOptions
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.engine.chunk_tuner import MOST_ON_A_PROCESSOR, ChunkTuner, chunk_tuner_for
+from saliency.engine.chunk_tuner import MAX_CHUNK_CPU, ChunkTuner, chunk_tuner_for
 from saliency.engine.estimates import Estimate
 from saliency.engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
 from saliency.engine.progress import Bar
@@ -259,6 +259,17 @@ def test_the_sizes_are_tried_once_and_the_fastest_is_kept() -> None:
     assert set(asked[6:]) == {4}
 
 
+def test_the_best_size_is_known_once_all_sizes_are_tried() -> None:
+    tuner = ChunkTuner(4)
+    for size, seconds in ((1, 9.0), (1, 1.0), (2, 1.0)):
+        tuner.record(size, seconds)
+        assert tuner.best is None
+    tuner.record(4, 3.0)
+    assert tuner.best == 2
+    tuner.too_large(2)
+    assert tuner.best == tuner.size() == 1
+
+
 def test_two_sizes_in_a_row_that_fall_behind_end_the_search() -> None:
     pace = ChunkTuner(256)
     asked = []
@@ -292,7 +303,7 @@ def test_the_pace_is_remembered_per_model_and_kind_and_lets_the_model_go() -> No
 def test_a_processor_never_runs_more_at_once_than_it_gains_from() -> None:
     model = Crammed(10**6)
     Noisy(model, passes=300).attribute(images(1), 0)
-    assert max(model.sizes) <= MOST_ON_A_PROCESSOR
+    assert max(model.sizes) <= MAX_CHUNK_CPU
 
 
 # Targets.
