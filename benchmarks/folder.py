@@ -245,11 +245,7 @@ def finished(folder: Path, count: int) -> list[str]:
 def resuming(folder: Path, count: int) -> None:
     """Print how long it takes to find that nothing is missing, from the start of the process on."""
     words = finished(folder, count)
-    code = (
-        "import argparse, sys\nfrom saliency.cli import batching\nfrom saliency.cli.console import Screen\n"
-        "parser = argparse.ArgumentParser()\nbatching.options(parser, 'efficientnet_lite0', 'grad_cam')\n"
-        "sys.exit(batching.run(parser.parse_args(sys.argv[1:]), Screen()))"
-    )
+    code = "import sys\nfrom saliency.cli import main\nsys.exit(main(['batch', *sys.argv[1:]]))"
     seconds = []
     for _ in range(4):
         start = time.perf_counter()

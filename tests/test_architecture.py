@@ -42,7 +42,6 @@ LAYERS = [
 # The command line answers `--help` without the library, so these may reach for it inside their functions only.
 LIGHT = {
     "cli",
-    "cli.arguments",
     "cli.parsing",
     "cli.console",
     "cli.summary",

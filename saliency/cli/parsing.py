@@ -1,13 +1,11 @@
-"""From the words of a command line to a model, methods, a target and a folder, or to an error before any work."""
+"""From parsed arguments to a model, methods and a target, or an error before any work."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,27 @@ from torch import nn
 
 from ..attribution.base import Attribution
 from ..attribution.registry import get_method
+from ..batch.network import resolved
 from ..errors import did_you_mean
 from ..io.atomic_write import IMAGE_SUFFIXES
 from ..methods import METHODS
-from ..targets.class_names import Categories, class_index
+from ..targets.class_names import Categories
 from ..zoo import load
 from .console import Screen, UsageError, one_line
+from .options import METHOD
 
 ALL = "all"
 
 
-def methods_and_photos(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The methods among the words behind --method, each once; and the photos, which may follow them.
+def methods_and_photos(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Split the words after --method into methods, each once, and the photos that follow them.
 
-    `all` is every method. A word that is no method is a photo if it is a file or a folder, or looks
-    like one.
+    "all" stands for every method. A word that is not a method is a photo if it exists or looks like a path.
 
     Raises:
         MethodError: A word is neither; the closest names are given.
     """
+    words = words or [METHOD]
     photos = [word for word in words if word not in METHODS and word != ALL and _is_path(word)]
     names: list[str] = []
     for word in words:
@@ -49,18 +49,18 @@ def _is_path(word: str) -> bool:
     return "/" in word or "\\" in word or Path(word).suffix.lower() in IMAGE_SUFFIXES or os.path.exists(word)  # noqa: PTH110 - unlike Path, never raises
 
 
-def ready_model(name: str, weights: str, device: str, screen: Screen) -> nn.Module:
-    """The model, loaded and on its device; `weights` "none" for random ones.
+def ready_model(name: str, weights: str | None, device: str, screen: Screen) -> nn.Module:
+    """Load a model and move it to its device.
 
     Raises:
-        ModelError: No such model or weights, or they cannot be had.
-        UsageError: No such device.
+        ModelError: The model or its weights do not exist or cannot be loaded.
+        UsageError: The device does not exist.
     """
-    place = _device(device)
+    chosen = _device(device)
     with screen.waiting(f"loading {name}"):
-        model = load(name, weights=None if weights == "none" else weights)
+        model = load(name, weights=weights)
         try:
-            return model.to(place)
+            return model.to(chosen)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise UsageError(f"--device {device} cannot be used: {_first_line(error)}") from error
 
@@ -77,34 +77,43 @@ def _device(word: str) -> torch.device:
     return device
 
 
-def built(names: Iterable[str], model: nn.Module, layer: str | None, settings: Sequence[str]) -> list[Attribution]:
-    """The methods of those names on the model.
+def build_methods(
+    names: Iterable[str], model: nn.Module, layer: str | None, settings: Sequence[tuple[str, Any]]
+) -> list[Attribution]:
+    """Build the named methods on the model.
 
     Args:
         names: Names in the registry.
         model: The model.
         layer: The layer for the methods that read one.
-        settings: Options as `name=value`, for the methods that have them.
+        settings: Names and values of options, for the methods that have them.
 
     Raises:
-        LayerError: No such layer.
-        MethodError: A value that an option does not take.
+        LayerError: The layer does not exist.
+        MethodError: An option does not accept its value.
         UsageError: None of the methods reads a layer, or has such an option.
     """
     classes = [get_method(name) for name in names]
-    options = _options(classes, settings)
-    places = [_layer_options(cls, layer) for cls in classes]
-    if layer is not None and not any(places):
-        raise UsageError(f"--layer {layer}: no layer is read by {_names(classes)}; leave it out")
-    return [_made(cls, model, place | _own(cls, options)) for cls, place in zip(classes, places, strict=True)]
+    listed = ", ".join(cls.name for cls in classes)
+    known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
+    for name, _ in settings:
+        if name not in known:
+            hint = did_you_mean(name, known) or (f"; there are {', '.join(known)}" if known else "")
+            raise UsageError(f'--set {name}: no option "{name}" of {listed}{hint}')
+    layers = [_layer_options(cls, layer) for cls in classes]
+    if layer is not None and not any(layers):
+        raise UsageError(f"--layer {layer}: no layer is read by {listed}; leave it out")
+    return [_build(cls, model, own, dict(settings)) for cls, own in zip(classes, layers, strict=True)]
 
 
-def _made(cls: type[Attribution], model: nn.Module, options: Mapping[str, Any]) -> Attribution:
+def _build(cls: type[Attribution], model: nn.Module, layer: dict[str, Any], options: dict[str, Any]) -> Attribution:
+    # The command line shows its own progress bar, over the photos.
+    own = {name: value for name, value in ({"progress": False} | options).items() if name in cls.options()}
     try:
-        return cls(model, **options)
+        return cls(model, **layer, **own)
     except TypeError as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise UsageError(f"{cls.name} does not take {given}: {_first_line(error)}") from error
+        given = ", ".join(f"{name}={value!r}" for name, value in own.items())
+        raise UsageError(f"{cls.name} does not accept {given}: {_first_line(error)}") from error
 
 
 def _layer_options(cls: type[Attribution], layer: str | None) -> dict[str, Any]:
@@ -114,52 +123,17 @@ def _layer_options(cls: type[Attribution], layer: str | None) -> dict[str, Any]:
     return {"layer": layer} if "layer" in parameters else {"layers": [layer]} if "layers" in parameters else {}
 
 
-def _options(classes: Sequence[type[Attribution]], settings: Sequence[str]) -> dict[str, Any]:
-    known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
-    options = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise UsageError(f"--set {setting}: expected NAME=VALUE, for example --set smooth=positive")
-        if name not in known:
-            hint = did_you_mean(name, known) or (f"; there are {', '.join(known)}" if known else "")
-            raise UsageError(f'--set {setting}: no option "{name}" of {_names(classes)}{hint}')
-        options[name] = _value(value)
-    return options
-
-
-def _own(cls: type[Attribution], options: Mapping[str, Any]) -> dict[str, Any]:
-    # The command line has a progress bar of its own, over the photos.
-    silent = {"progress": False} if "progress" in cls.options() else {}
-    return silent | {name: value for name, value in options.items() if name in cls.options()}
-
-
-def _names(classes: Iterable[type[Attribution]]) -> str:
-    return ", ".join(cls.name for cls in classes)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
 def target_of(word: str | None, categories: Categories) -> int | None:
-    """The index of the class that was typed, by index or name; None for the top class.
+    """Return the index of a class by index or name; None for the top class.
 
     Raises:
-        TargetError: There is no such class, as far as the model's class names tell.
+        TargetError: The class does not exist, as far as the model's class names are known.
     """
-    if word is None:
-        return None
-    is_name = categories is not None and word in categories
-    is_index = re.fullmatch(r"[+-]?\d+", word) and not is_name
-    return class_index(int(word) if is_index else word, categories)
+    return resolved(word, categories)
 
 
 def require_folder(out: Path) -> None:
-    """Make the folder, and try whether it can be written to.
+    """Create the folder and check that it can be written to.
 
     Raises:
         UsageError: It cannot.
@@ -169,8 +143,8 @@ def require_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        what = "is a file, not a folder" if out.is_file() else f"cannot be written to: {error.strerror}"
-        raise UsageError(f"--out {out} {what}; choose another") from error
+        reason = "is a file, not a folder" if out.is_file() else f"cannot be written to: {error.strerror}"
+        raise UsageError(f"--out {out} {reason}; choose another") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What became of each photo and method, told as a table."""
+"""The results of each photo and method, printed as a table."""
 
 from __future__ import annotations
 
@@ -6,53 +6,66 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from rich.cells import cell_len
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import SaliencyError
-from .console import GAP, Column, Screen, as_typed, one_line, visible
-
-_COLUMNS = (
-    Column("photo", "bold"),
-    Column("class", wraps=True),
-    Column("prob.", justify="right"),
-    Column("method"),
-    Column("file", wraps=True),
-)
+from .console import GAP, Screen, as_typed, one_line, visible
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one photo and method: a file, or the reason why there is none."""
+    """The result of one photo and method: a file, or the error.
+
+    Attributes:
+        photo: The photo.
+        method: The method; empty if the photo could not be read.
+        target: The explained class in words.
+        probability: Its probability.
+        layer: The layer that the method read.
+        file: The overlay; None if there is an error.
+        error: Why there is no overlay.
+        expected: With `--method all`, the method does not apply to the model, which is not a failure.
+    """
 
     photo: Path
-    method: str = ""  # none, where the photo could not be read
-    target: str = ""  # what is explained, in words
+    method: str = ""
+    target: str = ""
     probability: str = ""
     layer: str | None = None
     file: Path | None = None
     error: Exception | None = None
-    expected: bool = False  # with `--method all`, a method that says nothing about the model
+    expected: bool = False
 
     @property
     def reason(self) -> str:
-        """The error in words, without the names that stand beside it in the table."""
+        """The error in words, without the names that the table shows beside it."""
         text = str(self.error)
-        for beginning in (f"{os.fspath(self.photo)!r}", f"{self.method}:"):
-            text = text.removeprefix(beginning).removeprefix(":").strip()
+        for prefix in (f"{os.fspath(self.photo)!r}", f"{self.method}:"):
+            text = text.removeprefix(prefix).removeprefix(":").strip()
         if isinstance(self.error, OSError):
             text = f"cannot be written: {self.error.strerror or text}"
         elif not isinstance(self.error, SaliencyError):
             text = f"{type(self.error).__name__}: {text}"
         return as_typed(one_line(text))
 
+    @property
+    def result(self) -> Text:
+        """The file, or the error in words."""
+        return Text(visible(self.file)) if self.file else Text(self.reason, "dim" if self.expected else "red")
 
-def tell(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
-    """The table, where everything is, and which layer was read; errors on stderr where nobody sees the table."""
+    @property
+    def about(self) -> tuple[str, str, str]:
+        """Photo, class and probability, as printed."""
+        return visible(self.photo.name), one_line(self.target), self.probability
+
+
+def print_summary(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
+    """Print the table, where the files are, and which layer was read; errors on stderr unless the table shows them."""
     if screen.quiet or not screen.is_terminal:
         for outcome in outcomes:
             if outcome.error and not outcome.expected:
@@ -60,82 +73,48 @@ def tell(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Scr
                 screen.error(f"{subject}: {outcome.reason}")
     if not outcomes:
         return
-    if screen.is_terminal and _least_width(outcomes) > screen.width:
-        _tell_by_photo(outcomes, screen)
+    if screen.is_terminal:
+        _print_by_photo(outcomes, screen)
     else:
-        screen.table(_COLUMNS, _rows(outcomes, grouped=screen.is_terminal))
-    _tell_where(outcomes, out, sheet, screen)
+        columns = [Column("photo"), Column("class"), Column("prob."), Column("method"), Column("file")]
+        screen.table(columns, [(*outcome.about, outcome.method, outcome.result) for outcome in outcomes])
+    _print_totals(outcomes, out, sheet, screen)
 
 
-def _rows(outcomes: Sequence[Outcome], grouped: bool) -> list[list[str | Text]]:
-    """One row per outcome; on a terminal what is said of the photo is not said again in the rows below."""
-    said: tuple[str, ...] = ()
-    rows: list[list[str | Text]] = []
-    for outcome in outcomes:
-        about = _about(outcome)
-        rows.append([*(("", "", "") if grouped and about == said else about), outcome.method, _result(outcome)])
-        said = about
-    return rows
+def _print_by_photo(outcomes: Sequence[Outcome], screen: Screen) -> None:
+    """Print each photo and its class above its methods and files, which fits any width."""
+    width = max(len(outcome.method) for outcome in outcomes)
+    for (_, (photo, *target)), group in groupby(outcomes, lambda outcome: (outcome.photo, outcome.about)):
+        screen.say(Text.assemble((photo, "bold"), *((f"  {part}", "cyan") for part in target if part)))
+        table = Table.grid(padding=(0, GAP, 0, 0))
+        table.add_column(width=width)
+        table.add_column(overflow="fold")
+        for outcome in group:
+            table.add_row(outcome.method, outcome.result)
+        screen.show(Padding(table, (0, 0, 0, GAP)))
 
 
-def _about(outcome: Outcome) -> tuple[str, str, str]:
-    return visible(outcome.photo.name), one_line(outcome.target), outcome.probability
-
-
-def _result(outcome: Outcome) -> Text:
-    return Text(visible(outcome.file)) if outcome.file else Text(outcome.reason, "dim" if outcome.expected else "red")
-
-
-def _least_width(outcomes: Sequence[Outcome]) -> int:
-    """What the table takes at least, with class names and reasons wrapped at their words."""
-    names = [
-        (photo, max(target.split(), key=len, default=""), probability, outcome.method, visible(outcome.file or ""))
-        for outcome in outcomes
-        for photo, target, probability in [_about(outcome)]
-    ]
-    return sum(max(map(cell_len, column)) for column in zip(*names, strict=True)) + GAP * (len(_COLUMNS) - 1)
-
-
-def _tell_by_photo(outcomes: Sequence[Outcome], screen: Screen) -> None:
-    """For narrow terminals: each photo and its class stand over its methods and files."""
-    width = max(cell_len(outcome.method) for outcome in outcomes)
-    said: tuple[str, ...] = ()
-    for outcome in outcomes:
-        about = _about(outcome)
-        if about != said:
-            screen.say(Text.assemble((about[0], "bold"), *((f"  {each}", "cyan") for each in about[1:] if each)))
-        line = Table.grid(padding=(0, GAP, 0, 0))
-        line.add_column(width=width)
-        line.add_column(overflow="fold")
-        line.add_row(outcome.method, _result(outcome))
-        screen.show(Padding(line if outcome.method else _result(outcome), (0, 0, 0, GAP)))
-        said = about
-
-
-def _tell_where(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
-    made = [outcome for outcome in outcomes if outcome.file]
+def _print_totals(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
+    written = [outcome for outcome in outcomes if outcome.file]
     failures = sum(outcome.error is not None and not outcome.expected for outcome in outcomes)
-    screen.say("")
-    if made:
-        count = len({outcome.photo for outcome in made})
-        where = "" if out == Path() else f" in {visible(out)}{os.sep}"
-        screen.say(f"{_count(len(made), 'overlay')} of {_count(count, 'photo')}{where}")
+    screen.say()
+    if written:
+        photos = len({outcome.photo for outcome in written})
+        folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
+        screen.say(f"{count(len(written), 'overlay')} of {count(photos, 'photo')}{folder}")
     if sheet:
         screen.say(f"contact sheet: {visible(sheet)}")
-    if made:
-        screen.say(Text("bright: evidence for the class; the tinted rectangle: the crop that the network saw", "dim"))
-    if any(outcome.layer for outcome in made):
-        screen.say(Text(f"layer read by the CAMs: {_layers(made)}", "dim"))
+    if written:
+        screen.say(Text("bright: evidence for the class; tinted rectangle: the crop that the model saw", "dim"))
+    layers = list(dict.fromkeys((outcome.layer, outcome.method) for outcome in written if outcome.layer))
+    if layers:
+        usual = Counter(layer for layer, _ in layers).most_common(1)[0][0]
+        others = [f"{method} at {layer}" for layer, method in layers if layer != usual]
+        screen.say(Text(f"layer read by the CAMs: {'; '.join([str(usual), *others])}", "dim"))
     if failures:
-        screen.say(Text(_count(failures, "failure"), "red"))
+        screen.say(Text(count(failures, "failure"), "red"))
 
 
-def _layers(made: Sequence[Outcome]) -> str:
-    """The layer that was read, and the methods that read others."""
-    read = list(dict.fromkeys((outcome.layer, outcome.method) for outcome in made if outcome.layer))
-    usual = Counter(layer for layer, _ in read).most_common(1)[0][0]
-    return "; ".join([str(usual), *(f"{method} at {layer}" for layer, method in read if layer != usual)])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 photo", "2 photos"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,8 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saliency.batch.report import packing, report
-from saliency.cli.commands.report import Request
-from saliency.cli.commands.report import report as report_command
+from saliency.cli.commands.lists import report as report_command
 from saliency.cli.console import Screen, UsageError
 from saliency.errors import ExplanationError
 from saliency.render.colors import table
@@ -390,7 +390,7 @@ def test_the_bar_has_the_colours_of_the_overlay(tmp_path: Path) -> None:
 
 def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder(tmp_path / "out", [row(0)])
-    assert report_command(Request(folder=out), Screen()) == 0
+    assert report_command(Namespace(folder=out), Screen()) == 0
     assert capsys.readouterr().out == f"written: {out / 'index.html'}\n"
 
 
@@ -398,4 +398,4 @@ def test_the_command_says_why_it_cannot_write(tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0)])
     (out / "index.html").mkdir()
     with pytest.raises(UsageError, match=r"cannot write the page of .*: Is a directory"):
-        report_command(Request(folder=out), Screen())
+        report_command(Namespace(folder=out), Screen())

@@ -23,7 +23,7 @@ import saliency
 from saliency import cli, zoo
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
-from saliency.cli import arguments, main
+from saliency.cli import main, options
 from saliency.cli import parsing as choices
 from saliency.methods import METHODS
 from saliency.render.heatmap import SIGNS
@@ -327,11 +327,11 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
     ("words", "answer"),
     [
         (["explan", "x.jpg"], 'no command "explan"; did you mean "explain"?'),
-        ([str(COFFEE)], f"{COFFEE} is no command; to explain it: saliency explain {COFFEE}"),
+        ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
         (["qqqq"], "there are explain, batch, render, report, methods, layers, models"),
         (["--verbose"], "unrecognized arguments: --verbose"),
         (["explain"], "no photo was named; try: saliency explain photo.jpg"),
-        (["models", "efficientnet_lite9"], 'no model fits "efficientnet_lite9"; did you mean'),
+        (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),
         (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
         (["layers", "--photo", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
         (["layers", "--phot", "missing.jpg"], 'no option "--phot"; did you mean "--photo"'),
@@ -508,6 +508,6 @@ def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
-def test_the_choices_of_the_parser_are_those_of_the_library() -> None:
-    assert SIGNS == arguments.SIGNS
-    assert cli.METHOD in METHODS
+def test_choices_of_the_parser_are_those_of_the_library() -> None:
+    assert SIGNS == options.SIGNS
+    assert options.METHOD in METHODS

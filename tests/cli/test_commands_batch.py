@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,15 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency.batch import Look, Progress, StoppedError, batch
+from saliency.batch import Look, StoppedError, batch
 from saliency.batch import work_group as unit
 from saliency.batch.map_store import read_map
 from saliency.batch.parquet import write_parquet
 from saliency.batch.redraw import draw_again
-from saliency.cli.arguments import Parser
+from saliency.cli import command_parser
 from saliency.cli.commands import batch as batching
 from saliency.cli.commands import render as rendering
-from saliency.cli.console import Screen, UsageError
+from saliency.cli.console import Screen
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import started
 
@@ -47,9 +46,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(unit, "load", lambda name, weights: Tiny())
 
     def go(*words: object) -> tuple[int, str, str]:
-        parser = Parser(prog="saliency batch")
-        batching.options(parser, "tiny", "grad_cam")
-        code = batching.run(parser.parsed([str(word) for word in words]), Screen())
+        code = batching.run(command_parser("batch").parse([str(word) for word in words]), Screen())
         return code, *capsys.readouterr()
 
     return go
@@ -58,9 +55,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def render(capsys: pytest.CaptureFixture[str]) -> Run:
     def go(*words: object) -> tuple[int, str, str]:
-        parser = Parser(prog="saliency render")
-        rendering.options(parser)
-        code = rendering.run(parser.parsed([str(word) for word in words]), Screen())
+        code = rendering.run(command_parser("render").parse([str(word) for word in words]), Screen())
         return code, *capsys.readouterr()
 
     return go
@@ -136,8 +131,6 @@ def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--restart", "--resume"], "choose one"),
-        (["--set", "smooth"], "expected NAME=VALUE"),
         (["-m", "grad_cm"], 'did you mean "grad_cam"'),
         (["--device", "gpu"], 'no device "gpu"'),
         (["--targets", "nowhere.csv"], "is not there"),
@@ -155,6 +148,8 @@ def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path,
         (["--workers", "x"], "x is not a whole number"),
         (["--format", "gif"], "invalid choice"),
         (["--target", "a", "--targets", "b"], "not allowed with"),
+        (["--restart", "--resume"], "not allowed with"),
+        (["--set", "smooth"], "expected NAME=VALUE"),
         (["--limt", "3"], 'did you mean "--limit"'),
     ],
 )
@@ -192,15 +187,10 @@ def test_the_bar_tells_speed_and_failures_on_a_terminal_and_is_quiet_elsewhere(
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with batching._bar(Screen()) as told:
-        assert told is not None
-        for done in range(1, 6):
-            told(Progress(done, 5, done, 1))
+    code, _, _ = run(source, "--out", tmp_path / "out", "--batch-size", "1")
+    assert code == 1
     assert "5/5" in screen.getvalue()
     assert "1 failed" in screen.getvalue()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with batching._bar(Screen()) as told:
-        assert told is None
 
 
 def test_a_command_that_is_terminated_is_interrupted_and_goes_on_to_the_same_files(tmp_path: Path) -> None:
@@ -228,9 +218,8 @@ def test_a_command_that_is_terminated_is_interrupted_and_goes_on_to_the_same_fil
 
 def test_help_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import argparse, sys\nfrom saliency.cli import batching, rendering\n"
-        "for each in (lambda p: batching.options(p, 'm', 'g'), rendering.options):\n"
-        "    each(argparse.ArgumentParser())\n"
+        "import sys\nfrom saliency.cli import COMMANDS, command_parser\n"
+        "for name in COMMANDS:\n    command_parser(name).format_help()\n"
         "print([name for name in ('torch', 'numpy', 'cv2', 'PIL') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
@@ -241,9 +230,8 @@ def test_a_finished_run_is_found_finished_without_torch(source: Path, tmp_path: 
     words = [str(source), "--out", str(tmp_path / "out")]
     run(*words)
     code = (
-        "import argparse, sys\nfrom saliency.cli import batching\nfrom saliency.cli.console import Screen\n"
-        "p = argparse.ArgumentParser(); batching.options(p, 'tiny', 'grad_cam')\n"
-        f"code = batching.run(p.parse_args({words!r}), Screen())\n"
+        "import sys\nfrom saliency.cli import main\n"
+        f"code = main({['batch', *words]!r})\n"
         "print(code, [name for name in ('torch', 'numpy', 'cv2', 'PIL') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
@@ -398,8 +386,3 @@ def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("saliency.batch.parquet.find_spec", lambda name: None)
     assert not write_parquet([], tmp_path / "x.parquet")
     assert not (tmp_path / "x.parquet").exists()
-
-
-def test_usage_errors_are_usage_errors() -> None:
-    with pytest.raises(UsageError):
-        batching.run(Namespace(restart=True, resume=True), Screen())

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.table import Column
 
-from saliency.cli.console import Column, Screen, aligned, as_typed, visible
+from saliency.cli.console import Screen, aligned, as_typed, visible
 from saliency.errors import SaliencyWarning
 from tests.commandline import copies, started
 
@@ -77,7 +78,7 @@ def test_python_options_are_said_as_they_are_typed() -> None:
 
 def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
-    with screen.noting_warnings():
+    with screen.collected_warnings():
         for screen.subject in ("a.jpg", "a.jpg", "b.jpg"):
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"

@@ -1,11 +1,13 @@
-"""The work of `saliency explain`: photos in, overlays out."""
+"""`saliency explain`: write overlays of photos."""
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -20,8 +22,8 @@ from ...render.heatmap import Percentile
 from ...render.overlay import contact_sheet, overlay, save_picture
 from ..console import Screen, UsageError, visible
 from ..images import Photo, find_photos, labels
-from ..parsing import ALL, built, methods_and_photos, ready_model, require_folder, target_of
-from ..summary import Outcome, tell
+from ..parsing import ALL, build_methods, methods_and_photos, ready_model, require_folder, target_of
+from ..summary import Outcome, print_summary
 
 SHEET = "sheet.png"
 THUMB = 240
@@ -34,12 +36,12 @@ class Request:
     """What was typed behind `saliency explain`."""
 
     photos: Sequence[str]
-    methods: Sequence[str]
+    methods: Sequence[str] | None
     model: str
-    weights: str
+    weights: str | None
     target: str | None
     layer: str | None
-    settings: Sequence[str]
+    settings: Sequence[tuple[str, Any]]
     out: Path
     opacity: Opacity
     colormap: str | None
@@ -48,6 +50,7 @@ class Request:
     sheet: bool
     save: bool
     device: str
+    quiet: bool
 
 
 class Together:
@@ -97,10 +100,10 @@ class Work:
 
     def run(self, screen: Screen) -> None:
         """Explain all photos. What is made stays, also when this is interrupted."""
-        with screen.progress(len(self.photos)) as begin:
+        with screen.progress() as show:
             for photo, name in zip(self.photos, self.names, strict=True):
                 screen.subject = visible(photo.path.name)
-                begin(screen.subject)
+                show(self.done, len(self.photos), 0)
                 self.rows.append({})
                 self.outcomes.extend(self._explained(photo, name))
                 self.done += 1
@@ -122,7 +125,7 @@ class Work:
         for method, result in found.items():
             outcome = Outcome(photo.path, method, *about)
             if isinstance(result, Exception):
-                expected = isinstance(result, NotApplicableError) and ALL in self.request.methods
+                expected = isinstance(result, NotApplicableError) and ALL in (self.request.methods or ())
                 yield replace(outcome, error=result, expected=expected)
             else:
                 yield self._drawn(replace(outcome, layer=result.layer), name, result)
@@ -187,12 +190,13 @@ class Work:
         return save_picture(sheet, self.request.out / SHEET)
 
 
-def explain(request: Request, screen: Screen) -> int:
-    """Explain the photos, say what became of them, and return the exit code.
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Explain the photos, print the results, and return the exit code.
 
     Raises:
         SaliencyError: What was typed cannot be done; nothing has been made.
     """
+    request = Request(**vars(arguments))
     names, more_photos = methods_and_photos(request.methods)
     photos = find_photos([*request.photos, *more_photos])
     if not photos:
@@ -200,7 +204,7 @@ def explain(request: Request, screen: Screen) -> int:
     if request.colormap is not None:
         table(request.colormap)
     model = ready_model(request.model, request.weights, request.device, screen)
-    work = Work(request, photos, built(names, model, request.layer, request.settings))
+    work = Work(request, photos, build_methods(names, model, request.layer, request.settings))
     _spare_the_photos(work)
     require_folder(request.out)
     sheet = None
@@ -212,7 +216,7 @@ def explain(request: Request, screen: Screen) -> int:
                 sheet = work.draw_sheet()
     except KeyboardInterrupt:
         interrupted = True
-    tell(work.outcomes, request.out, sheet, screen)
+    print_summary(work.outcomes, request.out, sheet, screen)
     if interrupted:
         raise KeyboardInterrupt(f"{work.done} of {len(photos)} photos are done")
     return _exit_code(work.outcomes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from rich.cells import cell_len
+from rich.table import Column as ScreenColumn
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -27,7 +30,6 @@ from ...io.atomic_write import atomic_write, is_stream
 from ...io.inputs import read
 from ...layers.default_layer import scan_layers
 from ..console import GAP, Screen, UsageError, visible
-from ..console import Column as ScreenColumn
 from ..layers_html import Section, figure_html, page, picture_html
 from ..parsing import ready_model, target_of
 
@@ -44,7 +46,7 @@ class Request:
     """What was typed behind `saliency layers`."""
 
     model: str
-    weights: str
+    weights: str | None
     photo: str | None
     all: bool
     depth: int | None
@@ -64,6 +66,11 @@ class Part:
     text: str
     picture: str = ""
     marked: str | None = None  # the name of a row
+
+
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Run `saliency layers`."""
+    return layers(Request(**vars(arguments), version=version("saliency-toolkit")), screen)
 
 
 def layers(request: Request, screen: Screen) -> int:
@@ -259,17 +266,17 @@ def _left_out(table: Table[Any], width: int) -> list[str]:
     return left_out
 
 
-def _model_for_its_layers(name: str, weights: str, screen: Screen) -> tuple[nn.Module, str]:
+def _model_for_its_layers(name: str, weights: str | None, screen: Screen) -> tuple[nn.Module, str]:
     """The model, and what its weights are; random where its own cannot be had: they do not change the layers."""
     try:
         model = ready_model(name, weights, "cpu", screen)
     except ModelError:
         if weights != "default":
             raise
-        model = ready_model(name, "none", "cpu", screen)
+        model = ready_model(name, None, "cpu", screen)
         screen.say(Text(f"with random weights: those of {name} are not here", "dim"))
         return model, "random weights: its own are not here"
-    return model, {"default": "its own weights", "none": "random weights"}.get(weights, f"weights {weights}")
+    return model, {"default": "its own weights", None: "random weights"}.get(weights, f"weights {weights}")
 
 
 def _noise() -> Image.Image:
