@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 import saliency
-from saliency import cli, zoo
+from saliency import batch, cli, zoo
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.cli import main, options
@@ -509,5 +509,5 @@ def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
 
 
 def test_choices_of_the_parser_are_those_of_the_library() -> None:
-    assert SIGNS == options.SIGNS
+    assert SIGNS == batch.SIGNS
     assert options.METHOD in METHODS
