@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -14,7 +15,19 @@ OnInterrupt = Literal["raise", "return"]
 Stopped = Literal["complete", "passes", "seconds", "tolerance", "interrupt"]
 
 
-class EngineOptions(TypedDict, total=False):
+class ModelOptions(TypedDict, total=False):
+    """The options of every method.
+
+    Attributes:
+        preprocess: How an image becomes the model's input: see `saliency.Attribution`.
+        categories: The class names in the order of the output.
+    """
+
+    preprocess: PreprocessLike | None
+    categories: Sequence[str] | None
+
+
+class EngineOptions(ModelOptions, total=False):
     """The options that all methods of many passes share. None of the first five changes what is estimated.
 
     Attributes:
@@ -37,8 +50,6 @@ class EngineOptions(TypedDict, total=False):
     progress: bool | None
     on_interrupt: OnInterrupt
     seed: int
-    preprocess: PreprocessLike | None
-    categories: list[str] | tuple[str, ...] | None
 
 
 class SamplingOptions(EngineOptions, total=False):

@@ -1,15 +1,15 @@
-"""Class activation maps: sums of a layer's activations, weighted by what the score makes of them.
+"""Class activation maps: sums of a layer's activations, weighted by their gradients.
 
-A new one is a class with a `name` and a `combine`, or only `weights`; reading, layers, sharing and registry come by
-themselves.
+A new CAM is a class with a `name` and `weights` or `combine`. The base classes find the layer, run the model and
+register the method.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -18,76 +18,79 @@ from torch import Tensor, nn
 from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients
+from ..attribution.options import ModelOptions
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..io.preprocess import PreprocessLike
 from ..layers.default_layer import scan_layers
 from ..layers.find import LayerLike, find
 from ..targets.class_names import output_tensor
 
+SIGNED_SHARE = 0.3
+"""Activations count as signed if negative ones hold at least this share of the energy of a layer."""
+CERTAIN_CORRELATION = 0.5
+"""The sign of a principal component is certain from this correlation with the strength of the activations."""
+
 
 class LayerAttribution(TracedAttribution):
-    """A method that reads one layer.
+    """Base class of methods that read one layer.
 
     Args:
         model: As for every method.
-        layer: A dotted name, the module itself, or None for the last layer with an extent in space at which the score
-            has a gradient, found by one forward of noise, or, where only a target finds the scores in the output (a
-            detector), by forwards of the images. In a module that is used many times the last use is read. Tokens
-            (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as maps
-            by themselves.
-        preprocess: As for every method.
-        categories: As for every method.
+        layer: A dotted name, the module itself, or None for the last layer with spatial output at which the score has a
+            gradient. One forward of noise finds it; if the scores depend on the target (a detector), forwards of the
+            images do. The last call of a module counts. Tokens (vision transformers with any number of leading tokens)
+            and channels-last layouts (Swin) are read as maps.
+        **options: See `saliency.attribution.options.ModelOptions`.
     """
 
     gradients = "layers"
     sign: ClassVar[Sign] = "positive"
     cost = "1 forward, 1 backward to the layer"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: LayerLike = None,
-        *,
-        preprocess: PreprocessLike | None = None,
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(model, preprocess=preprocess, categories=categories)
+    def __init__(self, model: nn.Module, layer: LayerLike = None, **options: Unpack[ModelOptions]) -> None:
+        super().__init__(model, **options)
         self.layer = None if layer is None else find(self.model, layer)[0]
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
-        """The layer that was named, or the one that is found by itself."""
-        if self.layer is not None:
-            return (self.layer,)
-        chosen = scan_layers(self.model, x, target).chosen
-        if chosen is None:
-            raise LayerError(
-                f"no layer of {type(self.model).__name__} has an output with an extent in space for an input of "
-                f"{x.shape[-2]}x{x.shape[-1]}; name one with layer=..., or use a larger picture"
-            )
-        return (chosen,)
+        """Return the named layer, or the default one."""
+        return (self.layer or default_layer(self.model, x, target),)
+
+
+def default_layer(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor]) -> str:
+    """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one."""
+    layer = scan_layers(model, x, target).chosen
+    if layer is None:
+        raise LayerError(
+            f"no layer of {type(model).__name__} has a spatial output for an input of "
+            f"{x.shape[-2]}x{x.shape[-1]}; pass layer=..., or use a larger image"
+        )
+    return layer
 
 
 class LayerCombination(LayerAttribution):
-    """A map made of one layer's activations and the gradients there."""
+    """Base class of maps computed from one layer's activations and the gradients there."""
 
     backwards = 1
+    assumes_unsigned: ClassVar[bool] = False
+    """Whether large activations count as evidence, so that signed ones need a warning."""
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """The map of the layer."""
+        """Compute the map of the layer."""
         (layer,) = layers
-        gradient = evidence.gradient(layer) if self.gradients != "none" else evidence.activation(layer)
-        values = self.combine(evidence.activation(layer), gradient)
-        return BatchAttribution(values, evidence.scores, layer=layer)
+        activation = evidence.activation(layer)
+        if self.assumes_unsigned:
+            warn_if_signed(self.name, activation)
+        gradient = activation if self.gradients == "none" else evidence.gradient(layer)
+        return BatchAttribution(self.combine(activation, gradient), evidence.scores, layer=layer)
 
     @abstractmethod
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The map (N, 1, h, w), signed, from activations (N, K, h, w) and gradients of the same shape."""
+        """Return the signed map (N, 1, h, w), given activations (N, K, h, w) and gradients of the same shape."""
 
 
 class WeightedCAM(LayerCombination):
-    """A map that gives each channel one weight: the sum over channels of weight times activation.
+    """Base class of maps with one weight per channel: the sum over the channels of weight times activation.
 
-    A new CAM is mostly a subclass with a `name`, a docstring and `weights`:
+    Most CAMs are a subclass with a `name`, a docstring and `weights`:
 
         class MeanCAM(WeightedCAM):
             name = "mean_cam"
@@ -97,53 +100,52 @@ class WeightedCAM(LayerCombination):
     """
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The weighted sum over the channels."""
+        """Return the weighted sum over the channels."""
         weights: Any = self.weights(activation, gradient)  # (N, K)
         if not isinstance(weights, Tensor) or weights.shape != activation.shape[:2]:
-            came = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             expected = f"a tensor (N, K), here {tuple(activation.shape[:2])}"
-            raise MethodError(f"{type(self).__name__}.weights gave {came}; expected {expected}")
-        return torch.einsum("nk,nkhw->nhw", weights, activation)[:, None]
+            raise MethodError(f"{type(self).__name__}.weights returned {got}; expected {expected}")
+        return weighted_sum(weights, activation)
 
     @abstractmethod
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The weights (N, K), from activations (N, K, h, w) and gradients of the same shape."""
+        """Return the weights (N, K), given activations (N, K, h, w) and gradients of the same shape."""
 
 
-SIGNED = 0.3
-"""The share of negative activations in a layer's energy from which it counts as signed."""
+def weighted_sum(weights: Tensor, activation: Tensor) -> Tensor:
+    """Return the map (N, 1, h, w) of weights (N, K) and activations (N, K, h, w)."""
+    return torch.einsum("nk,nkhw->nhw", weights, activation)[:, None]
 
 
 def is_signed(activation: Tensor) -> Tensor:
-    """Whether negative activations hold a large share of the energy (sum of squares) of each image (N,).
+    """Return whether negative activations hold a large share of the energy (sum of squares) of each image (N,).
 
-    None behind a ReLU, and at most 0.06 was seen behind trained SiLUs and GELUs; 0.3 to 0.9 in front of activations, at
-    linear bottlenecks, and at the tokens of transformers.
+    The share is 0 after a ReLU and was at most 0.06 after trained SiLUs and GELUs. It was 0.3 to 0.9 before
+    activations, at linear bottlenecks, and at the tokens of transformers.
     """
     flat = activation.flatten(1)
-    negative, whole = flat.clamp(max=0).norm(dim=1), flat.norm(dim=1)
-    signed: Tensor = negative > math.sqrt(SIGNED) * whole
+    signed: Tensor = flat.clamp(max=0).norm(dim=1) > math.sqrt(SIGNED_SHARE) * flat.norm(dim=1)
     return signed
 
 
 def warn_if_signed(name: str, activation: Tensor) -> None:
-    """Warn that a method takes activations (N, K, h, w) for evidence where they are signed."""
+    """Warn if the activations (N, K, h, w) are signed and the method takes large values for evidence."""
     if bool(is_signed(activation).any()):
         warn(
             f"{name}: the activations of this layer are signed, as in the tokens of a transformer, and {name} takes "
-            "large values for evidence, so its map may show the background; use grad_cam, or choose a layer behind a "
-            "ReLU"
+            "large values for evidence, so the map may show the background; use grad_cam or a layer after a ReLU"
         )
 
 
 class GradCAM(WeightedCAM):
     """Activations weighted by the mean gradient of their channel.
 
-    Values: (N, 1, h, w), signed, in score units: behind the layer only pooling and one linear layer, they and the bias
-    sum to the logit. The paper keeps what is positive, and so does `heatmap`.
+    Values: (N, 1, h, w), signed, in score units. If only pooling and one linear layer follow, the values and the bias
+    sum to the logit. The paper keeps the positive part, and so does `heatmap`.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
         TargetError: The target does not fit the model's output.
 
     Source: Selvaraju et al., "Grad-CAM" (2016), https://arxiv.org/abs/1610.02391.
@@ -152,27 +154,27 @@ class GradCAM(WeightedCAM):
     name = "grad_cam"
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The mean gradient of each channel."""
+        """Return the mean gradient of each channel."""
         return gradient.mean((2, 3))
 
 
 class GradCAMPlusPlus(WeightedCAM):
-    """Activations weighted by their positive gradients, each counted for what the channel as a whole contributes.
+    """Activations weighted by their positive gradients, with the coefficients of Grad-CAM++.
 
-    Equation 19 of the paper, on the exponential of the score: the weight of a channel is the sum of g / (2 + g * s)
-    over its positive gradients g, with s the channel's summed activation. The further division by the channel's summed
-    coefficients, in the authors' code but not in the paper, is left out.
+    Equation 19 of the paper, for the exponential of the score. The weight of a channel is the sum of g / (2 + g * s)
+    over its positive gradients g, where s is the summed activation of the channel. The authors' code also divides by
+    the summed coefficients of the channel; the paper does not, and neither does this class.
 
-    It reacts little to the class: with a randomised classifier its maps stay nearly the same.
+    The map depends little on the class: it hardly changes when the classifier is randomised.
 
-    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit of their own.
+    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit.
 
     Warns:
-        SaliencyWarning: The activations are signed. Where a channel's sum is negative the paper's coefficients have a
-            pole, and it counts as 0. Use `GradCAM`, or choose a layer behind a ReLU.
+        SaliencyWarning: The activations are signed. The coefficients have a pole where the sum of a channel is
+            negative; such a sum counts as 0. Use `GradCAM`, or choose a layer after a ReLU.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
         TargetError: The target does not fit the model's output.
 
     Source: Chattopadhay et al., "Grad-CAM++" (2017), https://arxiv.org/abs/1710.11063.
@@ -180,54 +182,54 @@ class GradCAMPlusPlus(WeightedCAM):
 
     name = "grad_cam_plus_plus"
     units = "score, up to a factor"
+    assumes_unsigned = True
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The sum over each channel's positive gradients g of g / (2 + g * summed activation)."""
-        warn_if_signed(self.name, activation)
+        """Return the sum of g / (2 + g * summed activation) over the positive gradients g of each channel."""
         mass = activation.sum((2, 3), keepdim=True)
         positive = gradient.clamp(min=0)
         return (positive / (2 + positive * mass.clamp(min=0))).sum((2, 3))
 
 
 class XGradCAM(WeightedCAM):
-    """Activations weighted by the mean gradient of their channel, each gradient counted by its activation.
+    """Activations weighted by the mean gradient of their channel, where each gradient counts by its activation.
 
-    Channels whose activations cancel, with a sum under 1 % of the sum of magnitudes, are divided by that 1 %: the
-    paper's weight has a pole there, on layers with signed activations.
+    The weight of the paper has a pole where the activations of a channel cancel, which happens in layers with signed
+    activations. So the divisor is at least 1 % of the sum of magnitudes.
 
     Values: (N, 1, h, w), signed, in score units.
 
     Warns:
-        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
         TargetError: The target does not fit the model's output.
 
     Source: Fu et al., "Axiom-based Grad-CAM" (2020), https://arxiv.org/abs/2008.02312.
     """
 
     name = "xgrad_cam"
+    assumes_unsigned = True
 
     def weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The sum of gradient times activation of each channel, over its summed activation."""
-        warn_if_signed(self.name, activation)
+        """Return the sum of gradient times activation of each channel, divided by its summed activation."""
         contribution = (gradient * activation).sum((2, 3))
         mass = activation.sum((2, 3))
         least = 0.01 * activation.abs().sum((2, 3))
-        guarded = torch.where(mass.abs() < least, torch.where(mass < 0, -least, least), mass)
-        return torch.where(guarded == 0, torch.zeros_like(mass), contribution / guarded)
+        divisor = torch.where(mass.abs() < least, torch.where(mass < 0, -least, least), mass)
+        return torch.where(divisor == 0, torch.zeros_like(mass), contribution / divisor)
 
 
 class HiResCAM(LayerCombination):
-    """The gradient times the activation in each place, summed over the channels.
+    """The gradient times the activation at each location, summed over the channels.
 
-    Exact where the rest of the network is linear: with a flattened linear head, the map and the bias sum to the logit.
+    Exact if the rest of the network is linear: with a flattened linear head, the map and the bias sum to the logit.
 
     Values: (N, 1, h, w), signed, in score units.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
         TargetError: The target does not fit the model's output.
 
     Source: Draelos and Carin, "Use HiResCAM instead of Grad-CAM" (2020), https://arxiv.org/abs/2011.08891.
@@ -236,19 +238,20 @@ class HiResCAM(LayerCombination):
     name = "hires_cam"
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The sum over the channels of gradient times activation."""
+        """Return the sum over the channels of gradient times activation."""
         return (gradient * activation).sum(1, keepdim=True)
 
 
 class LayerCAM(LayerCombination):
-    """The positive gradient times the activation in each place, summed over the channels. Serves shallow layers too.
+    """The positive gradient times the activation at each location, summed over the channels.
 
-    It reacts little to the class: with a randomised classifier its maps stay nearly the same.
+    It suits shallow layers too. The map depends little on the class: it hardly changes when the classifier is
+    randomised.
 
     Values: (N, 1, h, w), in score units.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
         TargetError: The target does not fit the model's output.
 
     Source: Jiang et al., "LayerCAM" (2021), https://doi.org/10.1109/TIP.2021.3089943.
@@ -257,21 +260,113 @@ class LayerCAM(LayerCombination):
     name = "layer_cam"
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """The sum over the channels of positive gradient times activation."""
+        """Return the sum over the channels of positive gradient times activation."""
         return (gradient.clamp(min=0) * activation).sum(1, keepdim=True)
 
 
-class CAM(LayerCombination):
-    """Activations weighted by the linear head's own weights for the class.
+class EigenCAM(LayerCombination):
+    """The first principal component of a layer's activations, whatever the class.
 
-    For networks that end in global average pooling and one linear layer. Whether this one does is checked on the call
-    itself: the head's weights, on the mean activations, must give the model's output.
+    The activations of the locations are projected on their first right singular vector, without centring, as in the
+    paper. The sign of a singular vector is arbitrary: here the map is high where the activations are strong, measured
+    by their norm at each location. If no activation is negative, no other sign gives a map without negative values.
+
+    Values: (N, 1, h, w), in units of activation, the same for every class: the target changes only the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed and the map hardly follows their strength, so it may be high at the
+            background. Use `EigenGradCAM` or `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+
+    Source: Muhammad and Yeasin, "Eigen-CAM" (2020), https://arxiv.org/abs/2008.00299.
+    """
+
+    name = "eigen_cam"
+    units = "activation"
+    gradients = "none"
+    cost = "1 forward"
+
+    def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
+        """Return the projection of the activations on their first singular vector."""
+        strength = torch.linalg.vector_norm(activation, dim=1)
+        values = principal_map(activation, strength)
+        centred = [each - each.mean(1, keepdim=True) for each in (values.flatten(1), strength.flatten(1))]
+        correlation = torch.linalg.vecdot(*centred)
+        is_certain = correlation >= CERTAIN_CORRELATION * centred[0].norm(dim=1) * centred[1].norm(dim=1)
+        if bool((~is_certain & is_signed(activation)).any()):
+            warn(
+                f"{self.name}: the activations of this layer are signed and the map hardly follows their strength, so "
+                "its sign is uncertain and it may be high at the background; use eigen_grad_cam or grad_cam, or choose "
+                "a layer after a ReLU"
+            )
+        return values
+
+
+class EigenGradCAM(LayerCombination):
+    """The first principal component of gradient times activation: a class-specific Eigen-CAM.
+
+    As in the source, each channel is centred over the locations first, so the map sums to 0: it shows where a location
+    differs from the mean. (Eigen-CAM's paper does not centre.) The source leaves the sign to chance. Here the map
+    correlates positively with gradient times activation summed over the channels, which is `HiResCAM`.
+
+    The map depends little on the class: up to its sign, it hardly changes when the classifier is randomised.
+
+    Values: (N, 1, h, w), signed, in score units.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        TargetError: The target does not fit the model's output.
+
+    Source: Gildenblat and contributors, "PyTorch library for CAM methods" (2021),
+        https://github.com/jacobgil/pytorch-grad-cam; the projection of Muhammad and Yeasin (2020), centred.
+    """
+
+    name = "eigen_grad_cam"
+
+    def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
+        """Return the projection of centred gradient times activation on its first singular vector."""
+        contribution = gradient * activation
+        return principal_map(contribution - contribution.mean((2, 3), keepdim=True), contribution.sum(1))
+
+
+def principal_map(features: Tensor, reference: Tensor) -> Tensor:
+    """Project (N, K, h, w), for each image, on the first right singular vector of (h * w, K): (N, 1, h, w).
+
+    The eigenvectors of the smaller Gram matrix are used, which is hundreds of times faster than a full decomposition.
+
+    Args:
+        features: The features of the locations.
+        reference: (N, h, w) a map that decides the sign: its product with the result sums to at least 0.
+    """
+    exact = features if features.dtype in (torch.float32, torch.float64) else features.float()
+    places = exact.flatten(2).transpose(1, 2)  # (N, hw, K)
+    # A Gram matrix squares its entries. The scaled ones neither overflow nor vanish.
+    scale = places.abs().amax((1, 2), keepdim=True)
+    places = places / torch.where(scale == 0, torch.ones_like(scale), scale)
+    if places.shape[1] <= places.shape[2]:
+        values, vectors = torch.linalg.eigh(places @ places.transpose(1, 2))  # (N, hw, hw), ascending
+        projection = vectors[:, :, -1] * values[:, -1:].clamp(min=0).sqrt()
+    else:
+        _, vectors = torch.linalg.eigh(places.transpose(1, 2) @ places)
+        projection = (places @ vectors[:, :, -1:]).squeeze(2)
+    agreement = (projection * reference.flatten(1) / scale[:, 0]).sum(1, keepdim=True)
+    projection = torch.where(agreement < 0, -projection, projection) * scale[:, 0]
+    return projection.reshape(features.shape[0], 1, *features.shape[2:]).to(features.dtype)
+
+
+class CAM(LayerAttribution):
+    """Activations weighted by the linear head's weights for the class.
+
+    For networks that end in global average pooling and one linear layer. Each call checks this: the head's weights,
+    applied to the mean activations, must give the model's output.
 
     Values: (N, 1, h, w), signed; their mean and the head's bias sum to the logit.
 
     Raises:
-        NotApplicableError: The head is another, or the target is no class.
-        LayerError: The layer does not exist, is not run, or has no extent in space.
+        NotApplicableError: The head is different, or the target is not a class.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
 
     Source: Zhou et al., "Learning Deep Features for Discriminative Localization" (2015),
         https://arxiv.org/abs/1512.04150.
@@ -279,40 +374,40 @@ class CAM(LayerCombination):
 
     name = "cam"
     gradients = "none"
+    backwards = 0
     cost = "1 forward"
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """The activations weighted by the head's weights for the class."""
+        """Weight the activations by the head's weights for the class."""
         (layer,) = layers
         activation = evidence.activation(layer)
-        weight = _linear_head(self.model, activation, evidence.trace.output, layer)
+        weight = linear_head(self.model, activation, evidence.trace.output, layer)
         if None in evidence.selection.indices:
             raise NotApplicableError(
                 "cam explains classes; for another target use grad_cam, which is the same for a logit"
             )
-        of_class = weight[torch.tensor(evidence.selection.indices, device=weight.device)]  # (N, K)
-        values = torch.einsum("nk,nkhw->nhw", of_class, activation)[:, None]
-        return BatchAttribution(values, evidence.scores, layer=layer)
-
-    def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
-        """Not in use: the weights come from the head."""
-        raise NotImplementedError
+        class_weight = weight[torch.tensor(evidence.selection.indices, device=weight.device)]  # (N, K)
+        return BatchAttribution(weighted_sum(class_weight, activation), evidence.scores, layer=layer)
 
 
-def _linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -> Tensor:
-    """The weights (classes, K) of the linear layer that makes the output from the layer's mean activations."""
+def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -> Tensor:
+    """Return the weights (classes, K) of the linear layer that maps mean activations to the output.
+
+    Raises:
+        NotApplicableError: No layer of the model does this.
+    """
     scores, pooled = output_tensor(output).detach(), activation.mean((2, 3))
+    tolerance = 1e-3 if scores.dtype in (torch.float32, torch.float64) else 3e-2
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear | nn.Conv2d) and isinstance(weight, Tensor):
-            flat = weight.detach().flatten(1)
-            if scores.dim() == 2 and flat.shape == (scores.shape[1], pooled.shape[1]):
-                flat = flat.to(pooled)
-                made = F.linear(pooled, flat, None if module.bias is None else module.bias.detach().to(pooled))
-                tolerance = 1e-3 if scores.dtype in (torch.float32, torch.float64) else 3e-2
-                if torch.allclose(made, scores.to(pooled), rtol=tolerance, atol=tolerance * float(scores.abs().max())):
-                    return flat
+        if not isinstance(module, nn.Linear | nn.Conv2d) or not isinstance(getattr(module, "weight", None), Tensor):
+            continue
+        weight = module.weight.detach().flatten(1)
+        if scores.dim() == 2 and weight.shape == (scores.shape[1], pooled.shape[1]):
+            weight = weight.to(pooled)
+            expected = F.linear(pooled, weight, None if module.bias is None else module.bias.detach().to(pooled))
+            if torch.allclose(expected, scores.to(pooled), rtol=tolerance, atol=tolerance * float(scores.abs().max())):
+                return weight
     raise NotApplicableError(
-        f'cam: no linear layer makes the output of {type(model).__name__} from the mean activations of "{layer}"; '
-        "use grad_cam, which is the same where cam applies"
+        f'cam: no linear layer maps the mean activations of "{layer}" to the output of {type(model).__name__}; use '
+        "grad_cam, which is the same where cam applies"
     )

@@ -1,53 +1,150 @@
-"""CAMs whose weights come from forwards: each channel is a mask on the image, and the score that it leaves counts."""
+"""CAMs whose weights come from forwards: each channel masks the image, and the resulting score gives its weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.explanation import Sign
 from ..attribution.options import Budget, EngineOptions, SamplingOptions
-from ..engine.estimates import rank_correlation, relative_error
-from ..engine.multi_pass import MOST_PASSES, ImageAttribution, MultiPassAttribution, SampledAttribution, generator
+from ..engine.estimates import Estimate, rank_correlation
+from ..engine.multi_pass import MOST_PASSES, ImageAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import PassRunner
 from ..layers.find import LayerLike
 from ..validation import check_choice, check_whole_number, real_number
-from .cam import warn_if_signed
-from .layer_reader import LayerReader, Masks, Reading, channel_count
+from .layer_passes import LayerOutput, LayerPasses, channel_count, strongest
 
 
-class ScoreCAM(MultiPassAttribution):
-    """Activations weighted by how the score stands when the image shows only where the channel is active.
+class ChannelMasks:
+    """The masks (H, W), 0 to 1, that the channels of a layer put on an image, and the weights that follow from them.
 
-    Each channel, resized and stretched to 0..1, is multiplied onto the normalised image, so that what it hides becomes
-    the mean colour. The weights are the softmax over the channels of the scores that this leaves: equation 3 of the
-    paper, whose baseline cancels. (The authors' code takes the class probabilities as they are; the target
-    `saliency.probability(...)` is the nearest to that.) The logits of a sure model differ by much more than 1, so few
-    channels hold most of the weight.
+    The map of a channel is resized bilinearly to the image and stretched to 0..1. A constant channel highlights
+    nothing, so its mask is 0 everywhere. All constant channels leave the same image, so they share one forward.
 
-    Channels that are the same everywhere, such as dead ones, show no place and get no weight; in the softmax they count
-    with the score of the empty image, for which one forward serves them all.
+    Attributes:
+        varied: (m,) the channels that are not constant, by falling standard deviation.
+        varied_maps: (m, h, w) their activations.
+        flat: The number of constant channels.
+        count: The number of different masks: one for each of `varied`, and a last one for all constant channels.
+    """
+
+    def __init__(self, layer: LayerOutput, x: Tensor, score: Tensor, channels: int | None, align: bool = False) -> None:
+        self._layer, self._x, self._score, self._align = layer, x, score, align
+        flat = layer.maps.flatten(1)
+        is_flat = flat.amax(1) == flat.amin(1)
+        chosen = strongest(flat.std(1, correction=0).masked_fill(is_flat, 0), channels)
+        self.varied = chosen[~is_flat[chosen]]
+        self.flat = len(chosen) - len(self.varied)
+        self.count = len(self.varied) + bool(self.flat)
+        self.varied_maps = layer.maps[self.varied]
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """Return the masks (k, 1, H, W) of some numbers (k,), each below `count`."""
+        size = self._x.shape[-2:]
+        masks = self._x.new_zeros(len(numbers), 1, *size)
+        shown = numbers < len(self.varied)
+        if bool(shown.any()):
+            maps = self.varied_maps[numbers[shown]][:, None]  # (k, 1, h, w)
+            large = F.interpolate(maps, size, mode="bilinear", align_corners=self._align)
+            low, high = large.amin((2, 3), keepdim=True), large.amax((2, 3), keepdim=True)
+            span = torch.where(high == low, torch.ones_like(high), high - low)
+            masks[shown] = ((large - low) / span).to(masks)
+        return masks
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """Return the softmax over all channels of the scores (count,) of the masks; NaN stands for an unknown score.
+
+        All shares are 0 where no mask changes the score.
+        """
+        known = ~scores.isnan()
+        if not bool((scores[known] != self._score.to(scores)).any()):
+            return torch.zeros_like(scores)
+        channels = torch.ones_like(scores)
+        channels[len(self.varied) :] = self.flat
+        return torch.where(known, scores + channels.log(), -math.inf).softmax(0)
+
+    def map(self, scores: Tensor) -> Tensor:
+        """Return the map (1, h, w) for the scores (count,) of the masks. Constant channels have no weight."""
+        shares = self.shares(scores)
+        weights = shares.new_zeros(len(self._layer.maps))
+        weights[self.varied.to(weights.device)] = shares[: len(self.varied)]
+        return self._layer.weighted(weights)
+
+    @property
+    def note(self) -> str:
+        """How many channels are used."""
+        channels = len(self._layer.maps)
+        parts = [f"{len(self.varied)} of {channels} channels as masks"]
+        if self.flat:
+            parts.append(f"one forward for the {self.flat} constant channels")
+        left = channels - len(self.varied) - self.flat
+        return ", ".join(parts + ([f"{left} left out"] if left else []))
+
+
+class _MaskCAM(LayerPasses):
+    """Base class of Score-CAM and its variants."""
+
+    units = "activation"
+    cost = "2 forwards, 10 forwards for each channel that is not constant"
+    channels: int | None
+    align_corners = False
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the map of one image."""
+        layer = self.read_layer(passes)
+        masks = ChannelMasks(layer, passes.x, score, self.channels, self.align_corners)
+        passes.notes.append(masks.note)
+        return self.explain_masks(passes, masks)._replace(layer=layer.layer)
+
+    @abstractmethod
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map, given the masks."""
+
+    @staticmethod
+    def scores(passes: PassRunner, masks: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        """Return the scores (count,) of the image under the masks of the numbers 0 to `count`; NaN if not run."""
+        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")
+
+        def make(start: int, stop: int) -> Tensor:
+            return passes.x * masks(torch.arange(start, stop, device=passes.x.device))
+
+        for done in passes.forwards(make, count):
+            scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
+        return scores
+
+
+class ScoreCAM(_MaskCAM):
+    """Activations weighted by the score of the image masked with each channel.
+
+    Each channel, resized and stretched to 0..1, is multiplied with the normalised image, so hidden pixels become the
+    mean colour. The weights are the softmax over the channels of the resulting scores: equation 3 of the paper, whose
+    baseline cancels. (The authors' code takes the class probabilities; the target `saliency.probability(...)` is the
+    closest to it.) The logits of a confident model differ by much more than 1, so few channels hold most of the weight.
+
+    Constant channels, such as dead ones, highlight nothing and have no weight. In the softmax they count with the score
+    of the empty image, which takes one forward for all of them.
 
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        channels: How many channels to use, those that vary most; None for all.
-        align_corners: Whether the centres of the corner cells are laid onto the corners of the image, as
-            pytorch-grad-cam does, or the corners of the cells, as maps are drawn and as the authors do.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        channels: How many channels to use, by falling standard deviation; None for all.
+        align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
+            in pytorch-grad-cam. By default the corners of the cells do, as in drawn maps and in the authors' code.
+        **options: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
     Warns:
-        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
-        MethodError: The number of channels is none.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
         TargetError: The target does not fit the model's output.
 
     Source: Wang et al., "Score-CAM" (2019), https://arxiv.org/abs/1910.01279.
@@ -55,8 +152,6 @@ class ScoreCAM(MultiPassAttribution):
 
     name = "score_cam"
     cost = "2 forwards, 1 forward for each channel that is not constant"
-    units = "activation"
-    sign: ClassVar[Sign] = "positive"
 
     def __init__(
         self,
@@ -65,61 +160,45 @@ class ScoreCAM(MultiPassAttribution):
         *,
         channels: int | None = None,
         align_corners: bool = False,
-        **running: Unpack[EngineOptions],
+        **options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(model, **running)
-        self._reader = LayerReader(self.model, layer)
-        self.layer = self._reader.layer
+        super().__init__(model, layer, **options)
         self.channels = channel_count(channels)
         self.align_corners = bool(check_choice("align_corners", align_corners, (True, False)))
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The map of one image."""
-        reading = self._reader(passes.x, passes.target(1))
-        warn_if_signed(self.name, reading.maps[None])
-        masks = Masks(reading, passes.x, self.channels, align_corners=self.align_corners)
-        passes.notes.append(masks.note)
-        scores = torch.full((masks.groups,), math.nan, dtype=torch.float64, device="cpu")
-
-        def make(start: int, stop: int) -> Tensor:
-            return passes.x * masks(torch.arange(start, stop, device=passes.x.device))
-
-        for done in passes.forwards(make, masks.groups):
-            scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
-        return _found(reading, masks, scores, score)
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map from one score per mask."""
+        return ImageAttribution(masks.map(self.scores(passes, masks, masks.count)))
 
 
-class ISCAM(MultiPassAttribution):
-    """Score-CAM with scores that are averaged while each channel's mask is turned up from nothing to all of it.
+class ISCAM(_MaskCAM):
+    """Score-CAM with scores averaged while each channel's mask grows from nothing to its full strength.
 
     The score of a channel is the mean over i = 1..N of the score of the image times i/N of the mask. The weights are
-    the softmax over the channels of these, as in `ScoreCAM`. (A reading by cumulative sums, in use elsewhere,
-    multiplies masks by up to (N + 1) / 2, far outside the range of an image.)
+    the softmax over the channels of these scores, as in `ScoreCAM`. (Other implementations take cumulative sums, which
+    multiply masks by up to (N + 1) / 2, far outside the range of an image.)
 
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
         steps: N.
-        channels: How many channels to use, those that vary most; None for all.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        channels: How many channels to use, by falling standard deviation; None for all.
+        **options: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
     Warns:
-        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
-        MethodError: The number of channels or of steps is none.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
         TargetError: The target does not fit the model's output.
 
     Source: Naidu et al., "IS-CAM" (2020), https://arxiv.org/abs/2010.03023.
     """
 
     name = "is_cam"
-    cost = "2 forwards, 10 forwards for each channel that is not constant"
-    units = "activation"
-    sign: ClassVar[Sign] = "positive"
     quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
 
     def __init__(
@@ -129,68 +208,55 @@ class ISCAM(MultiPassAttribution):
         *,
         steps: int = 10,
         channels: int | None = None,
-        **running: Unpack[EngineOptions],
+        **options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(model, **running)
-        self._reader = LayerReader(self.model, layer)
-        self.layer = self._reader.layer
+        super().__init__(model, layer, **options)
         self.steps = check_whole_number("steps", steps)
         self.channels = channel_count(channels)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The map of one image."""
-        reading = self._reader(passes.x, passes.target(1))
-        warn_if_signed(self.name, reading.maps[None])
-        masks = Masks(reading, passes.x, self.channels, align_corners=False)
-        passes.notes.append(masks.note)
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map from the mean over the steps of the scores of each mask."""
         steps, varied = self.steps, len(masks.varied)
-        # Channel by channel, so that what an interrupt leaves is whole; the empty image is the same in every step.
-        count = varied * steps + (masks.groups - varied)
-        every = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")
 
-        def make(start: int, stop: int) -> Tensor:
-            numbers = torch.arange(start, stop, device=passes.x.device)
+        def faded(numbers: Tensor) -> Tensor:
             shares = ((numbers % steps + 1) / steps).to(passes.x)
-            return passes.x * (masks(numbers // steps) * shares[:, None, None, None])
+            return masks(numbers // steps) * shares[:, None, None, None]
 
-        for done in passes.forwards(make, count):
-            every[done.start : done.start + len(done.scores)] = done.scores.to(every)
-        scores = torch.cat([every[: varied * steps].view(varied, steps).mean(1), every[varied * steps :]])
-        return _found(reading, masks, scores, score)
+        # Channel by channel, so that an interrupt leaves whole channels. The empty image is the same in every step.
+        scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
+        means = scores[: varied * steps].view(varied, steps).mean(1)
+        return ImageAttribution(masks.map(torch.cat([means, scores[varied * steps :]])))
 
 
-class SSCAM(SampledAttribution):
-    """Score-CAM with scores that are averaged over masks with noise on them.
+class SSCAM(_MaskCAM, SampledAttribution):
+    """Score-CAM with scores averaged over masks with added noise.
 
-    The score of a channel is its mean over masks to every pixel of which normal noise is added; the weights are the
-    softmax over the channels of these, as in `ScoreCAM`. The standard error of the map follows from those of the
-    channels' scores, to first order.
+    The score of a channel is its mean over masks to which normal noise is added at every pixel. The weights are the
+    softmax over the channels of these scores, as in `ScoreCAM`. The standard error of the map follows from those of the
+    scores, to first order.
 
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper's is 2.
-        draws: How many noisy masks each channel gets, where no limit is set.
-        channels: How many channels to use, those that vary most; None for all.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper uses 2.
+        draws: The number of noisy masks of each channel, if no limit is set.
+        channels: How many channels to use, by falling standard deviation; None for all.
+        **options: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
     Warns:
-        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer behind a ReLU.
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
 
     Raises:
-        LayerError: The layer does not exist, is not run, or has no extent in space.
-        MethodError: The noise is no positive number, or the number of channels or of draws is none.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
         TargetError: The target does not fit the model's output.
 
     Source: Wang et al., "SS-CAM" (2020), https://arxiv.org/abs/2006.14255.
     """
 
     name = "ss_cam"
-    cost = "2 forwards, 10 forwards for each channel that is not constant"
-    units = "activation"
-    sign: ClassVar[Sign] = "positive"
     quick_options: ClassVar[Mapping[str, Any]] = {"draws": 2}
 
     def __init__(
@@ -201,89 +267,82 @@ class SSCAM(SampledAttribution):
         noise: float = 2.0,
         draws: int = 10,
         channels: int | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(model, **sampling)
-        self._reader = LayerReader(self.model, layer)
-        self.layer = self._reader.layer
+        super().__init__(model, layer, **options)
         self.noise = real_number("noise", noise, above=0, hint="; without noise it is score_cam")
         self.draws = check_whole_number("draws", draws)
         self.channels = channel_count(channels)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The map of one image."""
-        reading = self._reader(passes.x, passes.target(1))
-        warn_if_signed(self.name, reading.maps[None])
-        masks = Masks(reading, passes.x, self.channels, align_corners=False)
-        passes.notes.append(masks.note)
-        around = reading, masks, score
-        groups, x = masks.groups, passes.x
-        scores: list[float] = []
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map from the mean scores, in rounds over all masks."""
+        x, estimate = passes.x, _MaskScores(masks)
 
         def make(start: int, stop: int) -> Tensor:
             noise = [
                 torch.randn(1, *x.shape[-2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
                 for i in range(start, stop)
             ]
-            shown = masks(torch.arange(start, stop, device=x.device) % groups)
+            shown = masks(torch.arange(start, stop, device=x.device) % masks.count)
             return x * (shown + self.noise * torch.stack(noise).to(x))
 
-        for done in passes.forwards(make, self._count(groups)):
-            before = len(scores) // groups
-            scores += done.scores.tolist()
-            # Whole rounds only: the chunks, which end anywhere, do not show.
-            enough = (at for at in range(before + 1, len(scores) // groups + 1) if self._suffices(scores, at, *around))
-            rounds = next(enough, None)
-            if rounds is not None:
-                passes.stopped = "tolerance"
-                del scores[rounds * groups :]
+        is_limited = self.limits() != Budget()
+        count = max(MOST_PASSES, (self.passes or 0) + 1) if is_limited else self.draws * masks.count
+        for done in passes.forwards(make, count):
+            estimate.add(done.scores)
+            if passes.enough(estimate):
                 break
-        return _estimated(_table(scores, groups), *around)
+        return from_estimate(estimate, estimate.mean)
 
     def limits(self) -> Budget:
-        """The limits that were set. Without any, how many passes there are depends on the layer."""
+        """Return the limits that were set. Without any, the number of passes depends on the layer."""
         return Budget(self.passes, self.seconds, self.tolerance)
 
-    def _count(self, groups: int) -> int:
-        if self.passes is not None:
-            return self.passes + 1  # the limit, and not the number of draws, ends the work
-        return self.draws * groups if self.seconds is None and self.tolerance is None else MOST_PASSES
 
-    def _suffices(self, scores: list[float], rounds: int, reading: Reading, masks: Masks, clean: Tensor) -> bool:
-        """Whether the tolerance is met after so many rounds of all channels."""
-        if self.tolerance is None or rounds < 2:
-            return False
-        found = _estimated(_table(scores[: rounds * masks.groups], masks.groups), reading, masks, clean)
-        return relative_error(found.values, found.error) <= self.tolerance
+class _MaskScores(Estimate):
+    """Map from the mean scores of masks, with its standard error. Pass i shows mask i modulo their number."""
 
+    def __init__(self, masks: ChannelMasks) -> None:
+        super().__init__()
+        self._masks = masks
+        self._scores: list[float] = []
 
-def _found(reading: Reading, masks: Masks, scores: Tensor, clean: Tensor) -> ImageAttribution:
-    """The map that the groups' scores (g,) make."""
-    weights = masks.spread(masks.weights(scores, clean), len(reading.maps))
-    return ImageAttribution(reading.weighted(weights), layer=reading.layer)
+    def add(self, samples: Tensor) -> None:
+        """Add the scores (k,) of the next passes."""
+        self._scores += samples.tolist()
+        self.count = len(self._scores)
 
+    def _table(self) -> Tensor:
+        """The scores (draws, masks), NaN where none is known yet."""
+        draws = max(1, math.ceil(self.count / self._masks.count))
+        missing = [math.nan] * (draws * self._masks.count - self.count)
+        return torch.tensor(self._scores + missing, dtype=torch.float64, device="cpu").view(draws, -1)
 
-def _table(scores: list[float], groups: int) -> Tensor:
-    """Scores in the order of the passes as a table (draws, groups); NaN for what is not drawn yet."""
-    draws = max(1, math.ceil(len(scores) / groups))
-    missing = draws * groups - len(scores)
-    return torch.tensor(scores + [math.nan] * missing, dtype=torch.float64, device="cpu").view(draws, groups)
+    @property
+    def mean(self) -> Tensor:
+        """The map (1, h, w)."""
+        return self._masks.map(self._table().nanmean(0))
 
+    @property
+    def error(self) -> Tensor | None:
+        """The standard error of the map (1, h, w), to first order; None before the second round is complete."""
+        table = self._table()
+        counts = (~table.isnan()).sum(0)
+        if int(counts.min()) < 2:
+            return None
+        means = table.nanmean(0)
+        variance = (table - means).square().nansum(0) / (counts - 1) / counts  # of the mean scores
+        shares, values = self._masks.shares(means), self._masks.map(means).double().cpu()
+        # The slope of the map by the score of a channel is share * (channel - map).
+        maps = torch.zeros(len(shares), *values.shape[1:], dtype=torch.float64, device="cpu")
+        maps[: len(self._masks.varied)] = self._masks.varied_maps.double().cpu()
+        slopes = shares[:, None, None] * (maps - values)
+        return (slopes.square() * variance[:, None, None]).sum(0).sqrt()[None]
 
-def _estimated(table: Tensor, reading: Reading, masks: Masks, clean: Tensor) -> ImageAttribution:
-    """The map that the mean scores of a table (draws, groups) make, its standard error and split-half agreement."""
-    found = _found(reading, masks, table.nanmean(0), clean)
-    counts = (~table.isnan()).sum(0)
-    error, agreement = None, None
-    if int(counts.min()) > 1:
-        variance = (table - table.nanmean(0)).square().nansum(0) / (counts - 1) / counts  # of the mean scores
-        shares = masks.weights(table.nanmean(0), clean)
-        # A weight's slope: the map moves by share * (channel's map - map) for each unit of the channel's score.
-        own = torch.zeros(len(shares), *reading.maps.shape[1:], dtype=torch.float64, device="cpu")
-        own[: len(masks.varied)] = reading.maps[masks.varied].double().cpu()
-        slopes = shares[:, None, None] * (own - found.values.double().cpu())
-        error = (slopes.square() * variance[:, None, None]).sum(0).sqrt()[None].to(found.values)
-    if int(counts.min()) > 3:
-        halves = [_found(reading, masks, table[at::2].nanmean(0), clean).values for at in (0, 1)]
-        agreement = rank_correlation(*halves)
-    return found._replace(error=error, agreement=agreement)
+    @property
+    def agreement(self) -> float | None:
+        """The rank correlation of the maps of the even and of the odd rounds; None below four rounds."""
+        table = self._table()
+        if int((~table.isnan()).sum(0).min()) < 4:
+            return None
+        return rank_correlation(*(self._masks.map(table[at::2].nanmean(0)) for at in (0, 1)))

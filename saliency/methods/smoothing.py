@@ -1,4 +1,4 @@
-"""Means over noisy copies of the image, of any method: what stays is what does not hang on the single pixel."""
+"""Methods averaged over noisy copies of the image: SmoothGrad, its square, the variance, and Smooth Grad-CAM++."""
 
 from __future__ import annotations
 
@@ -12,94 +12,34 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.explanation import Explanation, Setting
-from ..attribution.forward import at_least_float32
+from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import SamplingOptions
-from ..attribution.registry import get_method as method_named
+from ..attribution.registry import get_method
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.estimates import Estimate, rank_correlation
+from ..engine.estimates import Estimate, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import PassRunner
 from ..errors import MethodError
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
+from ..layers.find import LayerLike
 from ..validation import real_number
 from .gradient import VanillaGradient
+from .layer_passes import LayerPasses
 
-
-class Variance(Estimate):
-    """A variance per pixel over samples that stream by, with its standard error, in constant memory.
-
-    It keeps sums of the first four powers of what each sample is off the first one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first: Tensor | None = None
-        self._sums: list[Tensor] = []
-        self._evens: list[Tensor] = []  # the first two of the samples 0, 2, 4, ...
-
-    def add(self, samples: Tensor) -> None:
-        """Take in a chunk of samples (k, ...)."""
-        if not len(samples):
-            return
-        samples = samples.detach().to(torch.float32 if samples.device.type == "mps" else torch.float64)
-        if self._first is None:
-            self._first = samples[0].clone()
-            self._sums = [torch.zeros_like(self._first) for _ in range(4)]
-            self._evens = [torch.zeros_like(self._first) for _ in range(2)]
-        off = samples - self._first
-        power = torch.ones_like(off)
-        for order in range(4):
-            power *= off
-            self._sums[order] += power.sum(0)
-            if order < 2:
-                self._evens[order] += power[self.count % 2 :: 2].sum(0)
-        self.count += len(samples)
-
-    @property
-    def mean(self) -> Tensor:
-        """What is estimated: the unbiased variance of the samples (...); zero for a single one."""
-        return _variance(self._sums, self.count)
-
-    @property
-    def error(self) -> Tensor | None:
-        """The standard error of the variance (...); None for fewer than four samples, which say nothing of it."""
-        n = self.count
-        if n < 4:
-            return None
-        m, second, third, fourth = (each / n for each in self._sums)
-        central = fourth - 4 * m * third + 6 * m.square() * second - 3 * m**4
-        squared = self.mean.square() * ((n - 3) / (n - 1))
-        return ((central - squared).clamp(min=0) / n).sqrt()
-
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the variances of every other sample and of those between; None below four samples."""
-        if self.count < 4:
-            return None
-        evens = (self.count + 1) // 2
-        odds = [total - even for total, even in zip(self._sums[:2], self._evens, strict=True)]
-        return rank_correlation(_variance(self._evens, evens), _variance(odds, self.count - evens))
-
-
-def _variance(sums: Sequence[Tensor], count: int) -> Tensor:
-    """The unbiased variance, from the sums of samples and of their squares."""
-    return ((sums[1] - sums[0].square() / count) / max(count - 1, 1)).clamp(min=0)
-
-
-Options = Mapping[str, Setting] | Sequence[Sequence[Setting]]
+MethodOptions = Mapping[str, Setting] | Sequence[Sequence[Setting]]
 """Options of a method by name, or pairs of a name and an option."""
 
 
 class NoisyAttribution(SampledAttribution):
-    """A method that wraps another one, and asks it about noisy copies of the image.
+    """Base class of methods that wrap another method and run it on noisy copies of the image.
 
     Args:
-        model: A model, or a method on one, which is then the wrapped one.
-        inner: The name of the wrapped method, where a model is given.
-        inner_options: Its options, where a model is given; a layer by name is among them.
-        noise: The noise's standard deviation, as a share of the range of the image's values.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        model: A model, or the method to wrap.
+        inner: The name of the wrapped method, if a model is given.
+        inner_options: Its options, if a model is given; a layer by name is among them.
+        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        **options: See `saliency.attribution.options.SamplingOptions`.
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
@@ -110,47 +50,47 @@ class NoisyAttribution(SampledAttribution):
         model: nn.Module | Attribution,
         *,
         inner: str = VanillaGradient.name,
-        inner_options: Options = (),
+        inner_options: MethodOptions = (),
         noise: float = 0.15,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[SamplingOptions],
     ) -> None:
-        if isinstance(model, Attribution):
-            if inner_options or inner not in (VanillaGradient.name, _name_of(model)):
-                raise MethodError(
-                    f"{type(self).__name__} was given {model!r} to wrap, and inner={inner!r} with options "
-                    f"{inner_options!r} as well; give one of them"
-                )
-            wrapped = model
-            sampling.setdefault("preprocess", wrapped.preprocess)
-            sampling.setdefault("categories", None if wrapped.categories is None else list(wrapped.categories))
+        if not isinstance(model, Attribution):
+            wrapped = get_method(inner)(model, **_by_name(inner_options))
+        elif inner_options or inner not in (VanillaGradient.name, _name_of(model)):
+            raise MethodError(
+                f"{type(self).__name__} got the method {model!r} and also inner={inner!r} with inner_options="
+                f"{inner_options!r}; pass either of them"
+            )
         else:
-            wrapped = method_named(inner)(model, **_as_options(inner_options))
-        super().__init__(wrapped.model, **sampling)
+            wrapped = model
+            options.setdefault("preprocess", wrapped.preprocess)
+            options.setdefault("categories", None if wrapped.categories is None else list(wrapped.categories))
+        super().__init__(wrapped.model, **options)
         self.inner = _name_of(wrapped)
         self.inner_options = _options_of(wrapped)
-        self.noise = real_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
+        self.noise = checked_noise(noise)
         self._wrapped = wrapped
         self._coverages: list[Coverage | None] | None = None
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
-        """The findings of all images, with the coverage that the wrapped method reports."""
-        one_call = copy.copy(self)  # a list of its own: other threads may use this object
+        """Explain all images, with the coverage that the wrapped method reports."""
+        call = copy.copy(self)  # a list of its own: other threads may use this object
         coverages: list[Coverage | None] = []
-        one_call._coverages = coverages
-        finding = super(NoisyAttribution, one_call).explain(x, target)
-        return finding._replace(coverage=coverages[0] if coverages else None)
+        call._coverages = coverages
+        result = super(NoisyAttribution, call).explain(x, target)
+        return result._replace(coverage=coverages[0] if coverages else None)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
-        """That of the wrapped method."""
+        """Return the target that the wrapped method explains."""
         return self._wrapped.explained_target(target)
 
     def explanation(self, finding: BatchAttribution, selection: ResolvedTarget, batch: Batch) -> Explanation:
-        """A finding, checked. The mean of a method is read as the method is."""
-        made = super().explanation(finding, selection, batch)
-        return replace(made, sign=self._wrapped.sign) if type(self).sign != "positive" else made
+        """Return the checked explanation. The mean of a method has the sign of the method."""
+        result = super().explanation(finding, selection, batch)
+        return replace(result, sign=self._wrapped.sign) if type(self).sign != "positive" else result
 
     def noisy(self, passes: PassRunner) -> Iterator[tuple[Tensor, str | None]]:
-        """What the wrapped method gives for noisy copies of an image: values (k, ...) and the layer, chunk by chunk."""
+        """Yield the wrapped method's values (k, ...) for noisy copies of an image, and its layer, chunk by chunk."""
 
         def make(start: int, stop: int) -> Tensor:
             return noisy_copies(passes.x, self.noise, self.seed, start, stop)
@@ -159,25 +99,26 @@ class NoisyAttribution(SampledAttribution):
             for done in passes.gradients(make, self.most_passes):
                 yield at_least_float32(done.gradients), None
             return
-        wrapped = _subordinate(self._wrapped)
+        wrapped, precision = copy.copy(self._wrapped), "exactly"
+        if isinstance(wrapped, MultiPassAttribution):  # the outer method handles progress and interrupts
+            wrapped.progress, wrapped.on_interrupt, precision = False, "raise", "by its own precision"
         if self.precision != "exact":
-            own = isinstance(wrapped, MultiPassAttribution)
-            passes.notes.append(f"{self.inner} runs the model " + ("by its own precision" if own else "exactly"))
+            passes.notes.append(f"{self.inner} runs the model {precision}")
 
         def compute(start: int, stop: int) -> BatchAttribution:
             with torch.no_grad():
                 rows = make(start, stop)
             return wrapped.explain(rows, passes.target(len(rows)))
 
-        for finding in passes.chunks(compute, self.most_passes, f"{self.inner} of noisy copies"):
+        for result in passes.chunks(compute, self.most_passes, f"{self.inner} of noisy copies"):
             if self._coverages is not None:
-                self._coverages.append(finding.coverage)
-            for effort in finding.effort:
-                passes.ran(self.inner, effort.precision)
-            yield at_least_float32(finding.values.detach()), finding.layer
+                self._coverages.append(result.coverage)
+            for stats in result.effort:
+                passes.ran(self.inner, stats.precision)
+            yield at_least_float32(result.values.detach()), result.layer
 
     def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:
-        """An estimate over the noisy copies, until the passes are made or it is good enough."""
+        """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
         layer = None
         for values, layer in self.noisy(passes):  # noqa: B007 - the layer is the same every time
             estimate.add(values.square() if squared else values)
@@ -190,17 +131,18 @@ class SmoothGrad(NoisyAttribution):
     """The mean of a method's signed values over noisy copies of the image; by default of the plain gradient.
 
     Any method can be wrapped: `SmoothGrad(GuidedBackprop(model))`, or `SmoothGrad(model, inner="guided_backprop")`.
-    The target is settled on the clean image. Magnitudes are taken when the map is drawn, never before the mean.
+    The target is resolved on the clean image. Magnitudes are taken when the map is drawn, never before the mean.
 
     Args:
-        model: A model, or a method on one, which is then the wrapped one.
-        inner: The name of the wrapped method, where a model is given.
-        inner_options: Its options, where a model is given; a layer by name is among them.
-        noise: The noise's standard deviation, as a share of the range of the image's values; the paper's is 0.1 to 0.2.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        model: A model, or the method to wrap.
+        inner: The name of the wrapped method, if a model is given.
+        inner_options: Its options, if a model is given; a layer by name is among them.
+        noise: The standard deviation of the noise, as a share of the range of the image's values; 0.1 to 0.2 in the
+            paper.
+        **options: See `saliency.attribution.options.SamplingOptions`.
 
-    Values: as those of the wrapped method, (N, C, H, W) and in score units per unit of the normalised input for the
-    gradient; read (signed, positive, absolute) as the wrapped method is. The error is that of the mean.
+    Values: as for the wrapped method; for the gradient (N, C, H, W), in score units per unit of the normalised input.
+    They are drawn (signed, positive, absolute) as for the wrapped method. The error is that of the mean.
 
     Raises:
         MethodError: The noise is negative, or the wrapped method is given twice or does not exist.
@@ -214,7 +156,7 @@ class SmoothGrad(NoisyAttribution):
     sign = "absolute"
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The mean over noisy copies."""
+        """Return the mean over noisy copies."""
         return self.averaged(passes, Estimate())
 
 
@@ -226,7 +168,7 @@ class SmoothGradSquared(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        **options: See `saliency.attribution.options.SamplingOptions`.
 
     Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
 
@@ -243,22 +185,22 @@ class SmoothGradSquared(NoisyAttribution):
     sign = "positive"
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The mean of the squares over noisy copies."""
+        """Return the mean of the squares over noisy copies."""
         return self.averaged(passes, Estimate(), squared=True)
 
 
 class VarGrad(NoisyAttribution):
     """The variance of a method's values over noisy copies of the image; by default of the plain gradient.
 
-    High where small changes of the picture change the method's mind, and blind to what is the same in all copies: on a
-    linear model it is zero.
+    High where small changes of the image change the values. Whatever is the same in all copies does not count: on a
+    linear model the map is zero.
 
     Args:
         model: As for `SmoothGrad`.
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        **options: See `saliency.attribution.options.SamplingOptions`.
 
     Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
     of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
@@ -276,58 +218,217 @@ class VarGrad(NoisyAttribution):
     sign = "positive"
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The variance over noisy copies."""
+        """Return the variance over noisy copies."""
         if self.most_passes < 2:
             raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
         passes.least = 2
         estimate = Variance()
-        found = self.averaged(passes, estimate)
+        result = self.averaged(passes, estimate)
         if estimate.count < 2:
             passes.notes.append("one pass only, which has no variance")
-        return found
+        return result
+
+
+class Variance(Estimate):
+    """Running variance per pixel with its standard error, in constant memory.
+
+    It keeps the sums of the first four powers of the difference of each sample from the first one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = self._sums = self._even_sums = torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def add(self, samples: Tensor) -> None:
+        """Add a chunk of samples (k, ...)."""
+        samples = samples.detach().to(precise_type(samples))
+        if not self.count:
+            self._first = samples[0].clone()
+            self._sums = samples.new_zeros(4, *samples.shape[1:])
+            self._even_sums = self._sums[:2].clone()  # of the samples 0, 2, 4, ...
+        power = difference = samples - self._first
+        for order in range(4):
+            self._sums[order] += power.sum(0)
+            if order < 2:
+                self._even_sums[order] += power[self.count % 2 :: 2].sum(0)
+            power = power * difference
+        self.count += len(samples)
+
+    @property
+    def mean(self) -> Tensor:
+        """The unbiased variance of the samples (...); zero for a single sample."""
+        return _variance(self._sums, self.count)
+
+    @property
+    def error(self) -> Tensor | None:
+        """The standard error of the variance (...); None for fewer than four samples."""
+        n = self.count
+        if n < 4:
+            return None
+        mean, second, third, fourth = self._sums / n
+        central = fourth - 4 * mean * third + 6 * mean.square() * second - 3 * mean**4
+        variance: Tensor = (central - self.mean.square() * ((n - 3) / (n - 1))) / n
+        return variance.clamp(min=0).sqrt()
+
+    @property
+    def agreement(self) -> float | None:
+        """The rank correlation of the variances of the even and of the odd samples; None below four samples."""
+        if self.count < 4:
+            return None
+        evens = (self.count + 1) // 2
+        odd_sums = self._sums[:2] - self._even_sums
+        return rank_correlation(_variance(self._even_sums, evens), _variance(odd_sums, self.count - evens))
+
+
+def _variance(sums: Tensor, count: int) -> Tensor:
+    """The unbiased variance, from the sums of samples and of their squares."""
+    return ((sums[1] - sums[0].square() / count) / max(count - 1, 1)).clamp(min=0)
 
 
 def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> Tensor:
-    """The noisy copies (k, C, H, W) of an image (1, C, H, W) from `start` to `stop`; each has a draw of its own.
+    """Return the noisy copies (k, C, H, W) of an image (1, C, H, W) from `start` to `stop`, each with its own draw.
 
     Args:
         x: The image.
-        noise: The noise's standard deviation, as a share of the range of the image's values.
-        seed: What the draws come from. They are the same for every image, dtype and device.
+        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        seed: The seed of the draws, which are the same for every image, dtype and device.
         start: The number of the first copy.
-        stop: The number behind that of the last.
+        stop: The number after the last copy.
     """
     drawn = torch.empty(stop - start, *x.shape[1:], dtype=torch.float32, device="cpu")
-    for row, copy_ in enumerate(range(start, stop)):
-        drawn[row].normal_(generator=generator(seed, copy_))
+    for row, number in enumerate(range(start, stop)):
+        drawn[row].normal_(generator=generator(seed, number))
     return x + noise * (x.max() - x.min()) * drawn.to(x)
+
+
+def checked_noise(noise: float) -> float:
+    """Return the checked option `noise`. Raises MethodError if it is negative or not finite."""
+    return real_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
 
 
 def _name_of(method: Attribution) -> str:
     return method.name or type(method).__name__
 
 
-def _as_options(options: Options) -> dict[str, Any]:
-    pairs = list(options.items()) if isinstance(options, Mapping) else options
-    if not isinstance(pairs, list | tuple) or not all(map(_is_option, pairs)):
-        raise MethodError(f"inner_options={options!r} are neither options by name nor pairs of a name and an option")
-    return dict(pairs)
-
-
-def _is_option(pair: object) -> bool:
-    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
+def _by_name(options: MethodOptions) -> dict[str, Any]:
+    pairs: Any = list(options.items()) if isinstance(options, Mapping) else options
+    try:
+        by_name = dict(pairs)
+    except (TypeError, ValueError):
+        by_name = {None: None}
+    if isinstance(pairs, str) or not all(isinstance(name, str) for name in by_name):
+        raise MethodError(f"inner_options={options!r} is neither a mapping nor pairs of a name and an option")
+    return by_name
 
 
 def _options_of(method: Attribution) -> list[list[Setting]]:
-    """The options of a method, and the layer that it was given, as pairs."""
+    """The options of a method, and its layer if it was named, as pairs."""
     options: list[list[Setting]] = [[name, option] for name, option in method.settings.items()]
     layer = getattr(method, "layer", None)
     return [["layer", layer], *options] if isinstance(layer, str) else options
 
 
-def _subordinate(method: Attribution) -> Attribution:
-    """The wrapped method as it is run within another: progress and interrupts are the outer one's business."""
-    if isinstance(method, MultiPassAttribution):
-        method = copy.copy(method)
-        method.progress, method.on_interrupt = False, "raise"
-    return method
+class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
+    """Grad-CAM++ with gradients, their squares and their cubes averaged over noisy copies of the image.
+
+    With these means D1, D2, D3 and the activations A of the clean image, the weight of a channel is the sum of
+    alpha * D1 over the locations where D1 is positive, with alpha = D2 / (2 * D2 + D3 * sum A). The map is the weighted
+    sum of A. Without noise it is Grad-CAM++. The coefficient has a pole where D3 or the sum of A is negative; their
+    product then counts as 0.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        noise: The standard deviation of the noise, as a share of the range of the image's values.
+        **options: See `saliency.attribution.options.SamplingOptions`.
+
+    Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is that of a jackknife
+    over ten groups of samples.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        MethodError: The noise is negative.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        TargetError: The target does not fit the model's output.
+
+    Source: Omeiza et al., "Smooth Grad-CAM++" (2019), https://arxiv.org/abs/1908.01224.
+    """
+
+    name = "smooth_grad_cam_plus_plus"
+    units = "score, up to a factor"
+    cost = "51 forwards, 50 backwards to the layer"
+    quick_options: ClassVar[Mapping[str, Any]] = {"passes": 6}
+
+    def __init__(
+        self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **options: Unpack[SamplingOptions]
+    ) -> None:
+        super().__init__(model, layer, **options)
+        self.noise = checked_noise(noise)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Weight the clean activations by the noisy gradients."""
+        layer = self.read_layer(passes)
+
+        def compute(start: int, stop: int) -> Tensor:
+            noisy = noisy_copies(passes.x, self.noise, self.seed, start, stop)
+            forward = SharedForward(self.model, noisy, [layer.layer], "layers", 1)
+            return forward.evidence(passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
+
+        estimate = _SmoothMap(layer.maps)
+        for gradients in passes.chunks(compute, self.most_passes, f"gradient at {layer.layer}"):
+            estimate.add(gradients)
+            if passes.enough(estimate):
+                break
+        return from_estimate(estimate, layer.maps, layer=layer.layer)
+
+
+class _SmoothMap(Estimate):
+    """Map from the means of the first three powers of the gradients, with the error of a jackknife over groups."""
+
+    groups = 10
+
+    def __init__(self, activation: Tensor) -> None:
+        super().__init__()
+        self._activation = activation  # (K, h, w)
+        self._mass = activation.sum((1, 2), keepdim=True).clamp(min=0)
+        self._sums = activation.new_zeros(self.groups, 3, *activation.shape)
+
+    def add(self, samples: Tensor) -> None:
+        """Add a chunk of gradients (k, K, h, w); sample i goes to group i modulo the number of groups."""
+        for gradient in samples:
+            self._sums[self.count % self.groups] += torch.stack([gradient, gradient.square(), gradient**3])
+            self.count += 1
+
+    @property
+    def mean(self) -> Tensor:
+        """The map (1, h, w) of all samples."""
+        return self._map(self._sums.sum(0), self.count)
+
+    @property
+    def error(self) -> Tensor | None:
+        """The standard error of the map (1, h, w), from the maps without one group at a time."""
+        groups = min(self.count, self.groups)
+        if groups < 2:
+            return None
+        total = self._sums.sum(0)
+        sizes = [len(range(group, self.count, self.groups)) for group in range(groups)]
+        without = [self._map(total - self._sums[group], self.count - size) for group, size in enumerate(sizes)]
+        return (torch.stack(without).var(0, correction=0) * (groups - 1)).sqrt()
+
+    @property
+    def agreement(self) -> float | None:
+        """The rank correlation of the maps of the even and of the odd groups; None below four samples."""
+        if self.count < 4:
+            return None
+        evens = (self.count + 1) // 2
+        even, odd = self._sums[::2].sum(0), self._sums[1::2].sum(0)
+        return rank_correlation(self._map(even, evens), self._map(odd, self.count - evens))
+
+    def _map(self, sums: Tensor, count: int) -> Tensor:
+        first, second, third = sums / count  # (K, h, w) each
+        divisor = 2 * second + (third * self._mass).clamp(min=0)
+        alpha = torch.where(divisor > 0, second / divisor, torch.zeros_like(divisor))
+        weights = (alpha * first.clamp(min=0)).sum((1, 2))  # (K,)
+        return torch.einsum("k,khw->hw", weights, self._activation)[None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import EigenCAM, EigenGradCAM, GradCAM, HiResCAM, SaliencyWarning
-from saliency.methods.eigen_cam import principal_map
+from saliency.methods.cam import principal_map
 
 
 @pytest.fixture(autouse=True)

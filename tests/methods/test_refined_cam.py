@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, HiResCAM, LayerCAM, LayerError, MethodError, NotApplicableError, TargetError
-from saliency.methods.refined_cam import FinerCAM, RefineCAM, ShapleyCAM
+from saliency.methods.combined_cam import FinerCAM, RefineCAM, ShapleyCAM
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import GradCAM, GradCAMPlusPlus, GuidedBackprop, MethodError, VanillaGradient
-from saliency.methods.smooth_grad_cam import SmoothGradCAMPlusPlus
-from saliency.methods.smoothing import NoisyAttribution, SmoothGrad, SmoothGradSquared, VarGrad, Variance
+from saliency.methods.smoothing import (
+    NoisyAttribution,
+    SmoothGrad,
+    SmoothGradCAMPlusPlus,
+    SmoothGradSquared,
+    VarGrad,
+    Variance,
+)
 from saliency.testing import check_method, tiny_model
 
 ALL: list[type[NoisyAttribution]] = [SmoothGrad, SmoothGradSquared, VarGrad]
