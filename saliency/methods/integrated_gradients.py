@@ -16,7 +16,6 @@ from ..engine.runner import MakeInputs, PassRunner
 from ..targets.class_names import class_scores
 from ..targets.targets import ClassScore, OutputTarget, Probability
 from .baselines import BaselineLike, ResolvedBaseline, baselines, resolve_baseline
-from .first_conv import weighted_gradients
 from .quadrature import Adaptive, Rule
 from .quadrature import rule as rule_of
 
@@ -88,7 +87,7 @@ class IntegratedGradients(MultiPassAttribution):
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         if self.tolerance is not None:
             return _adaptively_integrated(passes, references, self.tolerance)
-        gradients = mean_gradients(passes, references, self.rule, self.steps, exact=self.precision == "exact")
+        gradients = mean_gradients(passes, references, self.rule, self.steps)
         values = ((passes.x - references) * gradients).mean(0)  # (C, H, W)
         return ImageAttribution(values, residual=residual_of(values, score, scores_of(passes, references)))
 
@@ -251,15 +250,20 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> MakeInputs:
     return make
 
 
-def mean_gradients(passes: PassRunner, references: Tensor, rule_name: Rule, steps: int, *, exact: bool) -> Tensor:
-    """The mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes each.
+def mean_gradients(passes: PassRunner, references: Tensor, rule_name: Rule, steps: int) -> Tensor:
+    """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes.
 
-    Of an interrupted run, the mean over what was done. For `exact` see `weighted_gradients`.
+    After an interrupt, the mean over the passes that were run.
     """
     nodes = rule_of(rule_name, steps)
     repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), nodes.weights)  # (K, K * n)
     weights = repeated.to(passes.x.device, wide(passes.x))
-    total, counted = weighted_gradients(passes, on_paths(passes.x, references, nodes.at), weights, exact=exact)
+    total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
+    counted = weights.new_zeros(len(references))
+    for done in passes.gradients(on_paths(passes.x, references, nodes.at), weights.shape[1]):
+        of_chunk = weights[:, done.start : done.start + len(done.scores)]
+        total += torch.einsum("pk,kchw->pchw", of_chunk, done.gradients.to(weights.dtype))
+        counted += of_chunk.sum(1)
     return total / counted.clamp(min=torch.finfo(counted.dtype).tiny).view(-1, 1, 1, 1)
 
 

@@ -72,7 +72,7 @@ class XRAI(MultiPassAttribution):
         """The regions' means."""
         x = passes.x
         references = torch.cat([torch.full_like(x, float(each)) for each in x.aminmax()])  # (2, C, H, W)
-        gradients = mean_gradients(passes, references, self.rule, self.steps, exact=self.precision == "exact")
+        gradients = mean_gradients(passes, references, self.rule, self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
         regions = segments(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
         least = LEAST_GAIN * pixels.numel() / AREA

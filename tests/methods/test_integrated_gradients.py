@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, value
 from saliency.errors import MethodError, NotApplicableError
 from saliency.methods.baselines import blurred
-from saliency.methods.first_conv import first_conv_of
 from saliency.methods.integrated_gradients import IDGI, ExpectedGradients, IntegratedGradients
 from saliency.methods.path_variants import BlurIG, GuidedIG
 from saliency.methods.quadrature import FIRST_NODES, RULES, Adaptive, Rule
@@ -356,13 +355,13 @@ def test_half_precision_and_its_neighbours_come_out_in_float32() -> None:
         assert method.attribute(x, 0).values.dtype == torch.float32
 
 
-# --- the first convolution
+# --- the mean gradient
 
 
-class Stemmed(nn.Module):
-    """A convolution, and then what the test says; what comes ahead of it is the test's, too."""
+class Gated(nn.Module):
+    """A convolution of the image, and optionally a second way from the image to the score."""
 
-    def __init__(self, ahead: Callable[[Tensor], Tensor], skip: bool = False, **options: Any) -> None:
+    def __init__(self, ahead: Callable[[Tensor], Tensor], *, skip: bool = False, **options: Any) -> None:
         super().__init__()
         self.ahead, self.skip = ahead, skip
         self.conv = nn.Conv2d(3, 6, 3, dtype=torch.float64, **options)
@@ -373,31 +372,22 @@ class Stemmed(nn.Module):
         return scores + x.square().mean((1, 2, 3))[:, None] if self.skip else scores
 
 
-def has_stem(model: nn.Module, x: Tensor) -> bool:
-    at = x.clone().requires_grad_()
-    return first_conv_of(model(at.clone())[:, 1], at) is not None
-
-
 @pytest.mark.parametrize(
-    ("stemmed", "ahead", "skip", "options"),
+    ("ahead", "skip", "options"),
     [
-        (True, lambda x: x, False, {"padding": 1}),
-        (True, lambda x: x, False, {"stride": 2, "dilation": 2, "groups": 3}),
-        (True, lambda x: nn.functional.pad(x, (0, 1, 2, 3)), False, {"stride": 2}),
-        (True, lambda x: nn.functional.pad(x, (-1, -1, -1, -1)), False, {"padding": 1}),
-        (True, lambda x: nn.functional.pad(x, (-2, 1)), False, {"stride": 2}),
-        (False, lambda x: x * 2, False, {}),
-        (False, lambda x: x.relu_(), False, {}),
-        (False, lambda x: x, True, {"padding": 1}),
-        (False, lambda x: x, False, {"padding": 1, "padding_mode": "reflect"}),
+        (lambda x: x, False, {"stride": 2, "dilation": 2, "groups": 3}),
+        (lambda x: nn.functional.pad(x, (0, 1, 2, 3)), False, {"stride": 2}),
+        (lambda x: nn.functional.pad(x, (-2, 1)), False, {"stride": 2}),
+        (lambda x: x.relu_(), False, {}),
+        (lambda x: x, True, {"padding": 1}),
+        (lambda x: x, False, {"padding": 1, "padding_mode": "reflect"}),
     ],
 )
-def test_the_first_convolution_is_found_where_all_goes_through_it_and_the_map_is_the_same(
-    stemmed: bool, ahead: Callable[[Tensor], Tensor], skip: bool, options: dict[str, Any]
+def test_the_map_is_the_weighted_sum_of_the_gradients_at_the_nodes_of_all_baselines(
+    ahead: Callable[[Tensor], Tensor], skip: bool, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    model, x = Stemmed(ahead, skip, **options), image(count=2)
-    assert has_stem(model, x) == stemmed
+    model, x = Gated(ahead, skip=skip, **options), image(count=2)
     baselines = image(7, 2)
     found = IntegratedGradients(model, baseline=baselines, steps=5, chunk=3).attribute(x, 1).values
     nodes, expected = rule_of("gauss_legendre", 5), torch.zeros_like(x)
@@ -410,7 +400,7 @@ def test_the_first_convolution_is_found_where_all_goes_through_it_and_the_map_is
 
 
 class Checkpointed(nn.Sequential):
-    """A convolution, and behind it a part that is computed again in the backward pass."""
+    """A convolution, and after it a part that is computed again in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         stem, rest = self
@@ -419,27 +409,10 @@ class Checkpointed(nn.Sequential):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_checkpoint_behind_the_first_convolution_is_named() -> None:
+def test_a_reentrant_checkpoint_is_named() -> None:
     model = Checkpointed(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).double()
     with pytest.raises(NotApplicableError, match="use_reentrant"):
         IntegratedGradients(model, steps=2).attribute(image(), 0)
-
-
-class Template(nn.Module):
-    """The picture is the kernel that is laid over four others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = nn.Parameter(torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.conv2d(self.others, x).square().mean((2, 3)).T
-
-
-def test_a_picture_that_is_a_kernel_is_not_taken_for_what_the_kernel_is_laid_over() -> None:
-    found = IntegratedGradients(Template(), steps=8).attribute(image(), 1)
-    assert found.residual is not None
-    assert float(found.residual.abs()) < 1e-9
 
 
 def test_idgi_explains_the_only_output_of_a_model_as_it_is() -> None:
