@@ -1,375 +1,396 @@
-"""How many passes of one model are run: exactly, or faster on a private copy, where that is measured to be faster."""
+"""Private copies of a model that run faster: channels last, batch norms folded, optionally in bfloat16.
+
+A copy is used only after it was compared with the model, and timed against it, on the image that is explained.
+"""
 
 from __future__ import annotations
 
 import copy
-import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from ..errors import MethodError
+from ..attribution.options import Precision
+from ..hooks.autograd_graph import DispatchMode, has_global_module_hooks, module_hooks, own_parameters
 from ..hooks.manager import HookManager
-from ..hooks.model_state import leaf, reference_tensor, run_model
-from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .folding import NORMS, Pair, agreement, fold, fold_exactly, hooked, private_copy
+from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
+from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
+from .partial.recording import UntracedAccess
 
-Precision = Literal["exact", "fast", "bf16"]
-"""How exactly passes are run: as the model is; to 2e-2 with a cosine above 0.999; or in 16 bits."""
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-ROWS = 4
-"""How many rows a trial takes at most."""
+MAX_FOLDING_ERROR = 1e-3
+"""Largest change of the output by folding, relative to its norm. Rounding alone is a thousandth of that."""
+
+REQUIRED_RATIO = 0.97
+"""A copy that takes more than this part of the model's time is not worth its rounding."""
+
+TRIAL_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run a model faster."""
+    """A way to run a copy, and how exact it must be."""
 
     precision: Precision
+    how: str = ""
     weights: torch.dtype | None = None
     autocast: bool = False
-    least_cosine: float = 0.999
-    most_error: float = 2e-2
+    min_cosine: float = 0.999
+    max_error: float = 2e-2
 
-    def serves(self, error: float, cosine: float, gradient: float) -> bool:
-        """Whether outputs with this error and cosine, and a gradient with this cosine, are exact enough."""
-        least = self.least_cosine
-        return error <= self.most_error and cosine >= least and (gradient >= least or self.precision == "bf16")
-
-    def says(self, folded: int, norms: int) -> str:
-        """What it does, for the note."""
-        how = ["bf16 weights" * (self.weights is not None), "bf16 autocast" * self.autocast, "channels_last"]
-        how.append(f"{folded} of {norms} batch norms folded" if norms else "")
-        return ", ".join(filter(None, how))
+    def is_exact_enough(self, error: float, cosine: float, gradient_cosine: float) -> bool:
+        """Whether the output, and the gradient unless in bfloat16, are close enough to the model's."""
+        return (
+            error <= self.max_error
+            and cosine >= self.min_cosine
+            and (self.precision == "bf16" or gradient_cosine >= self.min_cosine)
+        )
 
 
-FAST = Variant("fast")
-WEIGHTS = Variant("bf16", torch.bfloat16, least_cosine=0.99, most_error=0.2)
-AUTOCAST = Variant("bf16", autocast=True, least_cosine=0.99, most_error=0.2)
+_FAST = Variant("fast")
+_BF16_WEIGHTS = Variant("bf16", "bf16 weights, ", weights=torch.bfloat16, min_cosine=0.99, max_error=0.2)
+_BF16_AUTOCAST = Variant("bf16", "bf16 autocast, ", autocast=True, min_cosine=0.99, max_error=0.2)
 
 
-def variants_for(precision: Precision, backward: bool) -> list[Variant]:
-    """The ways to be tried for a precision, the most promising first."""
-    if precision == "fast":
-        return [FAST]
-    return [AUTOCAST, FAST] if backward else [WEIGHTS, AUTOCAST, FAST]
+class FasterModel(NamedTuple):
+    """The model that runs the passes of one call: the user's own, or a private copy.
 
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A few rows, and what is done with them to see how fast and how exact a way is."""
-
-    x: Tensor
-    backward: bool
-    score: Callable[[Any], Tensor] | None
-
-    def __call__(self, model: nn.Module) -> tuple[Any, Tensor | None]:
-        """The output and, where it is wanted, the gradient at the input."""
-        if not self.backward:
-            with torch.no_grad():
-                return run_model(model, self.x), None
-        with torch.enable_grad():  # the caller may have them off
-            x = leaf(self.x)
-            output = run_model(model, x)
-            score = self.score(output).sum() if self.score else _sum(output)
-            return tree_map_tensors(output, Tensor.detach), torch.autograd.grad(score, x)[0]
-
-    def seconds(self, model: nn.Module) -> float:
-        """How long that takes."""
-        _wait(self.x.device)
-        begin = time.perf_counter()
-        self(model)
-        _wait(self.x.device)
-        return time.perf_counter() - begin
-
-    def ratio(self, ours: nn.Module, theirs: nn.Module) -> float:
-        """The time of one model as a part of the other's, of the better of two rounds; of one where that is plain."""
-        our, their = self.seconds(ours), self.seconds(theirs)
-        if 0.8 < our / their < 1.25:
-            our, their = min(our, self.seconds(ours)), min(their, self.seconds(theirs))
-        return our / their
-
-
-def build_variant(
-    model: nn.Module, way: Variant, trial: Trial, *, keep: Collection[str] = (), pairs: tuple[Pair, ...] | None = None
-) -> tuple[nn.Module, tuple[Pair, ...]]:
-    """A private copy that runs in one way, and what is folded in it: these pairs, or those that are found."""
-    made = private_copy(model)
-    if pairs is None:
-        pairs = fold_exactly(made, model, trial.x[:1], keep)
-    else:
-        with torch.no_grad():
-            fold(made, pairs)
-    nn.Module.to(made, memory_format=torch.channels_last)
-    if way.weights is not None:
-        nn.Module.to(made, dtype=way.weights)
-    if trial.backward:
-        # Backward passes past frozen weights are slower, in 16 bits through a transformer twenty times.
-        for each in made.parameters():
-            each.requires_grad = each.is_floating_point()
-    vars(made)["forward"] = _Adapted(made, vars(made).get("forward"), way)
-    return made, pairs
-
-
-class _Adapted:
-    """The forward of a private copy: takes and gives what the model does, and works in its own layout and type."""
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, way: Variant) -> None:
-        # A copy that held itself would keep its memory until the collector of cycles comes by.
-        self.module = weakref.ref(module)
-        self.own = own
-        self.way = way
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layout = torch.channels_last if x.dim() == 4 else torch.preserve_format
-        suited = x.to(dtype=self.way.weights or x.dtype, memory_format=layout)
-        module = self._held()
-        forward = self.own or partial(type(module).forward, module)
-        with torch.autocast(x.device.type, torch.bfloat16) if self.way.autocast else nullcontext():
-            output = forward(suited, *args, **kwargs)
-        if self.way.precision == "fast":
-            return output
-        return tree_map_tensors(output, lambda each: each.to(x.dtype) if each.dtype == torch.bfloat16 else each)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Adapted:
-        return _Adapted(copy.deepcopy(self._held(), memo), copy.deepcopy(self.own, memo), self.way)
-
-    def _held(self) -> nn.Module:
-        module = self.module()
-        if module is None:
-            raise ReferenceError("the private copy that this forward belongs to is gone; keep the Runner itself")
-        return module
-
-
-def _sum(output: Any) -> Tensor:
-    tensors = [each for each in tree_tensors(output) if each.is_floating_point() and each.requires_grad]
-    return torch.stack([each.float().sum() for each in tensors]).sum()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-__all__ = ["Precision", "Runner", "runner"]
-
-_GAIN = 0.97
-"""A way must take less than this part of the plain time to be worth its rounding."""
-
-_PLAIN_WIN = 0.5
-"""A way that takes less than this is taken without trying the next ones."""
-
-
-@dataclass(frozen=True)
-class Runner:
-    """How the passes of one call are run.
-
-    Attributes:
-        model: The user's own model, or a private copy of it in evaluation mode with the same names. The copy takes and
-            gives what the model does: inputs are converted on their way in and outputs on their way out, so it can
-            stand wherever the model stands. Outputs of its layers are in bfloat16 for "bf16".
-        note: What was done and what it gained, or why not: "fast: channels_last, 53 of 53 batch norms folded; 0.77 of
-            the plain time".
-        precision: What the passes are run with in the end.
+    The copy converts its inputs and outputs, so it accepts and returns the same types as the model.
     """
 
     model: nn.Module
     note: str
-    precision: Precision
-
-    def __call__(self, x: Tensor) -> Any:
-        """The output for a batch, in the dtype of the model's own; gradients pass.
-
-        The model gets a clone: it may work in place on its input.
-        """
-        return run_model(self.model, x)
+    """How the passes are run and what that gained, or why they are run exactly."""
 
 
-def runner(
-    model: nn.Module,
-    x: Tensor,
-    precision: Precision,
-    *,
-    backward: bool = False,
-    trial: Callable[[Any], Tensor] | None = None,
-    keep: Collection[str] = (),
-) -> Runner:
-    """The fastest way to run a borrowed model on batches like this one that is as exact as asked.
+class _Choice(NamedTuple):
+    """The variant that won, if any, and the names of the convolutions and batch norms that it folds."""
 
-    - "exact": the model itself.
-    - "fast": a private copy with its convolutions laid out channels last and batch norms folded into them.
-    - "bf16": such a copy with weights in bfloat16, or under autocast where gradients are wanted. Maps of activations
-      survive that, gradients at the input do so only roughly: their cosine stands in the note.
-
-    No way is always faster, so each is measured against the model itself on up to 4 rows: 2 or 3 passes of both. One
-    that loses is dropped, and the note says so; what is asked for as "bf16" runs as "fast" where that is faster. What
-    was found is remembered for the process, per model, shape, dtype, device and number of threads. Weights are copied
-    anew at each call.
-
-    Args:
-        model: The model, borrowed by the caller. It is run, and otherwise left alone.
-        x: The first of the batches (N, C, H, W).
-        precision: See above.
-        backward: Whether gradients at the input will be asked for.
-        trial: What is differentiated in the trial, from the model's output; the sum of the output if None.
-        keep: Names of layers whose outputs will be read. Nothing is folded into or out of them, so they are the same
-            tensors as in the model itself.
-
-    Raises:
-        MethodError: No such precision.
-    """
-    if precision not in get_args(Precision):
-        raise MethodError(f"precision={precision!r}; expected one of {', '.join(map(repr, get_args(Precision)))}")
-    if precision == "exact":
-        return Runner(model, "exact", "exact")
-    reason = _unsuited(model, x, precision)
-    if reason is not None:
-        return Runner(model, f"exact: {reason}", "exact")
-    sample = x[:ROWS].detach()
-    autocast = torch.is_autocast_enabled(x.device.type)
-    key = (
-        *(precision, backward, tuple(sample.shape), x.dtype, x.device, torch.get_num_threads(), autocast),
-        *(frozenset(keep), hooked(model)),
-    )
-    with _isolated(x.device):
-        known = _memory.get(model, key)
-        attempt = Trial(sample, backward, trial)
-        if known is not None:
-            return _rebuild(model, attempt, known)
-        found, chosen = _measured(model, attempt, variants_for(precision, backward), keep)
-        _memory.put(model, key, found)
-        return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What was found out about a model: the way that won, if any, and what it folded. It does not hold the model."""
-
-    way: Variant | None
-    pairs: tuple[Pair, ...]
+    variant: Variant | None
+    pairs: tuple[tuple[str, str], ...]
     note: str
 
 
-class _Memory:
-    """What was found out in this process, for as long as the models live."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.models: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Known]] = weakref.WeakKeyDictionary()
-
-    def get(self, model: nn.Module, key: Hashable) -> _Known | None:
-        with self.lock:
-            return self.models.get(model, {}).get(key)
-
-    def put(self, model: nn.Module, key: Hashable, known: _Known) -> None:
-        with self.lock:
-            self.models.setdefault(model, {})[key] = known
+_choices: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Choice]] = weakref.WeakKeyDictionary()
 
 
-_memory = _Memory()
+def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool = False) -> FasterModel:
+    """Return the fastest model that is as exact as asked for batches like this one.
+
+    - "fast": a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
+      gradients differ by at most 2e-2, with a cosine of at least 0.999.
+    - "bf16": such a copy with weights in bfloat16, or under autocast if gradients are wanted. Outputs have a cosine of
+      at least 0.99; the cosine of the gradient is in the note.
+
+    Each is compared with the model and timed against it on up to 4 rows. If a "bf16" copy is not faster or not exact
+    enough, "fast" is tried, then the model itself is run; the note says so. The choice is remembered for the process,
+    by model, shape, type, device and number of threads. Each call copies the weights again and checks the copy again on
+    one row.
+
+    Args:
+        model: The model, prepared by the caller.
+        x: The first batch (N, C, H, W).
+        precision: "fast" or "bf16".
+        backward: Whether gradients at the input will be computed.
+    """
+    reason = _unsuitable(model, x, precision)
+    if reason:
+        return FasterModel(model, f"exact: {reason}")
+    sample = x[:TRIAL_ROWS].detach()
+    autocast = torch.is_autocast_enabled(x.device.type)
+    hooked = tuple(name for name, module in model.named_modules() if module_hooks(module))
+    key = precision, backward, sample.shape, x.dtype, x.device, torch.get_num_threads(), autocast, hooked
+    with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(alone=True):
+        known = _choices.setdefault(model, {})
+        choice = known.get(key) or _choose(model, sample, precision, backward=backward)
+        known[key] = choice
+        return _build(model, sample[:1], choice, backward=backward)
 
 
-@dataclass(frozen=True, slots=True)
-class _Winner:
-    """A way that works, is exact enough, and is faster than the model itself."""
-
-    made: nn.Module
-    way: Variant
-    pairs: tuple[Pair, ...]
-    ratio: float
-    said: str
-
-
-def _measured(model: nn.Module, trial: Trial, ways: list[Variant], keep: Collection[str]) -> tuple[_Known, Runner]:
-    """The fastest of some ways, or the model itself where none wins against it."""
-    try:
-        expected = trial(model)
-    except Exception as error:  # noqa: BLE001 - the pass that is asked for meets it too, and raises it where it belongs
-        note = f"exact: the trial of {ways[0].precision} failed ({type(error).__name__})"
-        return _Known(None, (), note), Runner(model, note, "exact")
-    best: _Winner | None = None
-    dropped: list[str] = []
-    for way in ways:
-        tried = _tried(model, trial, way, keep, expected)
-        if isinstance(tried, str):
-            dropped.append(f"{way.precision} {tried}")
-        elif best is None or tried.ratio < best.ratio:
-            best = tried
-        if best is not None and best.ratio < _PLAIN_WIN:
-            break
-    if best is None:
-        note = f"exact: {'; '.join(dropped)}"
-        return _Known(None, (), note), Runner(model, note, "exact")
-    note = "; ".join([f"{best.way.precision}: {best.said}", *dropped])
-    return _Known(best.way, best.pairs, note), Runner(best.made, note, best.way.precision)
-
-
-def _tried(
-    model: nn.Module, trial: Trial, way: Variant, keep: Collection[str], expected: tuple[Any, Tensor | None]
-) -> _Winner | str:
-    """One way, measured; or why it is dropped."""
-    try:
-        made, pairs = build_variant(model, way, trial, keep=keep)
-        output, gradient = trial(made)
-        error, cosine = agreement(output, expected[0])
-        alike = agreement(gradient, expected[1])[1] if trial.backward else cosine
-        if not way.serves(error, cosine, alike):
-            return f"was not exact enough here (cosine {min(cosine, alike):.4f})"
-        ratio = trial.ratio(made, model)
-    except Exception as failure:  # noqa: BLE001 - not every model can be copied or run so: it is run as it is
-        return f"failed here ({type(failure).__name__})"
-    if ratio > _GAIN:
-        return f"was no faster here ({ratio:.2f} of the plain time)"
-    parts_said = [way.says(len(pairs), sum(isinstance(each, NORMS) for each in model.modules()))]
-    if trial.backward and not all(each.requires_grad for each in model.parameters()):
-        parts_said.append("weights unfrozen")
-    said = f"{', '.join(parts_said)}; {ratio:.2f} of the plain time"
-    if way.precision == "bf16":
-        said += f", cosine {cosine:.4f}" + f" and {alike:.4f} of the gradient" * trial.backward
-    return _Winner(made, way, pairs, ratio, said)
-
-
-def _rebuild(model: nn.Module, trial: Trial, known: _Known) -> Runner:
-    """What won before, on a copy of the weights as they are now."""
-    if known.way is None:
-        return Runner(model, known.note, "exact")
-    precision, row = known.way.precision, trial.x[:1]
-    try:
-        made, _ = build_variant(model, known.way, trial, pairs=known.pairs)
-        with torch.no_grad():
-            error, cosine = agreement(run_model(made, row), run_model(model, row))
-    except Exception as failure:  # noqa: BLE001 - memory may be short this time: the model is run as it is
-        return Runner(model, f"exact: {precision} failed here ({type(failure).__name__})", "exact")
-    if not known.way.serves(error, cosine, cosine):
-        return Runner(model, f"exact: {precision} was not exact enough here (cosine {cosine:.4f})", "exact")
-    return Runner(made, known.note, precision)
-
-
-def _unsuited(model: nn.Module, x: Tensor, precision: Precision) -> str | None:
-    """Why a model is not run otherwise than as it is, as far as that is known beforehand."""
-    like = reference_tensor(model)
-    dtype = x.dtype if like is None else like.dtype
+def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
+    """Why only the model itself can be run; empty if a copy may be tried."""
     if isinstance(model, torch.jit.ScriptModule):
         return "a scripted model is run as it is"
-    if not x.is_floating_point() or not len(x):
-        return "the trial needs a batch of floating-point numbers"
-    if dtype not in ((torch.float32, torch.float64) if precision == "fast" else (torch.float32,)):
-        return f"{precision} is not for models in {str(dtype).removeprefix('torch.')}"
-    return None
+    like = reference_tensor(model)
+    dtype = x.dtype if like is None else like.dtype
+    if dtype is torch.float32 or (dtype is torch.float64 and precision == "fast"):
+        return ""
+    return f"{precision} is not for models in {str(dtype).removeprefix('torch.')}"
 
 
-@contextmanager
-def _isolated(device: torch.device) -> Iterator[None]:
-    """Trials leave the random state as it was, and what the user watches the model with does not see them."""
-    with ExitStack() as stack:
-        devices = [device] if device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(HookManager(alone=True))
-        yield
+def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool) -> _Choice:
+    """Return the first variant that is exact enough and faster than the model."""
+    try:
+        expected = _trial(model, x, backward=backward)
+    except Exception as error:  # noqa: BLE001 - the real pass raises it too
+        return _Choice(None, (), f"exact: the trial of {precision} failed ({type(error).__name__})")
+    dropped: list[str] = []
+    for variant in [_BF16_AUTOCAST if backward else _BF16_WEIGHTS, _FAST][precision == "fast" :]:
+        try:
+            pairs, gain = _measure(model, x, variant, expected, backward=backward)
+        except _Dropped as reason:
+            dropped.append(f"{variant.precision} {reason}")
+        except Exception as error:  # noqa: BLE001 - not every model can be copied
+            dropped.append(f"{variant.precision} failed here ({type(error).__name__})")
+        else:
+            return _Choice(variant, pairs, "; ".join([f"{variant.precision}: {gain}", *dropped]))
+    return _Choice(None, (), f"exact: {'; '.join(dropped)}")
+
+
+class _Dropped(Exception):  # noqa: N818
+    """A variant that is not faster, or not exact enough."""
+
+
+def _measure(
+    model: nn.Module, x: Tensor, variant: Variant, expected: tuple[Any, Tensor | None], *, backward: bool
+) -> tuple[tuple[tuple[str, str], ...], str]:
+    """Return what is folded, and the gain in words. Raises _Dropped."""
+    pairs = exact_pairs(model, x[:1])
+    made = _private_variant(model, variant, pairs, backward=backward)
+    output, gradient = _trial(made, x, backward=backward)
+    error, cosine = agreement(output, expected[0])
+    gradient_cosine = agreement(gradient, expected[1])[1] if backward else cosine
+    if not variant.is_exact_enough(error, cosine, gradient_cosine):
+        raise _Dropped(f"was not exact enough here (cosine {min(cosine, gradient_cosine):.4f})")
+    ratio = time_ratio(made, model, x, backward=backward)
+    if ratio > REQUIRED_RATIO:
+        raise _Dropped(f"was no faster here ({ratio:.2f} of the plain time)")
+    norms = sum(isinstance(module, NORMS) for module in model.modules())
+    folded = f", {len(pairs)} of {norms} batch norms folded" if norms else ""
+    gain = f"{variant.how}channels_last{folded}; {ratio:.2f} of the plain time"
+    if variant.precision == "bf16":
+        gain += f", cosine {cosine:.4f}" + f" and {gradient_cosine:.4f} of the gradient" * backward
+    return pairs, gain
+
+
+def _build(model: nn.Module, row: Tensor, choice: _Choice, *, backward: bool) -> FasterModel:
+    """Return the chosen copy, with the weights as they are now and checked on one row."""
+    if choice.variant is None:
+        return FasterModel(model, choice.note)
+    precision = choice.variant.precision
+    try:
+        made = _private_variant(model, choice.variant, choice.pairs, backward=backward)
+        with torch.no_grad():
+            error, cosine = agreement(run_model(made, row), run_model(model, row))
+    except Exception as failure:  # noqa: BLE001 - for example memory that is short now
+        return FasterModel(model, f"exact: {precision} failed here ({type(failure).__name__})")
+    if not choice.variant.is_exact_enough(error, cosine, cosine):
+        return FasterModel(model, f"exact: {precision} was not exact enough here (cosine {cosine:.4f})")
+    return FasterModel(made, choice.note)
+
+
+def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> tuple[Any, Tensor | None]:
+    """Return the output and, if wanted, the gradient of its sum at the input."""
+    with torch.set_grad_enabled(backward):
+        at = leaf(x) if backward else x
+        output = run_model(model, at)
+        if not backward:
+            return output, None
+        tensors = [tensor for tensor in tree_tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
+        (gradient,) = torch.autograd.grad(torch.stack([tensor.float().sum() for tensor in tensors]).sum(), at)
+        return tree_map_tensors(output, Tensor.detach), gradient
+
+
+def time_ratio(made: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
+    """Return the time of a copy as a part of the model's, each the better of two runs."""
+
+    def seconds(module: nn.Module) -> float:
+        began = time.perf_counter()
+        _trial(module, x, backward=backward)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        return time.perf_counter() - began
+
+    rounds = [(seconds(made), seconds(model)) for _ in range(2)]
+    return min(ours for ours, _ in rounds) / min(theirs for _, theirs in rounds)
+
+
+class _Converted(nn.Module):
+    """A private copy that accepts and returns the model's own types, and computes in its own layout and type."""
+
+    def __init__(self, model: nn.Module, variant: Variant) -> None:
+        super().__init__()
+        self.model, self.variant = model, variant
+        self.training = False
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the output of the copy."""
+        inputs = x.to(dtype=self.variant.weights or x.dtype, memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16) if self.variant.autocast else nullcontext():
+            output = self.model(inputs)
+        if self.variant.precision == "fast":
+            return output
+        return tree_map_tensors(output, lambda each: each.to(x.dtype) if each.dtype == torch.bfloat16 else each)
+
+
+def _private_variant(
+    model: nn.Module, variant: Variant, pairs: Iterable[tuple[str, str]], *, backward: bool
+) -> nn.Module:
+    made = private_copy(model)
+    fold(made, pairs)
+    nn.Module.to(made, memory_format=torch.channels_last)
+    if variant.weights is not None:
+        nn.Module.to(made, dtype=variant.weights)
+    if backward:
+        # Backward passes past frozen weights are slower, in 16 bits through a transformer twenty times.
+        for parameter in made.parameters():
+            parameter.requires_grad = parameter.is_floating_point()
+    return _Converted(made, variant)
+
+
+def private_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model in evaluation mode, with the user's own hook objects.
+
+    Raises:
+        Exception: Any error of a part of the model that cannot be copied.
+    """
+    # Objects in the memo are not copied: a hook may be a method of an object that collects.
+    memo = {id(hook): hook for module in unique_modules(model) for hook in module_hooks(module)}
+    made: nn.Module = copy.deepcopy(model, memo)
+    for module in unique_modules(made):
+        if getattr(module, "training", False):
+            module.training = False
+    return made
+
+
+def exact_pairs(model: nn.Module, x: Tensor) -> tuple[tuple[str, str], ...]:
+    """Return the names of each convolution and the batch norm to fold into it; none if folding changes the output.
+
+    Args:
+        model: The model, in evaluation mode.
+        x: A batch (N, C, H, W); one row is enough.
+    """
+    pairs, expected = foldable_pairs(model, x)
+    if pairs:
+        made = private_copy(model)
+        fold(made, pairs)
+        with torch.no_grad():
+            error, _ = agreement(run_model(made, x), expected)
+        if error > MAX_FOLDING_ERROR:
+            return ()
+    return pairs
+
+
+def foldable_pairs(model: nn.Module, x: Tensor) -> tuple[tuple[tuple[str, str], ...], Any]:
+    """Return the pairs of one forward that can be folded, and its output.
+
+    A pair is a convolution and a batch norm without hooks, each called once, with weights and statistics of its own;
+    the output of the convolution is read by the batch norm alone. There is none if the forward takes numbers out of
+    tensors, since it may call other layers for other images.
+    """
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    free = [(name, module) for name, module in model.named_modules() if not module_hooks(module)]
+    convolutions = {name: module for name, module in free if _is_foldable_convolution(module)}
+    norms = {id(norm.running_mean): name for name, norm in free if _is_foldable_norm(norm) and names[id(norm)] == 1}
+    values, reads = UntracedAccess(), _Reads(model)
+    with torch.no_grad(), reads, values:
+        output = run_model(model, x)
+    if reads.takes_numbers or values.found or has_global_module_hooks():
+        return (), output
+    pairs = []
+    for name, convolution in convolutions.items():
+        convolved = reads.only_read(convolution.weight)
+        if convolved is None or convolved.op is not torch.ops.aten.convolution.default:
+            continue
+        normalised = reads.only_read(convolved.output)
+        if normalised is None or "batch_norm" not in str(normalised.op) or convolved.args[2] is not convolution.bias:
+            continue
+        statistics = [each for each in normalised.args if id(each) in norms and reads.only_read(each)]
+        if normalised.args[0] is convolved.output and len(statistics) == 1:
+            pairs.append((name, norms[id(statistics[0])]))
+    return tuple(pairs), output
+
+
+def _is_foldable_convolution(module: Any) -> bool:
+    if not isinstance(module, _CONVOLUTIONS) or type(own_parameters(module).get("weight")) is not nn.Parameter:
+        return False
+    return "bias" in own_parameters(module) and not (module.transposed and module.groups > 1)
+
+
+def _is_foldable_norm(module: Any) -> bool:
+    """Whether it is a batch norm with statistics of its own, and nothing else except timm's activation."""
+    if not isinstance(module, NORMS) or module.running_mean is None or module.running_var is None or module.training:
+        return False
+    return type(module) in NORMS or {name for name, _ in module.named_children()} == {"drop", "act"}
+
+
+def fold(made: nn.Module, pairs: Iterable[tuple[str, str]]) -> None:
+    """Fold the batch norms of some pairs into their convolutions, in a private copy."""
+    for convolution_name, norm_name in pairs:
+        convolution: Any = made.get_submodule(convolution_name)
+        norm: Any = made.get_submodule(norm_name)
+        statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        with torch.no_grad():
+            convolution.weight, convolution.bias = fuse_conv_bn_weights(
+                convolution.weight, convolution.bias, *statistics, convolution.transposed
+            )
+        rest = nn.Sequential()
+        for name in ("drop", "act"):
+            if hasattr(norm, name):
+                rest.add_module(name, getattr(norm, name))
+        rest.training = False
+        made.set_submodule(norm_name, rest)
+
+
+class _Read(NamedTuple):
+    """An operation that reads a tensor."""
+
+    op: Any
+    args: tuple[Any, ...]
+    output: Any
+
+
+class _Reads(DispatchMode):
+    """The operations of a forward that read the model's own tensors or the output of a convolution."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.takes_numbers = False
+        # Tensors are held, so that no id is used twice.
+        self._watched = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._reads: defaultdict[int, list[_Read]] = defaultdict(list)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = op(*args, **(kwargs or {}))
+        self.takes_numbers |= torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
+        for tensor in tree_leaves((args, kwargs or {}), Tensor):
+            if id(tensor) in self._watched:
+                self._reads[id(tensor)].append(_Read(op, args, output))
+        if op is torch.ops.aten.convolution.default:
+            self._watched[id(output)] = output
+        return output
+
+    def only_read(self, tensor: Tensor) -> _Read | None:
+        """Return the only operation that reads a tensor; None if there is none or several."""
+        reads = self._reads[id(tensor)]
+        return reads[0] if len(reads) == 1 else None
+
+
+def agreement(output: Any, expected: Any) -> tuple[float, float]:
+    """Return the relative error and the cosine of the worst tensor; (inf, -1) if they cannot be compared."""
+    first, second = (
+        [each.detach() for each in tree_tensors(tree) if each.is_floating_point()] for tree in (output, expected)
+    )
+    if not second or [each.shape for each in first] != [each.shape for each in second]:
+        return float("inf"), -1.0
+    error, cosine = 0.0, 1.0
+    for pair in zip(first, second, strict=True):
+        a, b = (each.flatten().to(torch.promote_types(each.dtype, torch.float32)) for each in pair)
+        difference, norm = float((a - b).norm()), float(b.norm())
+        if not (difference < float("inf") and norm < float("inf")):  # also NaN
+            return float("inf"), -1.0
+        if difference:
+            error = max(error, difference / norm if norm else float("inf"))
+            cosine = min(cosine, float(F.cosine_similarity(a, b, dim=0)))
+    return error, cosine

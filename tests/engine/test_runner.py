@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import sys
 import threading
@@ -23,7 +24,6 @@ from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.engine.chunk_tuner import MAX_CHUNK_CPU, ChunkTuner, chunk_tuner_for
 from saliency.engine.estimates import Estimate
 from saliency.engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
-from saliency.engine.progress import Bar
 from saliency.engine.runner import MakeInputs, PassRunner
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
@@ -511,19 +511,39 @@ def test_a_bar_is_drawn_when_asked_and_counts_the_passes(capsys: pytest.CaptureF
     assert "Noisy" in shown
 
 
-@pytest.mark.parametrize(("wanted", "drawn"), [(None, True), (False, False)])
+@pytest.mark.parametrize(("progress", "drawn"), [(None, True), (False, False)])
 def test_long_work_on_a_terminal_draws_a_bar_by_itself(
-    wanted: bool | None, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    progress: bool | None, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("saliency.engine.progress.LONG", 0.05)
-    bar = Bar("work", wanted)
-    bar.extend(10)
-    for _ in range(5):
-        time.sleep(0.02)
-        bar.advance(2)
-    bar.close()
-    assert ("work" in capsys.readouterr().err) is drawn
+    monkeypatch.setattr("saliency.engine.runner.BAR_DELAY", 0.2)
+    model = tiny_model()
+    model.register_forward_hook(lambda *given: time.sleep(0.05))
+    Noisy(model, passes=10, chunk=1, progress=progress).attribute(images(1), 0)
+    assert ("Noisy" in capsys.readouterr().err) is drawn
+
+
+# Inputs.
+
+
+def test_inputs_of_another_type_are_converted() -> None:
+    model = tiny_model()
+    with prepared_for_attribution(model), passes_on(model, chunk=3) as passes:
+        double = list(passes.gradients(lambda start, stop: brighter(passes.x)(start, stop).double(), 6))
+        single = list(passes.gradients(brighter(passes.x), 6))
+    for first, second in zip(double, single, strict=True):
+        assert first.inputs.dtype is torch.float32
+        torch.testing.assert_close(first.gradients, second.gradients)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 16, 16), (4, 1, 16, 16), (4, 3, 16, 8), (3, 16, 16), ()])
+def test_inputs_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    model = tiny_model()
+    with prepared_for_attribution(model), passes_on(model, chunk=4) as passes:
+        for run in (passes.forwards, passes.gradients):
+            with pytest.raises(MethodError, match=re.escape("(4, 3, 16, 16)")) as error:
+                list(run(lambda start, stop: torch.zeros(shape), 8))
+            assert str(shape) in str(error.value)
 
 
 # Random draws.
