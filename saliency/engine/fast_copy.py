@@ -111,7 +111,7 @@ def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward:
     autocast = torch.is_autocast_enabled(x.device.type)
     hooked = tuple(name for name, module in model.named_modules() if module_hooks(module))
     key = precision, backward, sample.shape, x.dtype, x.device, torch.get_num_threads(), autocast, hooked
-    with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(alone=True):
+    with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(exclusive=True):
         known = _choices.setdefault(model, {})
         choice = known.get(key) or _choose(model, sample, precision, backward=backward)
         known[key] = choice

@@ -27,6 +27,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,21 +83,11 @@ def storage_id(tensor: Tensor) -> int:
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def forward_hooks(module: nn.Module) -> dict[int, Any]:
+def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     """The forward hooks of a module by their ids, in the order in which they run."""
-    return module._forward_hooks
-
-
-def remove_forward_hook(module: nn.Module, hook: object) -> None:
-    """Remove a forward hook or forward pre-hook by identity, if it is there."""
-    for hooks, flags in (
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-    ):
-        for key, value in list(hooks.items()):
-            if value is hook:
-                del hooks[key]
-                flags.pop(key, None)
+    hooks: Any = module._forward_hooks
+    ordered: OrderedDict[int, Any] = hooks
+    return ordered
 
 
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""What watches and rewrites a call: outputs of layers, and gradients on their way back. The only hook code.
+"""The hook manager: the only code that registers hooks on modules, tensors and autograd nodes.
 
-Hooks on modules act only in the thread that opened their manager. Gradients are seen and rewritten by hooks on the
-nodes of the autograd graph of the very call, so that nothing stays on the model and no other call sees them.
+Hooks on modules act only in the thread that opened their manager. Gradients are observed and rewritten by hooks on the
+nodes of the autograd graph of one call, so nothing stays on the model and no other call is affected.
 """
 
 from __future__ import annotations
@@ -24,94 +24,80 @@ from .autograd_graph import (
     InputEdge,
     forward_hooks,
     next_functions,
-    remove_forward_hook,
     sequence_nr,
 )
-from .model_state import retry_on_interrupt
-from .module_hooks import ModuleHook, OutputOverride, call_hooks
+from .module_hooks import HookScope, ModuleHook, OutputOverride, active_scopes, call_hooks
 from .pytree import first_tensor, tree_map_tensors
 from .rectifiers import Site
-from .scope import HookScope, active_scopes
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""(gradient at the input of an operation, gradient at its output) -> what to pass on instead of the former."""
+"""(gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former."""
 
-
-_Registered = list[tuple[nn.Module, ModuleHook]]
 _Token = TypeVar("_Token")
 
 
 class HookManager(ExitStack[None]):
-    """Every hook of one call, or of one block of the user's, taken away when the block ends, however it ends.
+    """All hooks of one call, or of one `with` block of the user; they are removed when the block ends.
 
     Hooks act only in the thread that opened the manager, since other threads may run the same model at the same time.
-    Those of a call act only while no other call is open inside it, since a model may ask for an explanation while it
+    Hooks of a call do not act while another call is open inside it, since a model may ask for an explanation while it
     runs.
 
     Args:
-        standing: The manager is the user's own, and acts also on the calls that are made inside its block.
-        alone: Standing managers do not act while this one is open.
+        persistent: The manager belongs to a block of the user, and also acts on the calls inside that block.
+        exclusive: Persistent managers do not act while this one is open.
     """
 
-    def __init__(self, *, standing: bool = False, alone: bool = False) -> None:
+    def __init__(self, *, persistent: bool = False, exclusive: bool = False) -> None:
         super().__init__()
-        self._mark = HookScope(standing, alone)
-        self._registered: _Registered = []
-        self._on_graphs: list[RemovableHandle] = []
-        self._most_on_graphs = 1024
-        # Hooks know the mark and not the manager, so it dies with its block, even where a Ctrl-C keeps __exit__ from
-        # running.
-        self._last_resort = weakref.finalize(
-            self, retry_on_interrupt, partial(_close, self._mark, self._registered, self._on_graphs)
-        )
+        self._scope = HookScope(persistent, exclusive)
+        self._handles: list[RemovableHandle] = []
+        self._most_handles = 1024
+        # Hooks hold the scope and not the manager. So a manager that is freed without __exit__ removes its hooks.
+        self._finalizer = weakref.finalize(self, _close, self._scope, self._handles)
 
     def __enter__(self) -> Self:
-        """The manager, now the innermost one of this thread."""
+        """Return the manager, now the innermost one of this thread."""
         super().__enter__()
-        self._mark.thread = threading.get_ident()
-        active_scopes.add(self._mark)
+        self._scope.thread = threading.get_ident()
+        active_scopes.add(self._scope)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Take everything away. Errors of the block go on."""
+        """Remove all hooks. Errors of the block propagate."""
         try:
             super().__exit__(*error)
         finally:
-            retry_on_interrupt(partial(_close, self._mark, self._registered, self._on_graphs))
-            self._last_resort.detach()
+            _close(self._scope, self._handles)
+            self._finalizer.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
-        """Call `see(output)` after each call of `layer`; what it returns, if anything, takes the output's place."""
-        mark = self._mark
-
-        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return see(output) if mark.acts() else None
-
-        self._put_first(layer, ModuleHook(hook))
+        """Call `see(output)` after each call of `layer`; a result other than None replaces the output."""
+        self._register_first(layer, see, ModuleHook)
 
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
-        """Let `change(output)` take the place of the output of each call of `layer`, where it is not None.
+        """Replace the output of each call of `layer` by `change(output)`, unless that is None.
 
-        All that observes or captures the layer sees what it is changed to. Of several, the first made acts first.
+        Everything that observes or captures the layer sees the replaced output. Of several, the first registered acts
+        first.
         """
-        mark = self._mark
+        self._register_first(layer, change, OutputOverride)
 
-        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return change(output) if mark.acts() else None
-
-        self._put_first(layer, OutputOverride(hook))
-
-    def _put_first(self, layer: nn.Module, hook: ModuleHook) -> None:
+    def _register_first(self, layer: nn.Module, see: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
+        """Register a hook before the user's own hooks: what they keep of the output has its gradient."""
         if not takes_hooks(layer):
             return
-        # Written down first, so that an interrupt in between leaves nothing behind.
-        self._registered.append((layer, hook))
-        # Ahead of the user's own hooks: whatever they keep of the output is what flows on, and has its gradient.
-        layer.register_forward_hook(hook, prepend=True)
+        scope = self._scope
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return see(output) if scope.acts() else None
+
+        self._keep(layer.register_forward_hook(kind(hook), prepend=True))
         hooks = forward_hooks(layer)
-        for key in sorted((key for key, each in list(hooks.items()) if isinstance(each, OutputOverride)), reverse=True):
-            with suppress(KeyError):  # another thread may have taken its own away by now
-                hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
+        for key in sorted(overrides, reverse=True):
+            with suppress(KeyError):  # another thread may have removed its own by now
+                hooks.move_to_end(key, last=False)
 
     def around(
         self,
@@ -119,26 +105,25 @@ class HookManager(ExitStack[None]):
         begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
         end: Callable[[_Token, Any], Any],
     ) -> None:
-        """Call `begin(args, kwargs)` before each call of `layer` and `end(what begin returned, output)` after it.
+        """Call `begin(args, kwargs)` before each call of `layer`, and `end(what begin returned, output)` after it.
 
-        What `end` returns, if anything, takes the output's place. Both come after the user's own hooks: they see what
-        goes in and what flows on. A call that raises has no end, and what it began with is kept until the next call of
-        the layer at the longest; a scripted part has neither.
+        A result of `end` other than None replaces the output. Both run after the user's own hooks: they see the final
+        arguments and output. A call that raises has no end; what `begin` returned for it is dropped at the next call of
+        the layer at the latest. A scripted part calls neither.
         """
         if not takes_hooks(layer):
             return
-        first, last = call_hooks(self._mark, begin, end)
-        self._registered += [(layer, first), (layer, last)]
-        layer.register_forward_pre_hook(first, with_kwargs=True)
-        layer.register_forward_hook(last, with_kwargs=True)
+        first, last = call_hooks(self._scope, begin, end)
+        self._keep(layer.register_forward_pre_hook(first, with_kwargs=True))
+        self._keep(layer.register_forward_hook(last, with_kwargs=True))
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
-        """The outputs of `layer`, one tensor per call, as the calls come.
+        """Return a list that receives the output of `layer`, one tensor per call.
 
-        A copy is captured, and where gradients are wanted a copy of that flows on: a following in-place operation
-        cannot overwrite the capture, and its gradient is that of what the layer returned, not of other names for the
-        same memory. Of an output of several tensors the first is captured. With `record`, gradients are recorded from
-        here on, also where they were off before.
+        A clone is captured, and with gradients a clone of that flows on: a following in-place operation cannot
+        overwrite the capture, and its gradient is that of the layer's output, not of other views of the same memory. Of
+        an output of several tensors the first is captured. With `record`, gradients are recorded from here on, even if
+        they were disabled before.
         """
         captured: list[Tensor] = []
 
@@ -159,35 +144,35 @@ class HookManager(ExitStack[None]):
         return captured
 
     def rewrite(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> None:
-        """Let the gradient at each site's input be what its rule makes of it, in the backward passes of this block.
+        """Replace the gradient at the input of each site by what its rule returns, in backward passes of this block.
 
-        Only the site's own branch is touched: a skip connection that shares its input keeps its gradient.
+        Only the site's own branch changes: a skip connection that shares its input keeps its gradient.
         """
         for site in sites:
             self._keep(site.node.register_hook(_node_hook(rule_for(site))))
 
     def at_gradient(self, tensor: Tensor, see: Callable[[Tensor], Tensor | None]) -> None:
-        """Call `see` with the gradient of a tensor in each backward pass; what it returns, if anything, replaces it.
+        """Call `see` with the gradient of a tensor in each backward pass; a result other than None replaces it.
 
-        It is the gradient of what the tensor is now: a later in-place operation on it makes no difference, unless the
+        It is the gradient of the tensor's present value: a later in-place operation makes no difference, unless the
         tensor is a view.
         """
-        mark, is_leaf = self._mark, tensor.is_leaf
+        scope, is_leaf = self._scope, tensor.is_leaf
 
         def hook(gradient: Tensor) -> Tensor | None:
-            return see(gradient) if (mark.acts_on_leaves() if is_leaf else not mark.closed) else None
+            return see(gradient) if (scope.acts_on_leaves() if is_leaf else not scope.closed) else None
 
         self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
         if not is_leaf:
             next_functions(tensor.grad_fn)
 
     def at_exit(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
-        """Call `see` with what one operation passes on to `tensor`, an operand of it, in each backward pass."""
+        """Call `see` with the gradient that one operation passes to `tensor`, its operand, in each backward pass."""
         # The hook does not hold the node that holds the hook.
-        mark, operands, like = self._mark, at.operands, GradSpec(tensor.shape, tensor.dtype)
+        scope, operands, like = self._scope, at.operands, GradSpec(tensor.shape, tensor.dtype)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
-            part = None if mark.closed else like.sum_of(grad_inputs, operands)
+            part = None if scope.closed else like.sum_of(grad_inputs, operands)
             if part is not None:
                 see(part)
 
@@ -196,69 +181,67 @@ class HookManager(ExitStack[None]):
     def rewrite_input(
         self, tensor: Tensor, exits: Sequence[InputEdge], rule: Callable[[Tensor], Tensor | None]
     ) -> None:
-        """Let the gradient that one call of a module passes on to one of its inputs be what `rule` makes of it.
+        """Replace the gradient that one call of a module passes to one of its inputs by what `rule` returns.
 
         Other uses of the same input keep their gradient.
 
         Args:
             tensor: The input, before or after the call.
             exits: The operations that pass on its gradient.
-            rule: From the sum of what they pass on to what takes its place; None leaves it.
+            rule: From the sum of their gradients to its replacement; None keeps the sum.
         """
-        mark, meeting = self._mark, GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
-        by_age = sorted(exits, key=lambda each: sequence_nr(each.node))
-        for at, each in enumerate(by_age):
-            # A hook holds operations older than its own only: none leads back to it, so graphs do not hold themselves.
-            arrive = partial(meeting.add, each.operands, [older.node for older in by_age[:at]])
+        scope, accumulator = self._scope, GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
+        by_age = sorted(exits, key=lambda exit_: sequence_nr(exit_.node))
+        for at, exit_ in enumerate(by_age):
+            # A hook holds only operations older than its own. None of them leads back to it, so there is no cycle.
+            add = partial(accumulator.add, exit_.operands, [older.node for older in by_age[:at]])
 
             def hook(
-                grad_inputs: Gradients, grad_outputs: Gradients, arrive: Callable[[Gradients], Gradients] = arrive
+                grad_inputs: Gradients, grad_outputs: Gradients, add: Callable[[Gradients], Gradients] = add
             ) -> Gradients | None:
-                return None if mark.closed else arrive(grad_inputs)
+                return None if scope.closed else add(grad_inputs)
 
-            self._keep(each.node.register_hook(hook))
+            self._keep(exit_.node.register_hook(hook))
 
     def _keep(self, handle: RemovableHandle) -> None:
-        self._on_graphs.append(handle)
-        if len(self._on_graphs) > self._most_on_graphs:
-            # Graphs that are gone took their hooks with them.
-            self._on_graphs[:] = [each for each in self._on_graphs if each.hooks_dict_ref() is not None]
-            self._most_on_graphs = max(1024, 2 * len(self._on_graphs))
+        self._handles.append(handle)
+        if len(self._handles) > self._most_handles:
+            # Graphs that are freed took their hooks with them.
+            self._handles[:] = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+            self._most_handles = max(1024, 2 * len(self._handles))
 
 
 def takes_hooks(layer: nn.Module) -> bool:
-    """Whether a layer takes hooks. A scripted one refuses them; that and a traced one do not call their parts."""
+    """Return whether a layer takes hooks. Scripted layers refuse them; scripted and traced ones do not call theirs."""
     return type(layer).register_forward_hook is nn.Module.register_forward_hook
 
 
 def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Whether hooks see the calls of a layer by the model: not where TorchScript makes them."""
+    """Return whether hooks see the calls of a layer by the model: not those that TorchScript makes."""
     above = name.rpartition(".")[0]
     scripted = torch.jit.ScriptModule
     # A scripted model has no get_submodule, and all of it is inside.
     inside = bool(name) and (isinstance(model, scripted) or isinstance(model.get_submodule(above), scripted))
-    return takes_hooks(layer) and not (inside and isinstance(layer, torch.jit.ScriptModule))
+    return takes_hooks(layer) and not (inside and isinstance(layer, scripted))
 
 
-def _close(mark: HookScope, registered: _Registered, on_graphs: list[RemovableHandle]) -> None:
-    """Take away the hooks of a manager, of which the last may not have been registered yet."""
-    mark.closed = True
-    for layer, hook in registered:
-        remove_forward_hook(layer, hook)
-    while on_graphs:
-        on_graphs.pop().remove()
-    while mark in active_scopes.marks:
-        active_scopes.marks.remove(mark)
+def _close(scope: HookScope, handles: list[RemovableHandle]) -> None:
+    scope.closed = True
+    while handles:
+        handles[-1].remove()
+        handles.pop()
+    if scope in active_scopes.scopes:
+        active_scopes.scopes.remove(scope)
 
 
 def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
     def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients:
         signal = grad_outputs[0]
-        # The operand that the network's signal came by is the one that has a gradient; bounds and slopes have none.
+        # The operand that carries the network's signal is the one with a gradient; bounds and slopes have none.
         at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))
         if operand is None or signal is None:
             return grad_inputs
-        # Where the operation broadcast or promoted its operand, the signal comes back in another shape or type.
+        # If the operation broadcast or promoted its operand, the signal has another shape or type.
         signal = signal.sum_to_size(operand.shape).to(operand.dtype)
         return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
 
@@ -266,6 +249,6 @@ def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
 
 
 def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
-    """The output with its first tensor replaced; the container keeps its type."""
+    """Replace the first tensor of an output; the container keeps its type."""
     first = first_tensor(output)
-    return tree_map_tensors(output, lambda each: tensor if each is first else each)
+    return tree_map_tensors(output, lambda other: tensor if other is first else other)

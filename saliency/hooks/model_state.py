@@ -1,10 +1,13 @@
-"""The user's model, borrowed: put into evaluation mode for a while, run, and given back as it was."""
+"""The user's model: evaluation mode for the time of a call, running it, and what it carries."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,27 +20,11 @@ from .autograd_graph import child_modules, compiler_is_loaded
 from .pytree import tree_tensors
 
 
-def retry_on_interrupt(undo: Callable[[], None]) -> None:
-    """Undo, and begin again where a Ctrl-C interrupts it; the interrupt is raised afterwards.
-
-    What is to be undone must bear to be undone twice.
-    """
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            undo()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-
-
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+    """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
 
     Raises:
-        ModelError: It is no `torch.nn.Module`.
+        ModelError: It is not a `torch.nn.Module`.
     """
     while isinstance(model, nn.Module):
         inner = getattr(model, "_orig_mod", None)
@@ -53,132 +40,106 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def model_attribute(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
-    """An attribute of a model that means by its name what we do; None where it carries none.
-
-    What stands on a wrapper, as of `torch.compile`, counts as on the model within.
-    """
-    found = (getattr(each, name, None) for each in (model, unwrap(model)))
-    return next((each for each in found if each is not None and serves(each)), None)
+    """Return the attribute `name` of a model, or of the model inside its wrapper, if `serves` accepts it; else None."""
+    attributes = (getattr(owner, name, None) for owner in (model, unwrap(model)))
+    return next((value for value in attributes if value is not None and serves(value)), None)
 
 
 def is_preprocess(like: Any) -> bool:
-    """Whether an attribute of a model can be the preprocessing of its pictures."""
+    """Return whether an attribute of a model can be the preprocessing of its images."""
     return callable(like) or isinstance(like, Mapping)
 
 
 def is_categories(like: Any) -> bool:
-    """Whether an attribute of a model can be the names of its classes."""
+    """Return whether an attribute of a model can be its class names."""
     return isinstance(like, Sequence | Mapping)
 
 
-class _Leases:
-    """Which calls hold which modules in evaluation mode, and which of these modules were training before.
-
-    Every step can be interrupted and done again: what is to be undone is written down before it is done.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.held: dict[object, list[nn.Module]] = {}
-        self.was_training: set[nn.Module] = set()
-
-    def take(self, holder: object, modules: list[nn.Module]) -> None:
-        with self.lock:
-            self.held[holder] = modules
-            for module in modules:
-                # A frozen ScriptModule has no such flag.
-                if getattr(module, "training", False):
-                    self.was_training.add(module)
-                    module.training = False
-
-    def give_back(self, holder: object) -> None:
-        with self.lock:
-            if self.was_training:
-                others = [modules for each, modules in self.held.items() if each is not holder]
-                still = {module for modules in others for module in modules}
-                for module in self.held.get(holder, ()):
-                    if module in self.was_training and module not in still:
-                        module.training = True
-                        self.was_training.discard(module)
-            self.held.pop(holder, None)
+_lock = threading.RLock()
+_held: dict[int, list[nn.Module]] = {}  # the modules that each holder keeps in evaluation mode
+_was_training: set[nn.Module] = set()
+_eager_holders: set[int] = set()
+_eager_stance: list[Any] = []  # the compiler's stance, while there are holders
 
 
-_evaluation = _Leases()
+class _Holder:
+    """Identity of one block that changes a shared state."""
 
 
 @contextmanager
-def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> Iterator[None]:
-    """The model in evaluation mode, shared by any number of threads; the last to leave restores every training flag.
+def _lease(take: Callable[[int], None], give_back: Callable[[int], None]) -> Iterator[None]:
+    """Call `take(holder)` before and `give_back(holder)` after a block, or when its frame is freed after Ctrl-C."""
+    holder = _Holder()
+    finalizer = weakref.finalize(holder, give_back, id(holder))
+    try:
+        take(id(holder))
+        yield
+    finally:
+        give_back(id(holder))
+        finalizer.detach()
+
+
+def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> AbstractContextManager[None]:
+    """Keep the model in evaluation mode. Threads share it; the last to leave restores every training flag.
 
     The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are held module by
     module, because two models may share a part.
 
     Args:
         model: The model.
-        modules: Its parts, where they are known already.
+        modules: Its `unique_modules`, if the caller has them already.
     """
-    holder, modules = object(), unique_modules(model) if modules is None else modules
-    try:
-        _evaluation.take(holder, modules)
-        yield
-    finally:
-        try:
-            retry_on_interrupt(lambda: _evaluation.give_back(holder))
-        except KeyboardInterrupt:  # perhaps on its threshold, before it began
-            retry_on_interrupt(lambda: _evaluation.give_back(holder))
-            raise
+    return _lease(partial(_evaluate, unique_modules(model) if modules is None else modules), _end_evaluation)
 
 
-class _EagerStance:
-    """The compiler's stance, which is one for the whole process; its holders are counted."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.holders: set[object] = set()
-        self.stance: Any = None
-
-    def take(self, holder: object) -> None:
-        with self.lock:
-            self.holders.add(holder)
-            if self.stance is None:
-                self.stance = torch.compiler.set_stance("force_eager")
-
-    def give_back(self, holder: object) -> None:
-        with self.lock:
-            self.holders.discard(holder)
-            if not self.holders and self.stance is not None:
-                self.stance.__exit__(None, None, None)
-                self.stance = None
+def _evaluate(modules: list[nn.Module], holder: int) -> None:
+    with _lock:
+        _held[holder] = modules
+        for module in modules:
+            # A frozen ScriptModule has no such flag.
+            if getattr(module, "training", False):
+                _was_training.add(module)
+                module.training = False
 
 
-_stance = _EagerStance()
+def _end_evaluation(holder: int) -> None:
+    with _lock:
+        _held.pop(holder, None)
+        if _was_training:
+            for module in _was_training.difference(*_held.values()):
+                module.training = True
+                _was_training.discard(module)
 
 
-@contextmanager
-def eager() -> Iterator[None]:
-    """Compiled parts run as they are written."""
-    # Nothing can be compiled in a process that has not imported the compiler, which takes seconds to import.
-    if not compiler_is_loaded():
-        yield
-        return
-    holder = object()
-    try:
-        _stance.take(holder)
-        yield
-    finally:
-        try:
-            retry_on_interrupt(lambda: _stance.give_back(holder))
-        except KeyboardInterrupt:  # perhaps on its threshold, before it began
-            retry_on_interrupt(lambda: _stance.give_back(holder))
-            raise
+def eager() -> AbstractContextManager[None]:
+    """Run compiled parts eagerly. The compiler's stance belongs to the process; the last holder restores it."""
+    # Without the compiler, whose import takes seconds, nothing in this process can be compiled.
+    return _lease(_make_eager, _end_eager) if compiler_is_loaded() else nullcontext()
+
+
+def _make_eager(holder: int) -> None:
+    with _lock:
+        _eager_holders.add(holder)
+        if not _eager_stance:
+            _eager_stance.append(torch.compiler.set_stance("force_eager"))
+
+
+def _end_eager(holder: int) -> None:
+    with _lock:
+        _eager_holders.discard(holder)
+        if not _eager_holders and _eager_stance:
+            _eager_stance[0].__exit__(None, None, None)
+            _eager_stance.clear()
 
 
 @contextmanager
 def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, run eagerly, with gradients at hand, whatever the caller's own modes are.
+    """Prepare the model: evaluation mode, eager execution and gradients, regardless of the caller's own modes.
 
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
 
+    Raises:
+        ModelError: The model has lazy parameters.
     """
     modules = unique_modules(model)
     kinds = set(map(type, modules))
@@ -196,19 +157,19 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 
 
 def unique_modules(model: nn.Module) -> list[nn.Module]:
-    """The model and all modules in it, each once: `model.modules()` in a third of its time."""
-    found = {model: None}
-    waiting = [model]
-    while waiting:
-        for child in child_modules(waiting.pop()).values():
-            if child is not None and child not in found:
-                found[child] = None
-                waiting.append(child)
-    return list(found)
+    """Return the model and all modules in it once, as `model.modules()` does in three times the time."""
+    modules = {model: None}
+    stack = [model]
+    while stack:
+        for child in child_modules(stack.pop()).values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                stack.append(child)
+    return list(modules)
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
-    """The model's output for a batch. The model gets a clone: it may normalise its input in place.
+    """Return the model's output for a batch. The model gets a clone: it may normalise its input in place.
 
     Raises:
         ModelError: As for `call`.
@@ -217,20 +178,19 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The model's output. A lack of memory and errors of the user's own kinds come out as they are, with a note.
+    """Return the model's output. Out-of-memory errors and the user's own error types get a note and propagate.
 
     Raises:
-        ModelError: The model refused its input, or its parameters or buffers were made under `inference_mode`, and no
-            gradient can pass them. What it raised is the cause.
+        ModelError: The model refused its input, or its parameters or buffers were created under `inference_mode`, so no
+            gradient can pass them. The original error is the cause.
     """
     try:
         return model(*args, **(kwargs or {}))
     except Exception as error:
-        if "inference" in str(error).lower() and any(
-            each.is_inference() for group in (model.parameters(), model.buffers()) for each in group
-        ):
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        if "inference" in str(error).lower() and any(tensor.is_inference() for tensor in tensors):
             raise ModelError(
-                "parameters or buffers of the model were made under torch.inference_mode(), so no gradient can pass "
+                "parameters or buffers of the model were created under torch.inference_mode(), so no gradient can pass "
                 "them; build or load the model outside of it (running it inside is fine)"
             ) from error
         given = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
@@ -241,18 +201,18 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
         raise
 
 
-# What PyTorch and models raise where an input does not fit.
+# What PyTorch and models raise if an input does not fit.
 _REFUSALS = {RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError}
 
 
 def _described(tensor: Tensor) -> str:
-    """For example `1x3x224x224 (float32 on cpu)`."""
-    shape = "x".join(map(str, tensor.shape)) or "one number"
+    """Describe a tensor, for example `1x3x224x224 (float32 on cpu)`."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{shape} ({str(tensor.dtype).removeprefix('torch.')} on {tensor.device})"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device."""
+    """Return whether an error means out of memory, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -262,22 +222,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reference_tensor(model: nn.Module) -> Tensor | None:
-    """A floating-point parameter or buffer whose device and dtype an input should have; None for a model without.
+    """Return a floating-point parameter or buffer whose device and dtype an input should have; None if there is none.
 
-    The first weight decides; scales and counters only where there is none.
+    The first weight decides; scales and counters only if the model has no weight.
     """
-    tensors = (each for group in (model.parameters(), model.buffers()) for each in group)
-    real = (each for each in tensors if not is_lazy(each) and each.is_floating_point() and not each.is_meta)
-    some: Tensor | None = None
-    for each in real:
-        if each.dim() > 1:
-            return each
-        some = each if some is None else some
-    return some
+    first: Tensor | None = None
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if not is_lazy(tensor) and tensor.is_floating_point() and not tensor.is_meta:
+            if tensor.dim() > 1:
+                return tensor
+            first = tensor if first is None else first
+    return first
 
 
 def leaf(x: Tensor) -> Tensor:
-    """The same values as a fresh leaf of a graph, so that the caller's tensor is neither changed nor recorded on."""
+    """Return the same values as a new leaf of a graph; the caller's tensor is neither changed nor recorded on."""
     if x.is_inference():
         x = x.clone()
     return x.detach().requires_grad_()

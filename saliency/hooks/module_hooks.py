@@ -1,8 +1,9 @@
-"""Hooks on modules: what is called before and after a call, and which end belongs to which beginning."""
+"""Hooks on modules, and the scopes that decide whether they act."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -10,63 +11,100 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .scope import HookScope
-
 _Token = TypeVar("_Token")
 
 
+class HookScope:
+    """State of one `HookManager` that its hooks share. They do not hold the manager, so it can be freed."""
+
+    def __init__(self, persistent: bool, exclusive: bool) -> None:
+        self.persistent, self.exclusive = persistent, exclusive
+        self.thread = threading.get_ident()
+        self.closed = False
+
+    def acts(self) -> bool:
+        """Return whether hooks on modules act: in this thread, and not inside a scope that hides this one."""
+        scopes = active_scopes.scopes
+        if not scopes:
+            return False
+        if scopes[-1] is self:
+            return True
+        if self not in scopes:
+            return False
+        inner = (scope for scope in scopes[scopes.index(self) + 1 :] if not scope.closed)
+        return not any(scope.exclusive if self.persistent else not scope.persistent for scope in inner)
+
+    def acts_on_leaves(self) -> bool:
+        """Return whether hooks on leaves, which all threads share, act: not in the backward pass of another thread.
+
+        On an accelerator, the engine's own threads run the backward pass; they do not show which thread started it.
+        """
+        is_engine_thread = isinstance(threading.current_thread(), threading._DummyThread)
+        return not self.closed and (is_engine_thread or threading.get_ident() == self.thread)
+
+
+class _ActiveScopes(threading.local):
+    """Scopes that are open in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list[HookScope] = []
+
+    def add(self, scope: HookScope) -> None:
+        """Add the innermost scope, and drop those that another thread has closed."""
+        self.scopes[:] = [*(other for other in self.scopes if not other.closed), scope]
+
+
+active_scopes = _ActiveScopes()
+
+
 class ModuleHook(partial[Any]):
-    """A hook on one module. A copy that is made along with the module, by `deepcopy` or `pickle`, does nothing."""
+    """Hook on one module. A copy that `deepcopy` or `pickle` creates together with the module does nothing."""
 
     def __reduce__(self) -> Any:
-        """What a copy is made from."""
-        return ModuleHook, (_nothing,)
+        return ModuleHook, (_do_nothing,)
 
 
-def _nothing(*given: Any) -> None:
-    """What a copied hook does."""
+def _do_nothing(*args: Any) -> None:
+    pass
 
 
 class OutputOverride(ModuleHook):
-    """A hook that changes what a layer gives, for everybody who comes after it."""
+    """Hook that replaces the output of a layer before any other hook sees it."""
 
 
 def call_hooks(
-    mark: HookScope,
+    scope: HookScope,
     begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
     end: Callable[[_Token, Any], Any],
 ) -> tuple[ModuleHook, ModuleHook]:
-    """A hook before and one after the calls of a layer: `end` gets what `begin` returned for the very same call."""
-    begun: list[tuple[int, _Token]] = []  # each with the frame of its call
+    """Return a hook before and a hook after the calls of a layer: `end` gets what `begin` returned for that call."""
+    begun: list[tuple[int, _Token]] = []  # with the id of the frame of the call
 
-    # In another thread, a call that begins while a hook is put up or taken away may leave out the keywords.
+    # If another thread registers or removes a hook meanwhile, PyTorch may leave out the keyword arguments.
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if mark.acts():
+        if scope.acts():
             frame = sys._getframe(1)
             if begun:
                 # Calls that raised have left theirs.
-                running = set(_frames_below(frame))
-                begun[:] = [each for each in begun if each[0] in running]
+                running = set(_callers(frame))
+                begun[:] = [call for call in begun if call[0] in running]
             begun.append((id(frame), begin(args, kwargs or {})))
 
     def after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
-        if not begun or not mark.acts():
+        frame = id(sys._getframe(1))
+        # Calls inside this one may have raised, and this one may have begun before the scope acted.
+        if not begun or not scope.acts() or all(call[0] != frame for call in begun):
             return None
-        here = id(sys._getframe(1))
-        if begun[-1][0] != here:
-            # Calls inside of this one raised, or this one began while nothing was to be seen.
-            at = next((at for at, (frame, _) in enumerate(begun) if frame == here), None)
-            if at is None:
-                return None
-            del begun[at + 1 :]
+        while begun[-1][0] != frame:
+            begun.pop()
         return end(begun.pop()[1], kwargs_and_output[-1])
 
     return ModuleHook(before), ModuleHook(after)
 
 
-def _frames_below(frame: FrameType) -> Iterator[int]:
-    """The frames that a frame was called from, each by its id: whoever holds a frame holds all that is in it."""
-    below = frame.f_back
-    while below is not None:
-        yield id(below)
-        below = below.f_back
+def _callers(frame: FrameType) -> Iterator[int]:
+    """Yield the ids of the frames that called a frame. A reference to a frame would keep its variables alive."""
+    caller = frame.f_back
+    while caller is not None:
+        yield id(caller)
+        caller = caller.f_back

@@ -286,7 +286,7 @@ class Editing:
         steps = started(self._steps)
         with ExitStack() as stack:
             stack.callback(_forget_hooks, [each.at for each in self._places if _is_unhooked_leaf(each.at)])
-            hooks = stack.enter_context(HookManager(standing=True))
+            hooks = stack.enter_context(HookManager(persistent=True))
             stack.enter_context(eager())
             for place in self._places:
                 # What hangs on the model does not hold the manager, which so dies with its block at the latest.

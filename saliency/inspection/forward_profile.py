@@ -80,7 +80,7 @@ def watched(model: nn.Module, feed: Feed) -> dict[nn.Module, Layer]:
     modules = unique_modules(model)
     watch = _Watch()
     layers = {module: Layer(watch, module) for module in modules}
-    with HookManager(alone=True) as hooks, torch.no_grad():
+    with HookManager(exclusive=True) as hooks, torch.no_grad():
         for module, layer in layers.items():
             if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 hooks.around(module, layer.begin, layer.end)

@@ -113,7 +113,7 @@ class Recording(Sequence[Call]):
         if self._open is not None:
             raise MethodError("this recording is running already; open another one with record(...)")
         with ExitStack() as stack:
-            hooks = stack.enter_context(HookManager(standing=True))
+            hooks = stack.enter_context(HookManager(persistent=True))
             stack.enter_context(eager())
             for name, module in self._modules.items():
                 self._tape.attach(hooks, name, module)

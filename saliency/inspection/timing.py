@@ -52,7 +52,7 @@ def timed(model: nn.Module, given: Feed, modules: list[nn.Module], rounds: int) 
     inside = [each for each in modules if each is not model]
     for _ in range(rounds):
         seconds = dict.fromkeys((model, *inside), 0.0)
-        with HookManager(alone=True) as hooks, torch.no_grad():
+        with HookManager(exclusive=True) as hooks, torch.no_grad():
             for module in inside:
                 hooks.around(module, *_clock(seconds, module, wait))
             wait()

@@ -81,7 +81,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | N
         return known
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
     # What the user records or edits meanwhile is not this: the layer that is found is that of the model itself.
-    with HookManager(alone=True), torch.enable_grad():
+    with HookManager(exclusive=True), torch.enable_grad():
         if known is None or known.modules != modules:
             known = _survey(model, noise, modules)
         # Where no layer has a gradient, as under a head of zeros, the next call may know better.

@@ -49,22 +49,22 @@ def seen_by(outer: HookManager, inner: HookManager, model: nn.Module) -> tuple[i
     ("outer", "inner", "seen"),
     [
         ({}, {}, (0, 1)),  # a model that asks for an explanation while it is explained
-        ({"standing": True}, {}, (1, 1)),  # an explanation inside a recording
-        ({}, {"standing": True}, (1, 1)),  # a model that records itself
-        ({"standing": True}, {"standing": True}, (1, 1)),
-        ({"standing": True}, {"alone": True}, (0, 1)),  # the search for a layer
-        ({"alone": True}, {}, (0, 1)),
+        ({"persistent": True}, {}, (1, 1)),  # an explanation inside a recording
+        ({}, {"persistent": True}, (1, 1)),  # a model that records itself
+        ({"persistent": True}, {"persistent": True}, (1, 1)),
+        ({"persistent": True}, {"exclusive": True}, (0, 1)),  # the search for a layer
+        ({"exclusive": True}, {}, (0, 1)),
     ],
 )
 def test_who_sees_a_call_depends_on_what_is_open_inside(outer: Any, inner: Any, seen: tuple[int, int]) -> None:
     assert seen_by(HookManager(**outer), HookManager(**inner), nn.Identity()) == seen
 
 
-def test_a_standing_manager_is_silent_for_all_that_runs_below_one_that_is_alone() -> None:
+def test_a_persistent_manager_is_silent_for_all_that_runs_below_an_exclusive_one() -> None:
     layer, calls = nn.Identity(), list[Any]()
-    with HookManager(standing=True) as standing:
-        standing.observe(layer, calls.append)
-        with HookManager(alone=True), HookManager() as inner:
+    with HookManager(persistent=True) as persistent:
+        persistent.observe(layer, calls.append)
+        with HookManager(exclusive=True), HookManager() as inner:
             captured = inner.capture(layer)
             layer(torch.ones(1))
         assert (len(calls), len(captured)) == (0, 1)
@@ -79,7 +79,7 @@ def test_around_pairs_what_went_in_with_what_came_out_also_in_recursion() -> Non
             return inner
 
     layer, pairs = Recursive(), list[tuple[int, int, int]]()
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         hooks.around(
             layer, lambda args, kwargs: (args[0], kwargs["add"]), lambda token, out: pairs.append((*token, out))
         )
@@ -111,7 +111,7 @@ def test_a_call_that_raised_leaves_nothing_to_the_others() -> None:
         tokens.append(weakref.ref(token))
         return token
 
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         hooks.around(layer, begin, lambda token, out: pairs.append((token.depth, out)))
         assert layer(2) == 2
         assert pairs == [(1, 1), (2, 2)]
@@ -127,7 +127,7 @@ def test_a_call_that_raised_leaves_nothing_to_the_others() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_model_that_is_made_inside_a_block_is_not_seen(copied: Callable[[nn.Module], nn.Module]) -> None:
     layer, seen = nn.Identity(), list[str]()
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         hooks.observe(layer, lambda output: seen.append("observed"))
         hooks.revise(layer, lambda output: output + 1)
         hooks.around(layer, lambda args, kwargs: seen.append("begun"), lambda token, output: seen.append("ended"))
@@ -140,9 +140,9 @@ def test_a_copy_of_a_model_that_is_made_inside_a_block_is_not_seen(copied: Calla
 
 def test_a_manager_that_another_thread_closes_does_not_silence_those_around_it() -> None:
     layer, seen = nn.Identity(), list[Tensor]()
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         hooks.observe(layer, seen.append)
-        inner = HookManager(alone=True)
+        inner = HookManager(exclusive=True)
         inner.__enter__()
         thread = threading.Thread(target=lambda: inner.__exit__(None, None, None))
         thread.start()
@@ -153,7 +153,7 @@ def test_a_manager_that_another_thread_closes_does_not_silence_those_around_it()
 
 def test_what_the_end_returns_takes_the_place_of_the_output() -> None:
     layer = nn.Identity()
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         hooks.around(layer, lambda args, kwargs: args[0], lambda given, out: given + 1)
         assert float(layer(torch.zeros(()))) == 1
     assert float(layer(torch.zeros(()))) == 0
@@ -274,17 +274,17 @@ def test_a_backward_pass_has_a_number_of_its_own() -> None:
 
 
 def test_handles_of_graphs_that_are_gone_do_not_pile_up() -> None:
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         for _ in range(5000):
             hooks.at_gradient(torch.ones(1, requires_grad=True) * 2, lambda gradient: None)
-        assert len(hooks._on_graphs) <= 1025
+        assert len(hooks._handles) <= 1025
 
 
 @pytest.mark.parametrize("attach", [HookManager.at_gradient, None])
 def test_a_graph_dies_though_the_block_goes_on(attach: Callable[..., None] | None) -> None:
     gc.disable()
     try:
-        with HookManager(standing=True) as hooks:
+        with HookManager(persistent=True) as hooks:
             x = torch.randn(3, requires_grad=True) * 1
             out, found = called(Layer(), x)
             if attach is not None:

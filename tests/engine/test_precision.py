@@ -542,7 +542,7 @@ def test_trials_leave_the_random_state(pace: list[float]) -> None:
 def test_standing_managers_see_the_passes_and_not_the_trials(pace: list[float]) -> None:
     model, x = network(torch.float32), X.float()
     seen: list[Any] = []
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         hooks.observe(model[9], lambda output: seen.append(output))  # type: ignore[index]
         ours = run_with(model, x, "fast")
         assert ours.note.startswith("fast")

@@ -230,7 +230,7 @@ def test_gradients_are_at_hand_whatever_the_callers_mode_is(mode: Callable[[], A
 def test_a_model_made_under_inference_mode_is_refused_with_the_cure() -> None:
     with torch.inference_mode():
         model = tiny_model()
-    with pytest.raises(ModelError, match=r"made under torch\.inference_mode\(\).*build or load the model outside"):
+    with pytest.raises(ModelError, match=r"created under torch\.inference_mode\(\).*build or load the model outside"):
         VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
 
 
@@ -238,7 +238,7 @@ def test_statistics_made_under_inference_mode_are_refused_too() -> None:
     model = tiny_model()
     with torch.inference_mode():
         model.get_submodule("norm").register_buffer("running_mean", torch.zeros(6))
-    with pytest.raises(ModelError, match=r"made under torch\.inference_mode"):
+    with pytest.raises(ModelError, match=r"created under torch\.inference_mode"):
         VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
 
 
@@ -247,7 +247,7 @@ def test_a_part_made_under_inference_mode_is_refused_too() -> None:
     with torch.inference_mode():
         head = nn.Linear(8, 5)
     model.add_module("head", head)
-    with pytest.raises(ModelError, match=r"made under torch\.inference_mode"):
+    with pytest.raises(ModelError, match=r"created under torch\.inference_mode"):
         VanillaGradient(model).attribute(noise(1, 3, 16, 16), 0)
 
 

@@ -380,7 +380,7 @@ def test_what_the_layers_of_torch_do_inside_is_themselves() -> None:
 def test_functions_of_the_users_own_hooks_and_of_recordings_are_not_those_of_the_layers_around() -> None:
     model = Net(lambda m, x: m.r(m.f(x)), f=nn.Linear(4, 4), r=nn.ReLU())
     expected = table(model, (2, 4)).rows
-    with HookManager(standing=True) as hooks:
+    with HookManager(persistent=True) as hooks:
         seen: list[Tensor] = []
         hooks.observe(model.get_submodule("f"), lambda output: seen.append(output + 1))
         assert table(model, (2, 4)).rows == expected
