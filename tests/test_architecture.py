@@ -180,6 +180,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert "saliency" in loaded
 
 
+@pytest.mark.slow
 def test_every_public_name_together_load_nothing_heavy() -> None:
     loaded = loaded_by("import saliency\nfor name in saliency.__all__: getattr(saliency, name)")
     assert not loaded & set(HEAVY)

@@ -36,6 +36,7 @@ def _registry_restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_the_code_of_a_page_runs_in_order_and_gives_what_its_comments_say(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def methods_of_the_page() -> dict[str, type[Attribution]]:
 
 
 @pytest.mark.parametrize("name", sorted(methods_of_the_page()))
+@pytest.mark.slow
 def test_a_method_of_each_family_from_public_names_keeps_every_promise(name: str) -> None:
     cls = methods_of_the_page()[name]
     METHODS[name] = cls

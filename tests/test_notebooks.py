@@ -21,6 +21,8 @@ from notebooks import checks
 from notebooks.__main__ import main
 from notebooks.pages import HOME, CellError, execute, notebook_of, pages, read, tidied, write
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 EACH_PAGE = pytest.mark.parametrize("script", pages(), ids=lambda script: script.stem)
 

@@ -83,6 +83,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("maps", [False, True])
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_same_folder(
     tmp_path: Path, maps: bool
 ) -> None:
@@ -123,6 +124,7 @@ def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_sam
             folder += 1
 
 
+@pytest.mark.slow
 def test_what_was_done_before_a_kill_stays_done_with_its_maps(tmp_path: Path) -> None:
     photos(tmp_path / "in", 24)
     quick(tmp_path / "in", tmp_path / "whole", methods=METHODS, maps=True)

@@ -17,6 +17,8 @@ from tests.browser import Visit, chromium, until, visit
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.slow
+
 METHODS = ("grad_cam", "layer_cam", "guided_backprop")
 CLASSES = {0: "tiger cat", 1: "espresso", 2: "tripod"}
 

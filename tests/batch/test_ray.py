@@ -41,7 +41,7 @@ from saliency.batch.work_group import Work
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 
 # Ray builds its settings by way of names that it has deprecated itself.
-pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")]
 
 ASSETS = Path(__file__).parents[2] / "assets"
 METHODS = ("grad_cam", "layer_cam")

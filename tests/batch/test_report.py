@@ -240,6 +240,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
+@pytest.mark.slow
 def test_data_is_json_that_cannot_leave_its_element(value: object) -> None:
     text = packing.dumped(value)
     assert json.loads(text) == value

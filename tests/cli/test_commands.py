@@ -101,8 +101,10 @@ def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Call
     assert f"5 overlays of 5 photos in {tmp_path}/\ncontact sheet: {tmp_path / 'sheet.png'}\n" in answer.out
 
 
+@pytest.mark.slow
 def test_every_method_is_drawn_and_on_the_sheet(run: Callable[..., Run], tmp_path: Path) -> None:
-    answer = explain(run, tmp_path, COFFEE, "--method", "all", *QUICK, "--sheet")
+    small = ("--model", "shufflenet_v2_x0_5", "--weights", "none")
+    answer = explain(run, tmp_path, COFFEE, *small, "--method", "all", *QUICK, "--sheet")
     assert answer.code == 0, answer.err
     assert set(names(tmp_path)) == {f"coffee.{method}.png" for method in METHODS} | {"sheet.png"}
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -193,6 +195,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
     assert "hidden" not in answer.out
 
 
+@pytest.mark.slow
 def test_a_method_that_does_not_apply_does_not_cost_the_others(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +303,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--model", "lraspp_mobilenet_v3_large", "--weights", "none"], "not (N, classes)"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said_before_any_work(
     run: Callable[..., Run], tmp_path: Path, words: list[str], answer: str
 ) -> None:
@@ -395,6 +399,7 @@ def test_an_interrupted_run_keeps_what_is_made(
 
 @pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_control_c_and_sigterm_end_with_130_and_leave_no_partial_file(tmp_path: Path, number: int) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()

@@ -193,6 +193,7 @@ def test_the_bar_tells_speed_and_failures_on_a_terminal_and_is_quiet_elsewhere(
     assert "1 failed" in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_a_command_that_is_terminated_is_interrupted_and_goes_on_to_the_same_files(tmp_path: Path) -> None:
     photos(tmp_path / "in", 200)
     out = tmp_path / "out"

@@ -65,6 +65,7 @@ def test_the_layer_that_cams_read_is_marked_and_named(answer: Callable[..., str]
     assert "4,652,008 parameters, all trainable; 385 M multiply-adds; " in text
 
 
+@pytest.mark.slow
 def test_the_tables_go_as_deep_as_there_is_room_or_as_is_asked_for(answer: Callable[..., str]) -> None:
     top = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
     assert names(answer(*RESNET, "--depth", 1)) == top
@@ -101,6 +102,7 @@ def test_the_layer_that_cams_read_is_shown_however_deep_it_lies(
     assert '"body.0" is taken' in text
 
 
+@pytest.mark.slow
 def test_the_photo_sets_the_size_where_the_model_takes_any(answer: Callable[..., str]) -> None:
     words = ("lraspp_mobilenet_v3_large", "--weights", "none", "--depth", 1, "--photo", COFFEE)
     assert "on an input of 520x780" in answer(*words)
@@ -123,6 +125,7 @@ def test_random_weights_in_place_of_those_that_cannot_be_had_are_said(
 # Statistics ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_statistics_are_those_of_the_same_layers(answer: Callable[..., str]) -> None:
     text = answer(*RESNET, "--depth", 1, "--stats", "--gradients", "--target", 281, "--photo", COFFEE)
     titles = [line for line in text.splitlines() if re.match(r"(ResNet|Activations|Gradients)", line)]
@@ -139,6 +142,7 @@ def test_the_statistics_are_those_of_the_same_layers(answer: Callable[..., str])
     assert "layer1.0.conv1.weight" in answer(*RESNET, "--all", "--gradients")
 
 
+@pytest.mark.slow
 def test_the_gradients_are_those_of_the_top_class_or_of_the_one_that_is_asked_for(
     answer: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -201,6 +205,7 @@ class Page(HTMLParser):
             self.headings.append(data)
 
 
+@pytest.mark.slow
 def test_the_page_has_all_that_was_asked_for_and_needs_nothing_else(answer: Callable[..., str], tmp_path: Path) -> None:
     file = tmp_path / "deep.html"
     words = (*RESNET, "--depth", 1, "--photo", COFFEE, "--stats", "--gradients", "--html", file)
@@ -239,6 +244,7 @@ def test_what_a_photo_and_a_model_are_called_is_text_on_the_page(answer: Callabl
 
 
 @pytest.mark.parametrize("width", [320, 390])
+@pytest.mark.slow
 def test_on_a_phone_the_page_is_no_wider_than_the_screen_and_its_tables_can_be_moved(
     width: int, answer: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -328,6 +334,7 @@ def test_slips_are_answered_before_any_work_where_that_can_be(
 
 
 @pytest.mark.parametrize("columns", [60, 100, 200])
+@pytest.mark.slow
 def test_a_terminal_shows_what_it_has_room_for_and_says_what_not(columns: int) -> None:
     shown = under_terminal(columns, "layers", *RESNET, "--depth", "2")
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2]).splitlines()

@@ -45,6 +45,7 @@ def under_terminal(columns: int, *words: object, folder: Path | None = None) -> 
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_and_then_a_table_that_fits_it(columns: int, tmp_path: Path) -> None:
     photos = copies(tmp_path, "first.jpg", "second.jpg")
     methods = ("-m", "grad_cam", "grad_cam_plus_plus")
@@ -61,6 +62,7 @@ def test_a_terminal_shows_a_bar_and_then_a_table_that_fits_it(columns: int, tmp_
     assert "o/second.grad_cam_plus_plus.png" in text  # in one piece
 
 
+@pytest.mark.slow
 def test_a_single_photo_needs_no_bar(tmp_path: Path) -> None:
     assert "0/1" not in under_terminal(80, "explain", *copies(tmp_path, "a.jpg"), "--out", tmp_path / "o")
 
@@ -84,6 +86,7 @@ def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
 
+@pytest.mark.slow
 def test_an_encoding_that_lacks_a_letter_gets_a_question_mark(tmp_path: Path) -> None:
     (photo,) = copies(tmp_path, "œuf.jpg")
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

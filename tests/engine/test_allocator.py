@@ -45,6 +45,7 @@ def faults(first: str = "") -> int:
 
 
 @on_glibc
+@pytest.mark.slow
 def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
     # Pages may be as large as 2 MiB.
     assert faults() >= 4 * 32

@@ -570,6 +570,7 @@ def test_an_interrupt_in_a_trial_goes_on_and_leaves_nothing(pace: list[float]) -
     assert run_with(model, X.float(), "fast").note.startswith("fast")
 
 
+@pytest.mark.slow
 def test_a_runner_of_a_private_copy_is_a_runner(pace: list[float]) -> None:
     model, x = network(torch.float32), X.float()
     inner = run_with(model, x, "fast")

@@ -455,6 +455,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_a_deep_graph_is_freed_within_a_small_stack() -> None:
     """PyTorch frees nodes that Python has seen within each other, and a segmentation fault ends the process."""
     done = subprocess.run([sys.executable, "-c", _DEEP], capture_output=True, text=True, check=False)  # noqa: S603

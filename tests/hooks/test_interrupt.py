@@ -98,6 +98,7 @@ def interrupted(
 # An interrupt that falls into a finalizer is reported by Python, since nothing could catch it there.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="interrupts by a timer need setitimer")
+@pytest.mark.slow
 def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
     assert threading.current_thread() is threading.main_thread()
     x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))

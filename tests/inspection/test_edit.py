@@ -229,6 +229,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.slow
 def test_scaling_every_layer_by_one_is_bit_for_bit_no_edit(name: str) -> None:
     model = NETWORKS[name]().eval()
     x = torch.randn(2, 3, 64, 64, requires_grad=True)

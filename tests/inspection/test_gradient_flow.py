@@ -313,6 +313,7 @@ def test_nothing_to_draw_is_an_error_that_says_so() -> None:
         gradient_flow(without, of="parameters")
 
 
+@pytest.mark.slow
 def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
     code = (
         "import io, sys, matplotlib, torch\n"
@@ -328,11 +329,13 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)  # noqa: S603
 
 
+@pytest.mark.slow
 def test_importing_it_does_not_import_matplotlib() -> None:
     code = "import sys, saliency.inspection.gradient_flow; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)  # noqa: S603
 
 
+@pytest.mark.slow
 def test_the_statistics_are_not_changed() -> None:
     statistics = gradient_statistics(tiny_model(), images(1))
     before = statistics.layers.rows, statistics.parameters.rows

@@ -165,6 +165,7 @@ def test_layers_have_the_gradients_of_full_backward_hooks() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "googlenet", "mobilenet_v2", "densenet121", "vit_b_16"])
+@pytest.mark.slow
 def test_parameters_of_torchvisions_networks_have_the_gradients_of_backward(name: str) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"init_weights": False} if name == "googlenet" else {}
@@ -184,6 +185,7 @@ def test_parameters_of_torchvisions_networks_have_the_gradients_of_backward(name
             assert row.norm == pytest.approx(float(wanted[row.name].norm()), rel=1e-8)
 
 
+@pytest.mark.slow
 def test_a_layer_in_place_and_called_again_has_the_gradient_of_each_of_its_outputs() -> None:
     model, x = precise(), photos(2)
     out_of_place = copy.deepcopy(model)
@@ -587,6 +589,7 @@ def test_the_input_of_the_user_gets_no_gradient_and_its_graph_is_left_alone() ->
     assert start.grad.unique().tolist() == [2.0]
 
 
+@pytest.mark.slow
 def test_no_activation_and_no_gradient_outlives_its_batch() -> None:
     model = tiny_model()
     alive: list[weakref.ref[Tensor]] = []

@@ -118,6 +118,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, list[str | None]]] = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.slow
 def test_the_two_products_are_adjoint(name: str, frozen: bool) -> None:
     make, size, layers = NETWORKS[name]
     model = make().double().requires_grad_(not frozen)

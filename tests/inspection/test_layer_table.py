@@ -60,6 +60,7 @@ def of_the_model(forward: Callable[..., Any], example: Any, **modules: nn.Module
 # The networks everyone knows -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resnet50_on_ten_images_has_the_rows_that_its_paper_has() -> None:
     found = table(torchvision.models.resnet50(weights=None), (10, 3, 224, 224), depth=1)
     assert [(row.name, row.kind, row.output) for row in found] == [
@@ -126,6 +127,7 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_multiply_adds_are_half_of_what_torch_counts_in_every_layer(name: str) -> None:
     make, size = MODELS[name]
     model, x = make().eval(), torch.randn(1, 3, size, size)
@@ -139,6 +141,7 @@ def test_multiply_adds_are_half_of_what_torch_counts_in_every_layer(name: str) -
         assert row.multiply_adds * 2 == flops.get(f"{type(model).__name__}.{row.name}", 0), row.name
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_as_large_as_in_its_paper() -> None:
     found = table(torchvision.models.vit_b_16(weights=None), (1, 3, 224, 224), depth=1)
     assert found.model.multiply_adds == 17_563_828_224
@@ -747,6 +750,7 @@ def test_other_threads_are_neither_seen_nor_disturbed() -> None:
     assert failures == []
 
 
+@pytest.mark.slow
 def test_many_tables_leave_nothing_behind() -> None:
     model, x = Net(lambda m, x: m.r(m.f(x)) + 1, f=nn.Linear(3, 3), r=nn.ReLU()), torch.randn(2, 3)
 

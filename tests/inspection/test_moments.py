@@ -192,6 +192,7 @@ def test_scaled_moments_are_those_of_the_scaled_numbers() -> None:
     assert moments(tensor).scaled(1) == moments(tensor)
 
 
+@pytest.mark.slow
 def test_the_tensor_is_left_as_it_is_and_not_kept() -> None:
     tensor = noise(3, 5).t()
     before, version, strides = tensor.clone(), tensor._version, tensor.stride()

@@ -234,6 +234,7 @@ def test_layers_that_work_in_place_are_recorded_as_those_that_do_not(name: str) 
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.slow
 def test_a_recorded_run_computes_what_it_would_without(name: str) -> None:
     model = IN_PLACE[name]().train()
     x = torch.randn(2, 3, 64, 64)
@@ -623,6 +624,7 @@ def test_a_function_decides_what_is_kept() -> None:
     assert [call.inputs for call in recording] == [None, None]
 
 
+@pytest.mark.slow
 def test_gradients_die_with_their_graph_though_the_block_goes_on() -> None:
     model = nn.Sequential(nn.Linear(4, 3), Twice(), nn.ReLU(inplace=True))
     gc.collect()

@@ -77,6 +77,7 @@ def test_torchvision_presets_are_met_bit_for_bit(weights: Any, size: tuple[int, 
 
 @pytest.mark.parametrize("config", TIMM, ids=lambda c: f"{c['input_size']}-{c.get('crop_mode')}-{c['interpolation']}")
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.slow
 def test_timm_transforms_are_met_bit_for_bit(config: dict[str, Any], size: tuple[int, int]) -> None:
     theirs = TIMM_DATA.create_transform(**config)
     assert torch.equal(as_preprocess(config)(noise(size)), theirs(noise(size)))
@@ -256,6 +257,7 @@ def compose(resize: Any, crop: Any, interpolation: InterpolationMode = Interpola
     [(4000, 3000), (3000, 4000), (1600, 1066), (500, 375), (3999, 257), (30, 500), (5, 7), (2, 3), (1, 9), (1, 1)],
 )
 @pytest.mark.parametrize(("resize", "crop"), [(256, (224, 224)), ((300, 200), (224, 224)), (100, (224, 224))])
+@pytest.mark.slow
 def test_the_crop_of_a_callable_is_found_to_a_pixel(size: tuple[int, int], resize: Any, crop: tuple[int, int]) -> None:
     found = TransformPreprocess(compose([resize] if isinstance(resize, int) else resize, crop)).box(size)
     assert np.abs(np.subtract(found, Preprocess(crop, resize).box(size))).max() < 1

@@ -298,6 +298,7 @@ def misplaced(model: nn.Module, name: str, size: tuple[int, int], off_by: float)
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_the_layer_that_is_found_by_itself_is_read_as_it_lies_in_memory(name: str) -> None:
     case = CASES[name]
     found = look(made(name), torch.randn(1, 3, *case.size))
@@ -306,12 +307,14 @@ def test_the_layer_that_is_found_by_itself_is_read_as_it_lies_in_memory(name: st
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_a_change_in_a_corner_of_the_image_shows_in_that_corner_of_the_map(name: str) -> None:
     case = CASES[name]
     assert misplaced(made(name), case.layer, case.size, case.off_by) == []
 
 
 @pytest.mark.parametrize("name", ["torchvision swin_t", "swin_tiny", "convnext_atto", "densenet121"])
+@pytest.mark.slow
 def test_the_stages_that_a_fusion_reads_are_in_order_too(name: str) -> None:
     case = CASES[name]
     stages = look(made(name), torch.randn(1, 3, *case.size)).stages()
@@ -441,6 +444,7 @@ def test_tokens_are_counted_by_the_grid_that_the_model_was_seen_to_use(size: tup
 # Segmentation.
 
 
+@pytest.mark.slow
 def test_a_segmentation_model_is_read_before_its_class_scores() -> None:
     torch.manual_seed(0)
     import torchvision
@@ -537,6 +541,7 @@ def test_a_detector_that_found_nothing_has_no_layer() -> None:
         GradCAM(model).attribute(x, summed("scores"))
 
 
+@pytest.mark.slow
 def test_the_example_of_a_target_for_a_detector_works_as_it_is_written() -> None:
     model, x = detector("faster_rcnn"), torch.rand(2, 3, 64, 64)
     with pytest.raises(TargetError, match="for example") as caught:

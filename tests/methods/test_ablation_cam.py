@@ -146,6 +146,7 @@ def small(name: str) -> tuple[nn.Module, str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
 @pytest.mark.parametrize("name", ["resnet18", "densenet", "vit", "swin"])
+@pytest.mark.slow
 def test_both_are_one_changed_forward_after_the_other(name: str) -> None:
     model, layer, x = small(name)
     found = AblationCAM(model, layer, channels=6).attribute(x, 3)

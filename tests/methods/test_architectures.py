@@ -25,6 +25,7 @@ SAMPLE = (
 
 
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.slow
 def test_guided_backprop_is_exact_or_refused_and_the_layer_found_by_itself_serves(name: str) -> None:
     with warnings.catch_warnings():
         # A library's own, as of timm on a deprecated name.

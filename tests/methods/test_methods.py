@@ -82,6 +82,7 @@ def tiny_tokens() -> nn.Module:
 
 
 @pytest.mark.parametrize("cls", [saliency.GuidedBackprop, GradCAM, saliency.EigenCAM, saliency.GuidedGradCAM])
+@pytest.mark.slow
 def test_the_promises_hold_on_a_model_of_tokens(cls: type[Attribution]) -> None:
     for _, check in checks(cls, model=tiny_tokens):
         check()

@@ -413,6 +413,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.slow
 def test_torchvision_networks_equal_the_reference(name: str) -> None:
     models = pytest.importorskip("torchvision.models")
     size, more = NETWORKS[name]
@@ -422,6 +423,7 @@ def test_torchvision_networks_equal_the_reference(name: str) -> None:
         check(model, images(1 if size > 32 else 2, size), rule, percentile=80)
 
 
+@pytest.mark.slow
 def test_the_bundled_network_equals_the_reference_on_a_photo() -> None:
     model = saliency.load("efficientnet_lite0").eval()
     with Image.open(ASSETS / "coffee.jpg") as photo:

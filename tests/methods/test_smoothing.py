@@ -84,6 +84,7 @@ def test_the_gradient_of_a_square_is_known_with_its_error() -> None:
 
 
 @pytest.mark.parametrize("cls", ALL)
+@pytest.mark.slow
 def test_the_error_covers_the_truth_as_often_as_it_claims(cls: type[NoisyAttribution]) -> None:
     """On cubes: the gradient 3 (x + s n)^2 is not normal, and its first two moments are known."""
     x = picture()
@@ -101,6 +102,7 @@ def test_the_error_covers_the_truth_as_often_as_it_claims(cls: type[NoisyAttribu
     assert 0.9 <= share <= 0.99
 
 
+@pytest.mark.slow
 def test_the_error_of_the_mean_is_right_on_a_network() -> None:
     """Over repeated seeds the 95 % interval covers a long run."""
     model = tiny_model().double()
@@ -115,12 +117,11 @@ def test_the_error_of_the_mean_is_right_on_a_network() -> None:
 
 
 def test_the_mean_is_that_of_captum() -> None:
-    from captum.attr import NoiseTunnel, Saliency
-
+    peer = pytest.importorskip("captum.attr")
     model = tiny_model().double()
     x = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     found = SmoothGrad(model, passes=1500, noise=0.1, chunk=16).attribute(x, 1)
-    tunnel = NoiseTunnel(Saliency(model))
+    tunnel = peer.NoiseTunnel(peer.Saliency(model))
     expected = tunnel.attribute(
         x.clone().requires_grad_(),
         nt_type="smoothgrad",
@@ -146,6 +147,7 @@ def test_noise_of_zero_is_the_method_itself() -> None:
 
 
 @pytest.mark.parametrize(("cls", "inner"), [(SmoothGrad, "guided_backprop"), (VarGrad, "grad_cam")])
+@pytest.mark.slow
 def test_the_promises_hold_around_other_methods(cls: type[NoisyAttribution], inner: str) -> None:
     check_method(cls, inner=inner, passes=4)
 

@@ -157,6 +157,7 @@ def test_a_figure_of_nothing_is_an_error() -> None:
         figure([])
 
 
+@pytest.mark.slow
 def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
     check = (
         "import sys, saliency.render.overlay; "
@@ -168,6 +169,7 @@ def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_figure_does_not_import_pyplot() -> None:
     check = (
         "import sys, torch; sys.path.insert(0, 'tests'); from drawing import explained, noise, whole; "

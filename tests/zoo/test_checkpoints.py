@@ -70,6 +70,7 @@ def test_a_checkpoint_of_the_bundled_packages_own_spelling_fits(tmp_path: Path) 
     assert same_weights(loaded, zoo.load("efficientnet_lite1"))
 
 
+@pytest.mark.slow
 def test_torchvisions_own_files_fit_with_their_old_spelling_and_their_training_heads(tmp_path: Path) -> None:
     models = pytest.importorskip("torchvision.models")
     dense = differing("densenet121")

@@ -136,12 +136,14 @@ def run(code: str, *, first_on_path: Path | None = None) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_importing_the_zoo_imports_neither_torchvision_nor_timm() -> None:
     code = "import sys, saliency.zoo; print({'torchvision', 'timm', 'huggingface_hub'} & sys.modules.keys())"
     assert run(code).strip() == "set()"
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "timm/resnet18"])
+@pytest.mark.slow
 def test_a_torchvision_built_for_another_torch_is_said_in_words(tmp_path: Path, name: str) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(

@@ -57,6 +57,7 @@ def test_what_takes_no_picture_or_does_not_exist_is_no_model(name: str) -> None:
         zoo.load(name, weights=None)
 
 
+@pytest.mark.slow
 def test_bare_names_mean_bundled_then_torchvision_then_timm_and_prefixes_decide() -> None:
     origins = {
         name: type(zoo.load(name, weights=None)).__module__.partition(".")[0]
@@ -94,6 +95,7 @@ def test_the_table_of_models_has_each_name_once_as_load_takes_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "squeezenet1_1", "lraspp_mobilenet_v3_large"])
+@pytest.mark.slow
 def test_a_torchvision_model_sees_what_torchvisions_own_transform_shows_it(name: str) -> None:
     models = pytest.importorskip("torchvision.models")
     model: Any = zoo.load(name, weights=None)
@@ -150,6 +152,7 @@ def test_the_names_of_the_classes_stand_in_the_order_of_timms_models() -> None:
         assert name in names
 
 
+@pytest.mark.slow
 def test_larger_sets_of_classes_have_wordnets_names_each_once_and_unknown_sets_none() -> None:
     timm = pytest.importorskip("timm")
     model: Any = zoo.load("timm/convnext_nano.in12k", weights=None)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from captum.attr import FeatureAblation as CaptumFeatureAblation
 from torch import Tensor
 
 from saliency.errors import MethodError
@@ -44,7 +43,8 @@ def test_it_is_captums_shared_out_among_the_pixels() -> None:
     labels = labels.repeat_interleave(4, 1)
     found = FeatureAblation(model, segments=labels, fill=-0.2).attribute(x, 2)
     numbered = segmented(x, as_segments(labels)).labels
-    expected = CaptumFeatureAblation(model).attribute(x, target=2, feature_mask=numbered[None, None], baselines=-0.2)
+    peer = pytest.importorskip("captum.attr")
+    expected = peer.FeatureAblation(model).attribute(x, target=2, feature_mask=numbered[None, None], baselines=-0.2)
     sizes = torch.bincount(numbered.flatten())[numbered]
     torch.testing.assert_close(found.values[0, 0], expected[0, 0].double() / sizes, rtol=1e-5, atol=1e-7)
     assert found.effort[0].note == "4 segments"

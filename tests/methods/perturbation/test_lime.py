@@ -52,6 +52,7 @@ def test_the_coefficients_are_those_of_a_weighted_regression_near_the_picture(pe
     assert 0.4 < float(shown[1:].mean()) < 0.6
 
 
+@pytest.mark.slow
 def test_the_intervals_hold_a_long_run_as_often_as_they_claim() -> None:
     model, x = Game(interplay(8), (2, 4)), torch.ones(1, 3, 4, 8, dtype=torch.float64)
     long = LIME(model, segments=(2, 4), passes=20_000, chunk=5000, seed=10**6).attribute(x, 0)
@@ -83,6 +84,7 @@ def test_the_explained_variance_does_not_grow_with_fewer_samples() -> None:
     assert sum(explained(18, seed) for seed in range(60)) / 60 == pytest.approx(expected, abs=0.15)  # unadjusted: .64
 
 
+@pytest.mark.slow
 def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk() -> None:
     model = Game(interplay(10), (2, 5))
     found = [LIME(model, segments=(2, 5), tolerance=0.1, chunk=chunk).attribute(ONES, 0) for chunk in (1, 7, 16)]

@@ -64,12 +64,14 @@ def test_the_least_that_has_to_go_is_the_patch() -> None:
 
 
 @pytest.mark.parametrize("keep", ["best", "worst"])
+@pytest.mark.slow
 def test_the_part_that_suffices_holds_the_patch(keep: Any) -> None:
     found = ExtremalPerturbation(OnePatch(), areas=[0.1], steps=120, keep=keep).attribute(picture(), 0)
     assert float(found.values[0, 0, ROWS, COLUMNS].mean()) > 0.75
     assert inside(found.values) > 0.4  # the patch is 1/16 of the picture
 
 
+@pytest.mark.slow
 def test_the_area_is_what_was_asked_for() -> None:
     model, x = tiny_model().double(), picture()
     for area in (0.1, 0.5):
@@ -79,6 +81,7 @@ def test_the_area_is_what_was_asked_for() -> None:
         assert float(((found.values > 0.2) & (found.values < 0.8)).double().mean()) < 0.35
 
 
+@pytest.mark.slow
 def test_several_areas_are_the_mean_of_their_masks() -> None:
     model, x = tiny_model().double(), picture()
     both = ExtremalPerturbation(model, areas=(0.1, 0.4), steps=20).attribute(x, 1)
@@ -88,6 +91,7 @@ def test_several_areas_are_the_mean_of_their_masks() -> None:
 
 
 @pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.slow
 def test_the_unit_of_the_score_does_not_matter(cls: type[OptimisedMask]) -> None:
     found = [cls(OnePatch(factor), steps=20).attribute(picture(), 0).values for factor in (1.0, 1e-6, 1e6)]
     assert torch.allclose(found[0], found[1], atol=1e-6)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from captum.attr import Occlusion as CaptumOcclusion
 from torch import Tensor, nn
 
 import saliency.methods.perturbation.occlusion as module
@@ -61,7 +60,7 @@ def test_a_window_larger_than_the_picture_is_the_whole_picture() -> None:
 
 def test_it_is_captums_where_the_windows_fit_the_picture() -> None:
     model, x = tiny_model().double(), noise(2, 3, 16, 16)
-    oracle = CaptumOcclusion(model)
+    oracle = pytest.importorskip("captum.attr").Occlusion(model)
     for fill in (0.0, -0.4):
         found = Occlusion(model, window=4, stride=2, fill=fill).attribute(x, [0, 3])
         expected = oracle.attribute(
@@ -102,6 +101,7 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
     torch.testing.assert_close(local.values, whole.values, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_promises_hold_recomputed_locally_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FEW", 2)
     check_method(Occlusion)

@@ -34,6 +34,7 @@ def test_a_mask_is_an_enlarged_grid_moved_by_less_than_a_cell(size: tuple[int, i
         torch.testing.assert_close(made[number], expected)
 
 
+@pytest.mark.slow
 def test_masks_have_the_mean_and_the_variance_that_are_claimed_at_every_pixel() -> None:
     drawn = Masks(picture(), 3, 0.3, seed=0)
     masks = torch.cat([drawn(at, at + 500) for at in range(0, 20_000, 500)])
@@ -105,6 +106,7 @@ def test_a_constant_score_is_a_map_of_zeros_where_debiased_and_of_itself_where_n
 
 
 @pytest.mark.parametrize(("debiased", "passes"), [(True, 150), (False, 150)])
+@pytest.mark.slow
 def test_the_intervals_hold_a_long_run_as_often_as_they_claim(debiased: bool, passes: int) -> None:
     model, x = tiny_model().double(), noise(1, 3, 8, 8)
     options: dict[str, Any] = {"grid": 3, "debiased": debiased}
@@ -146,6 +148,7 @@ def test_probabilities_are_a_target_as_any_other() -> None:
 @pytest.mark.parametrize(
     ("name", "check"), [each for each in checks(RISE, debiased=False) if each[0] != "zero_gradient"]
 )
+@pytest.mark.slow
 def test_the_papers_form_keeps_the_promises_too(name: str, check: Any) -> None:
     check()  # but for that of zeros on a constant score
 

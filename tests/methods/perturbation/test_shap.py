@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from captum.attr import KernelShap, ShapleyValueSampling
 from torch import Tensor
 
 from saliency.errors import SaliencyWarning
@@ -53,6 +52,7 @@ def test_with_all_combinations_kernel_shap_is_the_definition(many: int) -> None:
     assert not found.error.any()
 
 
+@pytest.mark.slow
 def test_the_errors_of_kernel_shap_are_right_for_few_pairs_too() -> None:
     """19 pairs for 12 parts: the fit takes more than half of what the residuals were."""
     model, x = Game(interplay(12), (3, 4)), torch.ones(1, 3, 6, 8, dtype=torch.float64)
@@ -86,6 +86,7 @@ def test_the_errors_shrink_with_the_root_of_the_passes() -> None:
 
 
 @pytest.mark.parametrize(("method", "passes"), [(KernelSHAP, 221), (ShapleySampling, 1 + 40 * 14)])
+@pytest.mark.slow
 def test_the_intervals_hold_the_exact_values_as_often_as_they_claim(method: Any, passes: int) -> None:
     value = interplay(8)
     truth = shapley_values(value, 8)
@@ -120,14 +121,16 @@ def test_drawn_combinations_come_with_their_complements_and_in_proportion_to_the
     torch.testing.assert_close(sizes / sizes.sum(), wanted / wanted.sum(), rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 def test_captum_finds_the_same_by_other_draws() -> None:
+    peer = pytest.importorskip("captum.attr")
     model, x = tiny_model().double(), noise(1, 3, 16, 16)
     labels = (torch.arange(16)[:, None] // 8 * 2 + torch.arange(16) // 8).repeat(1, 3, 1, 1)
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        kernel = KernelShap(model).attribute(x, target=1, feature_mask=labels, n_samples=1000)
-        sampled = ShapleyValueSampling(model).attribute(x, target=1, feature_mask=labels, n_samples=100)
+        kernel = peer.KernelShap(model).attribute(x, target=1, feature_mask=labels, n_samples=1000)
+        sampled = peer.ShapleyValueSampling(model).attribute(x, target=1, feature_mask=labels, n_samples=100)
     for method, theirs in ((KernelSHAP, kernel), (ShapleySampling, sampled)):
         found = method(model, segments=(2, 2)).attribute(x, 1)
         expected = theirs[0, 0, ::8, ::8].flatten().double()
@@ -137,6 +140,7 @@ def test_captum_finds_the_same_by_other_draws() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk(method: Any) -> None:
     model = Game(interplay(12), (3, 4))
     x = torch.ones(1, 3, 9, 8, dtype=torch.float64)

@@ -167,6 +167,7 @@ def test_blocks_of_the_kernel_do_not_show(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.allclose(whole.error, parts.error)
 
 
+@pytest.mark.slow
 def test_the_error_of_the_criterion_covers_a_long_run() -> None:
     def score(bits: Tensor) -> Tensor:
         return 2 * bits[:, 0] + 1.5 * bits[:, 1] * bits[:, 2] + 0.3 * bits[:, 3]
