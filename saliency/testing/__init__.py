@@ -1,4 +1,4 @@
-"""Does a method keep the promises of this toolkit? Checks for any subclass of `Attribution`, also your own.
+"""Checks that any subclass of `Attribution`, also your own, keeps the promises of this toolkit.
 
     from saliency.testing import check_method
 
@@ -22,43 +22,38 @@ from torch import nn
 
 from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
-from .contract import CONTRACT_CHECKS
-from .inputs import INPUT_CHECKS
-from .subject import Check, Subject, tiny_model
-from .untouched import untouched_checks
-from .values import VALUE_CHECKS
+from . import consistency, results  # noqa: F401 - register their checks
+from .case import CHECKS, Check, MethodCase, images, tiny_model
+from .unchanged import Snapshot
 
-__all__ = ["check_method", "checks", "tiny_model"]
+__all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model"]
 
 
 def checks(
     method: type[Attribution], *, model: Callable[[], nn.Module] = tiny_model, **options: Any
 ) -> list[tuple[str, Callable[[], None]]]:
-    """The promises that apply to a method, each with a function that raises AssertionError where it is broken.
+    """Return the name of each promise with a function that raises AssertionError if the method breaks it.
 
     Args:
         method: The class.
-        model: Builds the classifier that the checks run on, from batches (N, 3, 16, 16) to scores (N, 2 classes or
-            more), in float32 on the CPU and the same at every call. By default a small convolutional network with
-            several kinds of ReLU, global average pooling and a linear head.
-        options: Options of the method's constructor; layers by name. Where a method makes many passes, they add to its
-            own `trial`.
-
+        model: Builds the classifier that the checks run on, from batches (N, 3, 16, 16) to scores (N, classes) with at
+            least 2 classes, in float32 on the CPU, and the same at every call. By default a small convolutional network
+            with several kinds of ReLU, global average pooling and a linear head.
+        options: Options of the method's constructor; layers by name. They extend the method's `quick_options`.
     """
-    subject = Subject(method, {**method.quick_options, **options}, model)
-    found = {**CONTRACT_CHECKS, **VALUE_CHECKS, **INPUT_CHECKS, **untouched_checks(subject)}
-    return [(name, partial(_without_warnings, check, subject)) for name, check in found.items()]
+    case = MethodCase(method, {**method.quick_options, **options}, model)
+    return [(name, partial(_without_warnings, check, case)) for name, check in CHECKS.items()]
 
 
-def _without_warnings(check: Check, subject: Subject) -> None:
-    """Run a check on inputs that a method may well warn about: the result is what counts."""
+def _without_warnings(check: Check, case: MethodCase) -> None:
+    """Run a check; only its result counts, and a method may warn about such inputs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaliencyWarning)
-        check(subject)
+        check(case)
 
 
 def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] = tiny_model, **options: Any) -> None:
-    """Put every promise of the toolkit to the test on a method.
+    """Check every promise of the toolkit on a method.
 
     Args:
         method: The class.
@@ -66,9 +61,8 @@ def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] = 
         options: Options of the method's constructor; layers by name.
 
     Raises:
-        AssertionError: Promises are broken; the message lists all of them, and how. Its cause is an ExceptionGroup of
-            the single failures with their tracebacks.
-
+        AssertionError: The method breaks promises; the message lists all of them with the reason. The cause is an
+            ExceptionGroup of the single failures with their tracebacks.
     """
     failures: list[Exception] = []
     report: list[str] = []

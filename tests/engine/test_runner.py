@@ -27,8 +27,7 @@ from saliency.engine.multi_pass import ImageAttribution, SampledAttribution, fro
 from saliency.engine.runner import MakeInputs, PassRunner
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
-from saliency.testing import tiny_model
-from saliency.testing.subject import images
+from saliency.testing import images, tiny_model
 
 named: dict[str, Any] = {**METHODS}
 

@@ -32,9 +32,7 @@ from saliency.inspection.activation_statistics import ActivationStatistics, Laye
 from saliency.inspection.gradient_statistics import gradient_statistics
 from saliency.inspection.layer_table import layer_table
 from saliency.inspection.record import record
-from saliency.testing import tiny_model
-from saliency.testing.snapshot import Snapshot
-from saliency.testing.subject import images
+from saliency.testing import Snapshot, images, tiny_model
 from tests.threads import in_threads
 
 

@@ -23,7 +23,7 @@ from saliency import GuidedBackprop
 from saliency.errors import LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations, edit_gradients
-from saliency.testing.snapshot import Snapshot
+from saliency.testing import Snapshot
 
 
 class Plain(nn.Module):

@@ -21,7 +21,7 @@ from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations
 from saliency.inspection.feature_store import Features
 from saliency.inspection.features import extract_features
-from saliency.testing.snapshot import Snapshot
+from saliency.testing import Snapshot
 
 
 class Net(nn.Module):

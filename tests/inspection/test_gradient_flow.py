@@ -23,8 +23,7 @@ from saliency import RenderError
 from saliency.inspection.gradient_flow import FAR, gradient_flow
 from saliency.inspection.gradient_statistics import GradientStatistics, LayerGradients, gradient_statistics
 from saliency.inspection.tables import Table
-from saliency.testing import tiny_model
-from saliency.testing.subject import images
+from saliency.testing import images, tiny_model
 
 LABELS = torch.tensor([1, 2, 3, 4])
 

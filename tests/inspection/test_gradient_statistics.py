@@ -29,9 +29,7 @@ from saliency.inspection.gradient_statistics import (
     gradient_statistics,
 )
 from saliency.inspection.record import record
-from saliency.testing import tiny_model
-from saliency.testing.snapshot import Snapshot
-from saliency.testing.subject import images
+from saliency.testing import Snapshot, images, tiny_model
 from tests.threads import in_threads
 
 LABELS = torch.tensor([3, 0, 4, 1, 1, 2])

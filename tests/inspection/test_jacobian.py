@@ -17,7 +17,7 @@ from saliency.errors import ImageError, LayerError, ModelError, NotApplicableErr
 from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations
 from saliency.inspection.jacobian import jacobian_vector_product, vector_jacobian_product
-from saliency.testing.snapshot import Snapshot
+from saliency.testing import Snapshot
 
 vjp, jvp = vector_jacobian_product, jacobian_vector_product
 

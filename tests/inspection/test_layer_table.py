@@ -22,7 +22,7 @@ from saliency.hooks.manager import HookManager
 from saliency.inspection import timing as costs
 from saliency.inspection.flops import Operations
 from saliency.inspection.layer_table import LayerTable, layer_table
-from saliency.testing.snapshot import Snapshot
+from saliency.testing import Snapshot
 from tests.commandline import COFFEE
 
 

@@ -27,7 +27,7 @@ from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import Call, Recording
 from saliency.inspection.record import record
 from saliency.inspection.retention import TensorStatistics
-from saliency.testing.snapshot import Snapshot
+from saliency.testing import Snapshot
 
 
 def near(found: Any, expected: list[Any], digits: int = 4) -> bool:

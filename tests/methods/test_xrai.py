@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from saliency.methods.integrated_gradients import IntegratedGradients
 from saliency.methods.xrai import AREA, XRAI, Segments, ranked, segments
-from saliency.testing import tiny_model
-from saliency.testing.subject import images
+from saliency.testing import images, tiny_model
 
 Map = NDArray[np.float64]
 

@@ -1,0 +1,147 @@
+"""What the checks run on: a method with its options, small models and images. Nothing here moves a random state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attribution.base import Attribution
+from ..attribution.explanation import Explanation
+
+Check = Callable[["MethodCase"], None]
+"""Checks one promise. Raises AssertionError if the method breaks it."""
+
+CHECKS: dict[str, Check] = {}
+"""All checks by name."""
+
+SIZE = (16, 16)
+
+
+def check(function: Check) -> Check:
+    """Register a check under the name of its function."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+class TinyNet(nn.Module):
+    """A classifier that most methods apply to, with an in-place and reused ReLU, a functional ReLU and a linear head.
+
+    BatchNorm and dropout reveal a method that runs it in training mode, and `spare` is a layer that never runs.
+    """
+
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Conv2d(6, 6, 3, stride=2, padding=1)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Conv2d(6, 8, 3, padding=1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(8, classes)
+        self.spare = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, H, W) -> (N, classes)."""
+        x = self.relu(self.norm(self.stem(x)))
+        x = self.drop(F.relu(self.down(x)))
+        x = self.relu(self.last(x))
+        scores: Tensor = self.head(self.pool(x).flatten(1))
+        return scores
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    """Return a `TinyNet` with fixed weights, in evaluation mode."""
+    # Modules draw their first weights from the global random state; on the meta device nothing is drawn.
+    with torch.device("meta"):
+        model = TinyNet()
+    model.to_empty(device="cpu").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point():
+                tensor.zero_()
+            elif name == "norm.running_var":
+                tensor.uniform_(0.5, 2, generator=generator)
+            else:
+                width = tensor[0].numel() if tensor.dim() > 1 else 10
+                tensor.normal_(0, (2 / width) ** 0.5, generator=generator)
+        model.norm.weight.add_(1)
+    return model
+
+
+def images(count: int, size: tuple[int, int] = SIZE, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a batch of noise (N, 3, H, W), the same at every call."""
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed), dtype=dtype, device="cpu")
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """The method under test, its options, and the model that it runs on."""
+
+    method: type[Attribution]
+    options: Mapping[str, Any]
+    build: Callable[[], nn.Module] = tiny_model
+
+    def on(self, model: nn.Module, **changed: Any) -> Attribution:
+        """Return the method on a model."""
+        return self.method(model, **{**self.options, **changed})
+
+    def model(self) -> nn.Module:
+        """Return a new model in evaluation mode, the same at every call."""
+        return self.build().eval()
+
+    def precise_model(self) -> nn.Module:
+        """Return the same model in float64, where rounding cannot be mistaken for an error."""
+        return self.model().double()
+
+    def explain(self, model: nn.Module | None = None, x: Tensor | None = None, target: Any = (0, 1)) -> Explanation:
+        """Explain a batch with a new method, by default two images on a new model."""
+        method = self.on(self.model() if model is None else model)
+        return method.attribute(images(2) if x is None else x, target)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the method runs many passes in chunks."""
+        return "chunk" in self.method.options()
+
+
+def require(holds: bool, failure: str) -> None:
+    """Raise AssertionError with the failure unless the promise holds."""
+    if not holds:
+        raise AssertionError(failure)
+
+
+def require_same(values: Tensor, expected: Tensor, what: str, *, rounding: float = 1e-5) -> None:
+    """Raise AssertionError unless two tensors agree, up to `rounding` times the largest expected magnitude."""
+    require(values.shape == expected.shape, f"{what}: shape {tuple(values.shape)}, expected {tuple(expected.shape)}")
+    values, expected = values.detach().cpu().double(), expected.detach().cpu().double()
+    difference = float((values - expected).abs().max()) if values.numel() else 0.0
+    limit = rounding * max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-12)
+    # Written so that NaN fails.
+    require(difference <= limit, f"{what}: off by up to {difference:.3g} where {limit:.3g} is rounding")
+
+
+def require_same_explanation(explanation: Explanation, expected: Explanation, what: str) -> None:
+    """Raise AssertionError unless two explanations agree in values, scores, target, layer, method and settings."""
+    require_same(explanation.values, expected.values, f"{what}: values")
+    require_same(explanation.scores, expected.scores, f"{what}: scores")
+    for name in ("target", "layer", "method", "settings"):
+        value, wanted = getattr(explanation, name), getattr(expected, name)
+        require(value == wanted, f"{what}: {name} is {value!r}, expected {wanted!r}")
+
+
+def require_raises(expected: type[BaseException], call: Callable[[], Any], what: str) -> None:
+    """Raise AssertionError unless the call raises the expected error."""
+    try:
+        result = call()
+    except expected:
+        return
+    except Exception as error:
+        raise AssertionError(f"{what}: expected {expected.__name__}, got {type(error).__name__}: {error}") from error
+    raise AssertionError(f"{what}: expected {expected.__name__}, but the call returned {result!r}")
