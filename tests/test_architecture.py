@@ -381,6 +381,6 @@ def test_the_model_is_evaluated_by_its_lease_alone_and_never_by_backward(name: s
     }
     if not name.startswith("testing"):
         assert "backward" not in called
-        assert "eval" not in called or name in ("zoo", "libraries", "bundled")
+        assert "eval" not in called or name == "zoo"
     registers = {each for each in called if each.startswith("register_") and each.endswith("_hook")}
     assert not registers or name == "hooks.manager" or name.startswith("testing")

@@ -1,4 +1,4 @@
-"""A model by its name, with the preprocessing and the class names that belong to it."""
+"""Models by name, with the preprocessing and the class names that belong to their weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from torch import nn
 
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
-from .bundled import Bundled
-from .libraries import Facts, Library, Source, Timm, Torchvision, Where
-from .weights import SUFFIXES, fit
+from .checkpoints import SUFFIXES, fit
+from .libraries import Bundled, Facts, Source, Timm, Torchvision, Where
 
-_LIBRARIES: tuple[Library, ...] = (
-    Bundled(),
-    Torchvision(),
-    Timm(),
-)  # in the order in which a bare name is looked up
+_LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
-_ONE_AT_A_TIME = threading.Lock()  # the random state that is set aside belongs to all threads
+_RANDOM_LOCK = threading.Lock()  # all threads share the random state that is set aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,7 @@ class Listing:
 
     name: str  # as `load` takes it
     source: Source
-    weights: Where  # where the default weights are; "none" where the library has none
+    weights: Where  # where the default weights are; "none" if the library has none
 
 
 def load(
@@ -44,24 +39,24 @@ def load(
     preprocess: PreprocessLike | None = None,
     categories: Sequence[str] | None = None,
 ) -> nn.Module:
-    """The model of that name, in eval mode, on the CPU.
+    """Return the model of that name, in eval mode, on the CPU.
 
-    It is a plain module with two plain attributes: `preprocess`, a `Preprocess` (or a `TransformPreprocess`
-    around a callable of yours), and `categories`, a tuple of class names, or None where they are not known.
-    The global random state is left alone; random weights are the same ones each time.
+    It is a plain module with two attributes: `preprocess`, a `Preprocess` (or a `TransformPreprocess` around your
+    callable), and `categories`, a tuple of class names, or None if they are unknown. The global random state does not
+    move; random weights are the same at every call.
 
     Args:
-        name: "efficientnet_lite0" (whose weights need no download), or any model of torchvision or timm,
-            looked up in that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" say which.
-        weights: "default" for the library's best ones; None for random ones; the name of others that the
-            library has ("IMAGENET1K_V2", "a1_in1k"); or the path of a checkpoint, from which no code is run.
-        preprocess: Instead of the library's own: torchvision's `weights.transforms()`, timm's
-            `pretrained_cfg`, or any callable from a picture to a tensor.
-        categories: Instead of the library's own class names.
+        name: "efficientnet_lite0" (whose weights need no download), or any model of torchvision or timm, looked up in
+            that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" choose the library.
+        weights: "default" for the library's best ones; None for random ones; the name of others that the library has
+            ("IMAGENET1K_V2", "a1_in1k"); or the path of a checkpoint, from which no code is run.
+        preprocess: Replaces the library's own: torchvision's `weights.transforms()`, timm's `pretrained_cfg`, or any
+            callable from an image to a tensor.
+        categories: Replaces the library's own class names.
 
     Raises:
-        ModelError: No such model or weights, no network to fetch them by, a checkpoint that is missing,
-            damaged, unsafe or of another model, a library that does not load, the wrong number of categories.
+        ModelError: No such model or weights, no network to download them, a checkpoint that is missing, damaged, unsafe
+            or of another model, a library that cannot be imported, the wrong number of categories.
 
     Example:
         >>> import saliency
@@ -70,8 +65,17 @@ def load(
         'espresso'
     """
     library, bare = _find(name)
-    with _quiet_random():
-        model, facts = _make(library, bare, weights)
+    file = None if weights is None else _checkpoint_path(weights)
+    named = "default" if weights is None or file is not None else str(weights)
+    classes = None
+    with _own_random_state():
+        if file is not None:
+            model, classes = fit(lambda number: library.build(bare, number), file, library.rename)
+        else:
+            model = library.build(bare) if weights is None else library.pretrained(bare, named)
+        facts = library.facts(model, bare, named)
+    if classes is not None:
+        facts = Facts(facts.preprocess, None, classes)
     plain: Any = model.eval()
     plain.preprocess = as_preprocess(facts.preprocess if preprocess is None else preprocess)
     plain.categories = facts.categories if categories is None else _checked(categories, facts.classes)
@@ -79,29 +83,13 @@ def load(
 
 
 def models() -> list[Listing]:
-    """Every model that `load` knows, the bundled ones first, under the name that `load` takes."""
-    taken: set[str] = set()
-    listings = []
+    """Return every model that `load` knows, the bundled ones first, under the name that `load` takes."""
+    listings: dict[str, Listing] = {}
     for library in _LIBRARIES:
-        names = library.names()
-        for bare in names:
-            name = f"{library.source}/{bare}" if bare in taken else bare
-            listings.append(Listing(name, library.source, library.where(bare)))
-        taken.update(names)
-    return listings
-
-
-def _make(library: Library, name: str, weights: str | os.PathLike[str] | None) -> tuple[nn.Module, Facts]:
-    if weights is None:
-        model = library.build(name, None)
-        return model, library.facts(model, name, "default")
-    path = _checkpoint_path(weights)
-    if path is None:
-        model = library.pretrained(name, str(weights))
-        return model, library.facts(model, name, str(weights))
-    model, classes = fit(lambda number: library.build(name, number), path, library.native)
-    facts = library.facts(model, name, "default")
-    return model, facts if classes is None else Facts(facts.preprocess, None, classes)
+        for bare in library.names():
+            name = f"{library.source}/{bare}" if bare in listings else bare
+            listings[name] = Listing(name, library.source, library.where(bare))
+    return list(listings.values())
 
 
 def _checked(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:
@@ -112,32 +100,29 @@ def _checked(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:
 
 
 def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
-    """The file that is meant, or None for the name of a library's weights."""
+    """Return the path of a checkpoint, or None for the name of a library's weights."""
     path = Path(weights).expanduser()
     if not isinstance(weights, str):
         return path
-    meant = path.suffix in SUFFIXES or path.name != weights or (weights != "default" and path.is_file())
-    return path if meant else None
+    is_path = path.suffix in SUFFIXES or path.name != weights or (weights != "default" and path.is_file())
+    return path if is_path else None
 
 
-def _find(name: str) -> tuple[Library, str]:
-    """The library that a name leads to, and the name there."""
+def _find(name: str) -> tuple[Torchvision | Timm, str]:
+    """Return the library of a name, and the name there."""
     source, slash, bare = name.partition("/")
     for library in _LIBRARIES:
         sought = bare if slash and source == library.source else name
         if sought in library.names() or sought in library.tagged():
             return library, sought
-    raise ModelError(f'no model "{name}"{_hint(name.rpartition("/")[2])}')
-
-
-def _hint(name: str) -> str:
-    known = [each for library in _LIBRARIES for each in (library.tagged() if "." in name else library.names())]
-    return did_you_mean(name, known) or "; `saliency models` lists them"
+    bare = name.rpartition("/")[2]
+    known = [known for library in _LIBRARIES for known in (library.tagged() if "." in bare else library.names())]
+    raise ModelError(f'no model "{name}"{did_you_mean(bare, known) or "; `saliency models` lists them"}')
 
 
 @contextmanager
-def _quiet_random() -> Iterator[None]:
-    """Draw weights on the CPU from a seed of their own, fit for gradients even under inference mode."""
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
+def _own_random_state() -> Iterator[None]:
+    """Draw weights on the CPU from their own seed, usable for gradients even under inference mode."""
+    with _RANDOM_LOCK, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.default_generator.manual_seed(_SEED)
         yield

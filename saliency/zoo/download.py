@@ -1,4 +1,4 @@
-"""Libraries imported and weights downloaded, or a sentence that says why not and what to do."""
+"""Import the libraries and download weights, with errors that say what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,15 +17,14 @@ import torch
 
 from ..errors import ModelError
 
-_PATIENCE = 5.0  # seconds for a host to answer at all
-_MEND = 'pip install --upgrade "torch>=2.14" "torchvision>=0.29"'
+_TIMEOUT = 5.0  # seconds for a host to answer
 
 
 def library(module: str) -> Any:
-    """The module `torchvision.something` or `timm`, imported now.
+    """Import and return the module `torchvision.something` or `timm`.
 
     Raises:
-        ModelError: It is not installed, or does not fit the installed torch; the message says what to run.
+        ModelError: It is not installed or does not fit the installed torch; the message names the command to run.
     """
     try:
         return importlib.import_module(module)
@@ -34,17 +33,22 @@ def library(module: str) -> Any:
         need = f"{missing} is not installed" if module.startswith(missing) else f"{module} needs {missing}"
         raise ModelError(f"{need}; pip install {missing}") from error
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
-        # A second import after a failed one meets its ruins as an AttributeError.
-        raise ModelError(_why_broken(module, error)) from error
+        # A second import after a failed one raises AttributeError.
+        installed = [f"{each.name} {each.version}" for each in distributions() if each.name in ("torch", "torchvision")]
+        raise ModelError(
+            f"{module} cannot be imported with this torch (installed: {', '.join(sorted(set(installed)))}): {error}. "
+            "torchvision's compiled operators were built for another torch, as when a CPU torch meets a CUDA "
+            'torchvision; fix it with: pip install --upgrade "torch>=2.14" "torchvision>=0.29"'
+        ) from error
 
 
 def hub_file(url: str) -> Path:
-    """Where torch keeps its download of `url`."""
+    """Return where torch keeps its download of `url`."""
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
 
 
 def require_network(model: str, url: str) -> None:
-    """Ask the host once: without a network it takes seconds, where a library's retries take a minute.
+    """Ask the host once: without a network this takes seconds, a library's retries a minute.
 
     Raises:
         ModelError: The host does not answer.
@@ -55,9 +59,9 @@ def require_network(model: str, url: str) -> None:
 
 
 def no_network(model: str, host: str) -> ModelError:
-    """The error for weights behind a host that is out of reach, with what to do instead."""
+    """Return the error for weights on a host that cannot be reached, with alternatives."""
     return ModelError(
-        f"the weights of {model} have to be downloaded once from {host}, and there is no network to it; use "
+        f"the weights of {model} must be downloaded once from {host}, but there is no network to it; use "
         f'weights=None for random weights, a local file as in weights="{model}.safetensors", or the model '
         '"efficientnet_lite0", whose weights come with its package'
     )
@@ -65,49 +69,30 @@ def no_network(model: str, host: str) -> ModelError:
 
 @contextmanager
 def downloading(model: str) -> Iterator[None]:
-    """Whatever a library raises while it fetches and reads the weights of `model`, as a ModelError."""
+    """Turn any error of the block, which downloads and reads weights, into a ModelError."""
     try:
         yield
     except Exception as error:
-        # The libraries raise what their network, cache and file readers raise; for the user it is one thing.
-        raise ModelError(
-            f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}"
-        ) from error
+        # The libraries raise whatever their network, cache and file readers raise.
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"the pretrained weights of {model} could not be loaded: {reason}") from error
 
 
 def _answers(host: str) -> bool:
-    """Whether anything answers, over the environment's proxies; a name lookup that hangs counts as no."""
+    """Return whether anything answers, through the environment's proxies; a name lookup that hangs counts as no."""
     answers: list[bool] = []
 
     def ask() -> None:
         request = urllib.request.Request(host, method="HEAD")  # noqa: S310  the libraries' own https addresses
         try:
-            urllib.request.urlopen(request, timeout=_PATIENCE).close()  # noqa: S310
+            urllib.request.urlopen(request, timeout=_TIMEOUT).close()  # noqa: S310
         except urllib.error.HTTPError as error:
-            error.close()
-            answers.append(True)  # a refusal is an answer too
+            error.close()  # a refusal is an answer too
         except (OSError, ValueError):
-            answers.append(False)
-        else:
-            answers.append(True)
+            return
+        answers.append(True)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_PATIENCE)
-    return answers == [True]
-
-
-def _why_broken(module: str, error: Exception) -> str:
-    installed = ", ".join(f"{name} {_version(name)}" for name in ("torch", "torchvision"))
-    return (
-        f"{module} does not load beside this torch (installed: {installed}): {error}. "
-        "torchvision's compiled operators were built for another torch, as when a CPU torch meets a CUDA "
-        f"torchvision; mend it with: {_MEND}"
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+    thread.join(_TIMEOUT)
+    return bool(answers)

