@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -155,7 +156,8 @@ class PassRunner(ExitStack):
 
         shown = self._progress
         if shown is None:
-            shown = sys.stderr.isatty() or "ipykernel" in sys.modules
+            in_notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
+            shown = in_notebook or sys.stderr.isatty()
         delay = 0 if self._progress else BAR_DELAY
         style: dict[str, Any] = {"unit": "pass", "leave": False, "dynamic_ncols": True}
         self._bar = tqdm(desc=self._label, total=passes, disable=not shown, delay=delay, **style)
