@@ -53,7 +53,7 @@ def sheet(rows, columns, thumb):
     strips = [
         saliency.contact_sheet([row[at : at + columns] for row in rows], thumb=thumb, opacity=0.8) for at in starts
     ]
-    page = Image.new("RGB", (strips[0].width, sum(strip.height for strip in strips)), "white")
+    page = Image.new("RGB", (max(strip.width for strip in strips), sum(strip.height for strip in strips)), "white")
     top = 0
     for strip in strips:
         page.paste(strip, (0, top))
