@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from saliency.batch.report import packing, report
+from saliency.batch.report import report
 from tests.batch.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 from tests.browser import Visit, chromium, until, visit
 
@@ -368,23 +368,6 @@ def test_ten_thousand_photos_open_at_once_and_only_those_in_sight_are_elements(o
     assert 0 < box["y"] < 800
     page.keyboard.press("Enter")
     assert page.locator("#view-place").inner_text() == "10,000 of 10,000"
-
-
-def test_chunks_beside_the_page_are_read_from_a_file(
-    browser: Browser, opened: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "CHUNK", 3000)
-    rows = [row(at, photo="photos/same.jpg", heat="heat/same.webp", overlay=None) for at in range(120)]
-    file = report(folder(tmp_path / "out", [*rows, failed(120)], pictures=True))
-    page = opened.go(file, "#photo=119")
-    until(page, "document.getElementById('count').textContent === '121 photos, 1 with errors'")
-    assert page.locator("#view-name").inner_text() == "photo-119.jpg"
-    next((file.parent / "page").iterdir()).unlink()
-    with visit(browser) as window:
-        page = window.go(file)
-        page.wait_for_selector("#notice:not([hidden])")
-        assert re.search(r"page/\w+\.js cannot be read\. Run saliency report", page.locator("#notice").inner_text())
-        assert "loaded" in count(page)
 
 
 def test_dark_and_light_follow_the_system_and_then_the_reader(browser: Browser, run: Path) -> None:

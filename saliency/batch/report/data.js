@@ -1,54 +1,34 @@
-// The data of the page: photos with their rows, unpacked from the chunks that packing.py wrote.
+// The data of the page: photos with their rows, as packing.py wrote them.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const head = data.head;
-const photos = [];
+const compressed = Uint8Array.from(atob(data.photos), (character) => character.charCodeAt(0));
+const photos = await new Response(new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 
-const PHOTO = ["index", "source", "id", "width", "height", "inputWidth", "inputHeight", "box", "stem", "photo"];
-const ROW = [
-  "method", "target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit",
-  "colormap", "bar", "heat", "overlay", "error", "kind",
-];
-const SHARED = ["name", "layer", "settings", "sign", "units", "colormap", "bar", "kind"];
-
-function unpacked(chunk) {
-  const shared = (at) => (at == null ? null : chunk.shared[at]);
-  const path = (at, stem) => shared(at)?.join(stem) ?? null;
-  return chunk.photos.map((cells) => {
-    const photo = Object.fromEntries(PHOTO.map((key, at) => [key, cells[at]]));
-    photo.box = shared(photo.box);
-    photo.photo = path(photo.photo, photo.stem);
-    photo.file = String(photo.source ?? "").replace(/^.*\/(?=.)/s, "");
-    photo.rows = []; // by the number of the method
-    photo.whole = null; // the row of a photo that failed before any method
-    photo.failed = false;
-    for (const cell of cells[PHOTO.length]) {
-      const row = {};
-      for (let at = 0; at < ROW.length; at += 1) row[ROW[at]] = cell[at] ?? null;
-      for (const key of SHARED) row[key] = shared(row[key]);
-      row.heat = path(row.heat, photo.stem);
-      row.overlay = path(row.overlay, photo.stem);
-      if (row.method < 0) photo.whole = row;
-      else photo.rows[row.method] = row;
-      photo.failed ||= row.error != null;
-    }
-    return photo;
-  });
+for (const photo of photos) {
+  const rows = photo.rows;
+  photo.file = String(photo.source ?? "").replace(/^.*\/(?=.)/s, "");
+  photo.failed = rows.some((row) => row.error != null);
+  photo.rows = []; // by the number of the method
+  photo.whole = null; // the row of a photo that failed before any method
+  for (const row of rows) {
+    row.bar = head.bars[row.bar];
+    if (row.method < 0) photo.whole = row;
+    else photo.rows[row.method] = row;
+  }
 }
 
-for (const chunk of data.chunks) for (const photo of unpacked(chunk)) photos.push(photo);
-
-/** What a method says of a photo; null where there is nothing yet. */
+/** The row of a photo and method; null if there is none yet. */
 const rowOf = (photo, method) => photo.rows[method] ?? photo.whole;
 
-/** A file name, a class or a search as it is compared: without case and accents. */
+/** Text for comparison, without case and accents. */
 const folded = (text) => String(text).normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
 
-/** All that a search looks through, made when the first search asks for it. */
+/** The text that a search looks through, created by the first search. */
 function wordsOf(photo) {
   const rows = photo.whole ? [photo.whole] : photo.rows;
   photo.words ??= folded(
-    [photo.source, photo.id, ...new Set(rows.flatMap((row) => [className(row), row.error, row.kind]))]
+    [photo.source, photo.id, ...new Set(rows.flatMap((row) => [className(row), row.error, row.error_kind]))]
       .filter((each) => each != null).join("\n"),
   );
   return photo.words;
@@ -66,7 +46,7 @@ function probabilityText(value) {
   return percent.format(value);
 }
 
-/** A number in three digits, as it is written beside a colour bar. */
+/** A number with three digits, as beside a colour bar. */
 function short(value) {
   if (typeof value !== "number") return "";
   const size = Math.abs(value);
@@ -76,7 +56,7 @@ function short(value) {
 
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
-/** An element; children that are strings become text, never HTML. */
+/** Create an element; children that are strings become text, never HTML. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) if (value != null) element.setAttribute(name, value);

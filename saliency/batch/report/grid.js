@@ -94,7 +94,7 @@ function fill(card, at) {
 /** What stands first under a photo: its class, or why there is none. */
 function headline(row) {
   if (!row) return "Not explained yet";
-  return row.error == null ? (className(row) ?? "") : (row.kind ?? "Failed");
+  return row.error == null ? (className(row) ?? "") : (row.error_kind ?? "Failed");
 }
 
 /** Show a photo with its heat map in a frame, its overlay where these are missing, or why there is neither. */

@@ -25,7 +25,7 @@ function fillClasses() {
     option("", `All classes (${whole.format(found.length)})`),
     ...found.map(({ key, name, count }) => option(key, `${name} (${whole.format(count)})`)),
   );
-  if (photos.length === head.photos && !found.some(({ key }) => key === state.class)) state.class = "";
+  if (!found.some(({ key }) => key === state.class)) state.class = "";
 }
 
 /** Bring everything in line with the state. */
@@ -43,11 +43,10 @@ function refresh() {
 
 function tellCount() {
   const all = whole.format(head.photos);
-  const loaded = photos.length < head.photos ? `, ${whole.format(photos.length)} loaded` : "";
   const filtered = list.length < photos.length;
   const failures = head.failed ? `, ${whole.format(head.failed)} with errors` : "";
   const noun = head.photos === 1 ? "photo" : "photos";
-  byId("count").textContent = filtered ? `${whole.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}${loaded}`;
+  byId("count").textContent = filtered ? `${whole.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}`;
   byId("empty").hidden = list.length > 0;
   byId("reset").hidden = !photos.length;
   byId("why").textContent = photos.length ? "No photo passes these filters." : "No photo has been explained yet.";
@@ -216,26 +215,6 @@ new ResizeObserver(() => {
 }).observe(document.documentElement);
 
 window.addEventListener("popstate", arrive);
-
-// Chunks of data beside the page, which come as scripts: a page that is a file may not fetch.
-
-globalThis.saliencyChunk = (chunk) => {
-  for (const photo of unpacked(chunk)) photos.push(photo);
-  if (photos.length < head.photos) tellCount();
-  else complete();
-};
-
-function complete() {
-  fillControls();
-  arrive();
-}
-
-window.addEventListener("load", () => photos.length < head.photos && complete()); // as far as there are chunks
-window.addEventListener("error", (event) => {
-  if (!(event.target instanceof HTMLScriptElement)) return;
-  byId("notice").hidden = false;
-  byId("notice").textContent = `Some photos are missing here: ${event.target.getAttribute("src")} cannot be read. Run saliency report on the folder again.`;
-}, true);
 
 byId("model").textContent = head.model ?? "";
 fillControls();

@@ -1,34 +1,158 @@
-"""Photos and their rows as compact JSON, which the page's `data.js` unpacks.
-
-A photo is a list in the order of `PHOTO`, its rows are lists in the order of `ROW`. What many rows have in common
-(class names, settings, colours of a bar, both ends of a path) stands once in a table, and rows hold its number there.
-"""
+"""Rows of a manifest as compact data of the page, which its `data.js` unpacks."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Hashable, Iterable, Iterator
+import math
+import zlib
+from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import PurePosixPath
+from itertools import groupby
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
-from ...errors import RenderError
+from ...errors import ExplanationError, RenderError
 from ...render.colors import DIVERGING, SEQUENTIAL, table
-from .reading import Photo, Row
 
-CHUNK = 4_000_000  # characters; the rows of about 10,000 photos with four methods
-STOPS = 17  # colours of a bar, between which the browser interpolates
+FORMAT = "saliency batch 1"
+COLOURS = 17  # colours of a bar, between which the browser interpolates
 
-PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "stem", "photo")
-ROW = (
-    *("method", "target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit"),
-    *("colormap", "bar", "heat", "overlay", "error", "error_kind"),
+Row = dict[str, object]
+
+# Keys of the manifest that the page shows.
+_PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
+_ROW = (
+    *("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit"),
+    *("colormap", "heat", "overlay", "error", "error_kind"),
 )
-_SHARED = frozenset({"name", "layer", "settings", "sign", "units", "colormap", "error_kind", "box"})
+_FILES = ("photo", "heat", "overlay")
+
+
+def read_run(folder: Path) -> Row:
+    """Return `manifest.json`: model, versions, methods, command.
+
+    Raises:
+        ExplanationError: The folder was not written by `saliency batch`, or by a version with another format.
+    """
+    path = folder / "manifest.json"
+    try:
+        run = _parsed(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        hint = "expected the folder that saliency batch --out wrote"
+        raise ExplanationError(f"no manifest.json in {folder}; {hint}") from error
+    except ValueError as error:
+        raise ExplanationError(f"{path} is not JSON in UTF-8: {error}; run saliency batch with --restart") from error
+    known = run.get("format") if isinstance(run, dict) else None
+    if not isinstance(run, dict) or known != FORMAT:
+        raise ExplanationError(
+            f'{path} has the format {known!r}, expected "{FORMAT}"; '
+            "write the page with the version of saliency that wrote the folder"
+        )
+    return run
+
+
+def read_rows(folder: Path) -> Iterator[Row]:
+    """Yield the rows of `manifest.jsonl` in its order; none if the run has not written any yet.
+
+    Raises:
+        ExplanationError: A line other than an unfinished last one is not a row.
+    """
+    path = folder / "manifest.jsonl"
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            # A run that is killed may leave the beginning of a line, which the next run cuts off.
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = _parsed(line.decode("utf-8"))
+            except ValueError as error:
+                raise ExplanationError(f"{path}, line {number} is not JSON in UTF-8: {error}") from error
+            if not isinstance(row, dict) or not isinstance(row.get("index"), int):
+                raise ExplanationError(f'{path}, line {number} is not a row of a manifest: it has no number "index"')
+            yield row
+
+
+def _parsed(text: str) -> object:
+    """Return parsed JSON, with None for NaN and infinity, which a browser's parser refuses."""
+    parsed: object = json.loads(text, parse_constant=lambda name: None, parse_float=_finite)
+    return parsed
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+class Packer:
+    """Photos with their rows as compressed JSON, packed one by one.
+
+    Attributes:
+        methods: The names of the methods; rows hold their numbers.
+        bars: The colours of the colour bars by name; rows hold the names.
+        photos: How many photos have been packed.
+        failed: How many of them have an error in some row.
+    """
+
+    def __init__(self, methods: Iterable[str]) -> None:
+        self.methods = list(methods)
+        self.bars: dict[str, list[str]] = {}
+        self.photos = 0
+        self.failed = 0
+
+    def pack(self, rows: Iterable[Row]) -> str:
+        """Return a list of all photos as JSON, compressed by zlib, in base64."""
+        compressor = zlib.compressobj()
+        packed = bytearray()
+        for _, group in groupby(rows, lambda row: row["index"]):
+            text = ("," if self.photos else "[") + dumped(self._photo(list(group)))
+            packed += compressor.compress(text.encode())
+        packed += compressor.compress(b"]" if self.photos else b"[]") + compressor.flush()
+        return base64.b64encode(packed).decode()
+
+    def _photo(self, rows: list[Row]) -> Row:
+        self.photos += 1
+        self.failed += any(row.get("error") is not None for row in rows)
+        # A method that failed early leaves sizes unknown, which the rows of others know.
+        known = {key: value for row in reversed(rows) for key, value in row.items() if value is not None}
+        return {**_selected(known, _PHOTO), "rows": [self._row(row) for row in rows]}
+
+    def _row(self, row: Row) -> Row:
+        return {**_selected(row, _ROW), "method": self._method(row.get("method")), "bar": self._bar(row)}
+
+    def _method(self, name: object) -> int:
+        """Return the method's number; -1 if the photo failed before any method."""
+        if name is None:
+            return -1
+        if str(name) not in self.methods:
+            self.methods.append(str(name))
+        return self.methods.index(str(name))
+
+    def _bar(self, row: Row) -> str | None:
+        """Return the name of the row's colour bar, and add its colours; None without a known colour map."""
+        name, signed = row.get("colormap"), row.get("sign") == "signed"
+        if not isinstance(name, str):
+            name = None if row.get("sign") is None else DIVERGING if signed else SEQUENTIAL
+        bar = None if name is None else colours(name, signed)
+        if bar is None:
+            return None
+        key = f"{name} signed" if signed else str(name)
+        self.bars[key] = bar
+        return key
+
+
+def _selected(row: Row, keys: Iterable[str]) -> Row:
+    """Return what the page shows of a row; unknown values are left out."""
+    values = {key: address(row.get(key)) if key in _FILES else row.get(key) for key in keys}
+    # Six digits are more than the page shows.
+    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+    return {key: value for key, value in rounded.items() if value is not None}
 
 
 def dumped(value: object) -> str:
-    """JSON that neither ends the script element it stands in nor breaks a line of JavaScript.
+    """Return JSON that neither ends the script element around it nor breaks a line of JavaScript.
 
     Halves of surrogate pairs, which UTF-8 cannot hold, are escaped as well.
     """
@@ -39,128 +163,19 @@ def dumped(value: object) -> str:
 
 
 def address(path: object) -> str | None:
-    """A path of the manifest as a relative address, percent-encoded; None for what does not stay in the folder."""
+    """Return a path of the manifest as a relative, percent-encoded address; None if it leaves the folder."""
     if not isinstance(path, str) or path.startswith("/") or not path or ".." in PurePosixPath(path).parts:
         return None
     return "./" + quote(path, safe="/", errors="surrogatepass")
 
 
-class Packer:
-    """Chunks of photos as JSON, each with a table of its own, made while the photos pass by.
-
-    Attributes:
-        methods: Their names, in the order in which rows hold their numbers.
-        photos: How many have been packed.
-        failed: How many of them have an error in some row.
-    """
-
-    def __init__(self, methods: Iterable[str]) -> None:
-        self.methods = list(methods)
-        self.photos = 0
-        self.failed = 0
-
-    def chunks(self, photos: Iterable[Photo]) -> Iterator[str]:
-        """Each chunk as the JSON of an object with `shared` and `photos`."""
-        share = _Table()
-        packed: list[str] = []
-        size = 0
-        for photo in photos:
-            packed.append(dumped(self._photo(photo, share)))
-            size += len(packed[-1])
-            if size > CHUNK:
-                yield _chunk(share, packed)
-                share, packed, size = _Table(), [], 0
-        if packed or not self.photos:
-            yield _chunk(share, packed)
-
-    def _photo(self, photo: Photo, share: _Table) -> list[object]:
-        self.photos += 1
-        self.failed += photo.failed
-        # Sizes are unknown in the row of a method that failed early, and known in the others.
-        best = {key: _first(photo.rows, key) for key in PHOTO}
-        path = address(best["photo"])
-        stem = path.removeprefix("./photos/").rpartition(".")[0] if path else ""
-        shared_id = isinstance(best["id"], str) and best["id"] in str(best["source"])
-        best |= {"id": None if shared_id else best["id"], "stem": stem, "photo": share.path(path, stem)}
-        best["box"] = share(best["box"])
-        rows = [self._row(row, stem, share) for row in photo.rows]
-        return [*(best[key] for key in PHOTO), rows]
-
-    def _row(self, row: Row, stem: str, share: _Table) -> list[object]:
-        packed = {key: share(row.get(key)) if key in _SHARED else _short(row.get(key)) for key in ROW}
-        packed["method"] = self._method(row.get("method"))
-        packed["bar"] = self._bar(row, share)
-        packed["heat"] = share.path(address(row.get("heat")), stem)
-        packed["overlay"] = share.path(address(row.get("overlay")), stem)
-        cells = [packed[key] for key in ROW]
-        while cells[-1] is None:
-            cells.pop()
-        return cells
-
-    def _bar(self, row: Row, share: _Table) -> int | None:
-        name, signed = row.get("colormap"), row.get("sign") == "signed"
-        if not isinstance(name, str):
-            name = None if row.get("sign") is None else DIVERGING if signed else SEQUENTIAL
-        return None if name is None else share(colours(name, signed), ("bar", name, signed))
-
-    def _method(self, name: object) -> int:
-        """Its number; -1 for none, where the photo failed before any method."""
-        if name is None:
-            return -1
-        if str(name) not in self.methods:
-            self.methods.append(str(name))
-        return self.methods.index(str(name))
-
-
-class _Table:
-    """Values by number; what is called with a value returns its number, None for null."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-        self._known: dict[Hashable, int] = {}
-
-    def __call__(self, value: object, key: Hashable = None) -> int | None:
-        """Where the value is a string, or has a key that stands for it, it is written as JSON once only."""
-        if value is None:
-            return None
-        key = value if isinstance(value, str) else key
-        if key is None:
-            return self._number(value)
-        if key not in self._known:
-            self._known[key] = self._number(value)
-        return self._known[key]
-
-    def _number(self, value: object) -> int:
-        return self.texts.setdefault(dumped(value), len(self.texts))
-
-    def path(self, path: str | None, stem: str) -> int | None:
-        """The number of a path's two ends, around what it has in common with the photo's others."""
-        if path is None:
-            return None
-        before, found, after = path.partition(stem) if stem else (path, "", "")
-        return self([before, after], (before, after)) if found else self([path])
-
-
-def _chunk(share: _Table, packed: list[str]) -> str:
-    return f'{{"shared":[{",".join(share.texts)}],"photos":[{",".join(packed)}]}}'
-
-
-def _first(rows: Iterable[Row], key: str) -> object:
-    return next((_short(row[key]) for row in rows if row.get(key) is not None), None)
-
-
-def _short(value: object) -> object:
-    """Floats in six digits: more than is shown, and than the network's own rounding allows."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 @cache
 def colours(name: str, signed: bool) -> list[str] | None:
-    """A bar from its lower end to its upper one as "#rrggbb"; None for a colour map that matplotlib does not know."""
+    """Return the colours of a bar from low to high as "#rrggbb"; None for a colour map unknown to matplotlib."""
     try:
         entries = table(name, centred=signed)
     except RenderError:
         return None
     low = 1 if signed else 0
-    places = [low + round(at * (255 - low) / (STOPS - 1)) for at in range(STOPS)]
-    return ["#{:02x}{:02x}{:02x}".format(*map(int, entries[at])) for at in places]
+    places = [low + round(i * (255 - low) / (COLOURS - 1)) for i in range(COLOURS)]
+    return ["#{:02x}{:02x}{:02x}".format(*map(int, entries[place])) for place in places]

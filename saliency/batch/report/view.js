@@ -40,7 +40,7 @@ function plain(photo, row) {
   const crop = cropOf(photo);
   if (crop) frame.append(crop);
   const size = (width, height) => (width && height ? `${width} × ${height}` : null);
-  const input = size(photo.inputWidth, photo.inputHeight);
+  const input = size(photo.input_width, photo.input_height);
   return make(
     "figure", { class: "panel" },
     frame,
@@ -80,7 +80,7 @@ function panel(photo, row) {
         class: failed ? null : classText(row),
         probability: failed ? null : probabilityText(row.probability),
         score: failed ? null : short(row.score),
-        error: row.kind,
+        error: row.error_kind,
         layer: row.layer,
         ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, text(value)])),
       }),
