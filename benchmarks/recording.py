@@ -14,8 +14,7 @@ import saliency
 from benchmarks.memory import status
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency.inspection.call_recorder import PARTS
-from saliency.inspection.record import record
-from saliency.inspection.retention import Keep
+from saliency.inspection.record import Keep, record
 
 FORWARD, BOTH = 1.15, 1.25
 CALLS = 200

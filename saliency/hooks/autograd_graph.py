@@ -13,9 +13,8 @@ the test that fails first when PyTorch changes it:
   two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
 - `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
   `engine/test_tail.py`.
-- `torch._C._functorch` reads tensors inside `torch.func` transformations: `inspection/test_record.py`.
-- `_scaled_dot_product_attention_math` and `decompositions_for_jvp` make forward derivatives possible:
-  `inspection/test_jacobian.py`.
+- `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
+- `_scaled_dot_product_attention_math` makes second derivatives possible: `inspection/test_jacobian.py`.
 
 An edge is where the gradient enters a module or leaves it. Nothing is put into the graph: the operations through which
 a gradient leaves for an input are found by a walk from the outputs of the module. So in-place modules keep working, and
@@ -24,17 +23,14 @@ so do functions between modules.
 
 from __future__ import annotations
 
-import importlib
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules import module as _nn_module
@@ -177,18 +173,9 @@ def operator_schema(op: OpOverload[..., Any]) -> Any:
 
 
 def attention_by_formula(*args: Any, **kwargs: Any) -> Tensor:
-    """`scaled_dot_product_attention` from elementary operations, which have forward derivatives."""
+    """`scaled_dot_product_attention` from elementary operations, which have second derivatives."""
     output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
     return output
-
-
-def load_forward_derivatives() -> None:
-    """Import what `torch.func.jvp` imports when it is first used, without the warning of its import."""
-    name = "torch._decomp.decompositions_for_jvp"
-    if name not in sys.modules:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            importlib.import_module(name)
 
 
 def compiler_is_loaded() -> bool:
@@ -198,61 +185,10 @@ def compiler_is_loaded() -> bool:
 
 # Transformed tensors.
 
-_Made = TypeVar("_Made")
-_MOST_BATCHES = 64  # that torch.vmap can nest
-_NO_BATCH = 2**31 - 1  # the size of no batch of gradients
-
-
-def outside(make: Callable[[Tensor], _Made], tensor: Tensor) -> _Made:
-    """What a function makes of a tensor's numbers, run outside of all transformations, so that it outlives them.
-
-    Under `torch.vmap` and `is_grads_batched=True` the numbers are those of the whole batch, (B, ...); inside of any
-    transformation they are detached. Elsewhere the function gets the tensor itself.
-    """
-    if _functorch.peek_interpreter_stack() is None and not is_wrapped(tensor):
-        return make(tensor)
-    # The interpreters would wrap again whatever is made of plain numbers.
-    with temporarily_clear_interpreter_stack():
-        return make(_numbers(tensor))
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether a transformation of `torch.func` runs on a tensor."""
-    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
-
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor stands for others inside of a transformation, and has no numbers of its own."""
+    """Whether a tensor belongs to a transformation of `torch.func` or to `is_grads_batched=True`, without values."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """The numbers behind a tensor, the axes of its batches first, the outermost at the front."""
-    axes: list[int] = []
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if _functorch.is_batchedtensor(tensor):
-            axes.append(_functorch.maybe_get_bdim(tensor))
-        tensor = _functorch.get_unwrapped(tensor)
-    if _functorch.is_legacy_batchedtensor(tensor):
-        tensor = _unbatched(tensor)
-    tensor = tensor.detach()
-    for before, axis in enumerate(reversed(axes)):
-        tensor = tensor.movedim(before + axis, before)
-    return tensor
-
-
-def _unbatched(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in a backward pass of many gradients at once, which numbers its batches from 1.
-
-    Which batches there are is known to the thread that asked for the pass only, and gradients of an accelerator come by
-    in another one: so each is asked for.
-    """
-    for level in range(_MOST_BATCHES, 0, -1):
-        if _functorch.is_legacy_batchedtensor(tensor):
-            # Where there is no such batch, there is one of this size afterwards.
-            found = torch._remove_batch_dim(tensor, level, _NO_BATCH, 0)
-            tensor = tensor if found.shape[0] == _NO_BATCH else found
-    return tensor
 
 
 # Edges of one call.

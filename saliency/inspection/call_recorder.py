@@ -1,16 +1,18 @@
-"""Calls as they are put down while they happen, and the hooks that follow their gradients."""
+"""Records calls as they happen, and follows the gradients that return through them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..hooks.autograd_graph import (
     InputEdge,
@@ -24,37 +26,80 @@ from ..hooks.autograd_graph import (
 )
 from ..hooks.manager import HookManager
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .backward_log import Backward, Inbox, View
-from .retention import Keeper
+from .moments import Moments, moments_later, require_plain
 
 PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
+
+
+class TensorStatistics:
+    """Shape and moments of a tensor that is not kept.
+
+    Attributes:
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        device: The device of the tensor.
+        is_estimate: Whether the moments come from a sample of the values.
+    """
+
+    def __init__(self, tensor: Tensor, *, sample: bool = False) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.is_estimate = sample
+        self._later: Callable[[], Moments] | None = moments_later(tensor, sample=sample)
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision.
+
+        With `is_estimate`, all of it is estimated unless the tensor is small. The extremes are those of the sample, and
+        NaN and infinity can be missed.
+        """
+        return self._later() if self._later is not None else Moments()
+
+    def __getstate__(self) -> object:
+        """The computed moments, for `pickle` and `deepcopy`."""
+        return {**vars(self), "moments": self.moments, "_later": None}
+
+    def __repr__(self) -> str:
+        """For example `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        about = "about " if self.is_estimate else ""
+        return f"{self.shape} {dtype}, mean {about}{self.moments.mean:.3g}, std {about}{self.moments.std:.3g}"
+
+
+class Backward(NamedTuple):
+    """Gradients that one backward pass brought to one call; None for a tensor that got none."""
+
+    grad_inputs: tuple[Any, ...]  # one entry per tensor among the arguments
+    grad_outputs: tuple[Any, ...]  # one entry per tensor in the output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One call of one layer.
 
-    Where nothing is kept of a part, it is None, or () where it is flat. A tensor stands in its place as it was kept: as
-    itself, or as its statistics.
+    Each tensor is replaced by what was kept of it: a copy, or its statistics. A part that is not recorded is None, or
+    () where it is flat.
     """
 
     layer: str
-    kind: str  # the module's class
-    index: int  # how many calls of the layer came before
-    inputs: tuple[Any, ...] | None  # the positional arguments, nested as they were given
+    kind: str  # class of the module
+    index: int  # number of calls of the layer that began before
+    inputs: tuple[Any, ...] | None  # positional arguments, nested as given
     kwargs: dict[str, Any] | None
-    output: Any  # nested as it was returned
-    flat_inputs: tuple[Any, ...]  # of each tensor among the arguments, keywords included, as in `grad_inputs`
-    outputs: tuple[Any, ...]  # of each tensor in the output, as in `grad_outputs`
-    backwards: Sequence[Backward]
-    """What each backward pass through this call brought, in their order."""
+    output: Any = None  # nested as returned
+    flat_inputs: tuple[Any, ...] = ()  # all tensors among the arguments, keywords included, as in `grad_inputs`
+    outputs: tuple[Any, ...] = ()  # all tensors in the output, as in `grad_outputs`
+    backwards: Sequence[Backward] = ()
+    """One entry per backward pass through this call, in order."""
 
     @property
     def grad_inputs(self) -> tuple[Any, ...]:
-        """What the call passed on to each tensor among its arguments in the last backward pass.
+        """The gradient that the call passed on to each tensor among its arguments, in the last backward pass.
 
-        None for a tensor that got none, () where no backward pass came by. Only this call's part: other uses of the
-        same tensor are not in it. A tensor that the call was given twice has the sum in both places.
+        None for a tensor that got none, () without a backward pass. Other uses of the same tensor are not included. A
+        tensor that is passed twice has the sum in both places.
         """
         return self.backwards[-1].grad_inputs if self.backwards else ()
 
@@ -68,219 +113,295 @@ class Call:
         return f"Call({self.layer or '(the model)'}: {self.kind}, index={self.index}, backwards={len(self.backwards)})"
 
 
-class _Viewed(NamedTuple):
-    """An argument that is a view, and what it is a view of."""
+class _View(NamedTuple):
+    """A tensor that is a view of a base, and where it lies in the memory of the base.
 
-    at: int
+    An in-place operation on a view passes its gradient on to the base, past the view.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    position: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset
+    base_size: Sequence[int]
+    base_stride: Sequence[int]
+
+    @classmethod
+    def of(cls, tensor: Tensor, base: Tensor) -> _View:
+        offset = int(tensor.storage_offset() - base.storage_offset())
+        position = (tensor.size(), tensor.stride(), offset)
+        return cls(weakref.ref(tensor), tensor_version(tensor), position, base.size(), base.stride())
+
+    def is_overwritten(self) -> bool:
+        tensor = self.tensor()
+        return tensor is None or tensor_version(tensor) != self.version
+
+    def gradient(self, of_base: Tensor) -> Tensor | None:
+        """The part of the gradient of the base that belongs to the view; None for a base with gaps in memory."""
+        laid_out = torch.empty_strided(self.base_size, self.base_stride, dtype=of_base.dtype, device=of_base.device)
+        if laid_out.untyped_storage().nbytes() != of_base.numel() * of_base.element_size():
+            return None
+        return laid_out.copy_(of_base).as_strided(*self.position)
+
+    def gradient_of(self, source: _View, gradient: Tensor) -> Tensor:
+        """The gradient that the view passes on to another view of the base that contains it."""
+        laid_out = torch.empty_strided(self.base_size, self.base_stride, dtype=gradient.dtype, device=gradient.device)
+        laid_out.zero_().as_strided(*self.position).copy_(gradient)
+        return laid_out.as_strided(*source.position)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Gradients of one backward pass that may still be running."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    sums: dict[int, tuple[int, Tensor]] = field(default_factory=dict)  # by input: number of summands and their sum
+
+
+class BackwardLog(Sequence[Backward]):
+    """The gradients that backward passes brought to one call, in order.
+
+    Args:
+        summands: For each tensor among the arguments, the number of operations that pass gradient on to it.
+        outputs: The number of tensors in the output.
+        keep: Function from a gradient to what is kept of it.
+    """
+
+    def __init__(self, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any]) -> None:
+        self._summands = tuple(summands)
+        self._outputs = outputs
+        self._keep = keep
+        self._passes: dict[int, _Pass] = {}
+
+    def set_output_grad(self, index: int, gradient: Tensor) -> None:
+        """Store the gradient of a tensor in the output."""
+        self._current().outputs[index] = self._keep(gradient)
+
+    def add_input_grad(self, index: int, part: Tensor) -> None:
+        """Add one summand of the gradient of a tensor among the arguments."""
+        require_plain(part)
+        current = self._current()
+        count, known = current.sums.pop(index, (0, None))
+        total = part if known is None else known + part
+        if count + 1 < self._summands[index]:
+            current.sums[index] = count + 1, total
+        else:
+            current.inputs[index] = self._keep(total)
+
+    def has_output_grad(self, index: int) -> bool:
+        """Whether the running backward pass has brought the gradient of a tensor in the output."""
+        current = self._passes.get(this_backward())
+        return current is not None and current.outputs[index] is not None
+
+    def _current(self) -> _Pass:
+        number = this_backward()
+        if number not in self._passes:
+            self._passes[number] = _Pass([None] * len(self._summands), [None] * self._outputs)
+        return self._passes[number]
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    @overload
+    def __getitem__(self, index: int) -> Backward: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Backward]: ...
+    def __getitem__(self, index: int | slice) -> Backward | list[Backward]:
+        passes = list(self._passes.values())[index]
+        return [self._read(one) for one in passes] if isinstance(passes, list) else self._read(passes)
+
+    def _read(self, one: _Pass) -> Backward:
+        # A backward pass to an inner tensor leaves out some summands.
+        for index, (_, total) in one.sums.items():
+            one.inputs[index] = self._keep(total)
+        one.sums.clear()
+        return Backward(tuple(one.inputs), tuple(one.outputs))
+
+    def __reduce__(self) -> Any:
+        """Copies hold the backward passes so far."""
+        return list, (self[:],)
+
+
+class _ViewInput(NamedTuple):
+    """An argument that is a view, and its base."""
+
+    position: int
     version: int  # of the argument
     base: Tensor
     edge: GradientEdge | None  # of the base
 
 
-@dataclass(slots=True)
-class _Begun:
-    """A call that has not ended yet."""
+class _OpenCall(NamedTuple):
+    """A call that has begun and not ended."""
 
     number: int
-    layer: str
-    kind: str
-    inputs: tuple[Any, ...] | None
-    kwargs: dict[str, Any] | None
-    flat_inputs: tuple[Any, ...]
+    call: Call
     since: int
-    before: int  # how many calls of the layer had ended
-    tensors: Sequence[Tensor] = ()
-    edges: Sequence[GradientEdge | None] = ()
-    views: Sequence[_Viewed] = ()
+    tensors: Sequence[Tensor]
+    edges: Sequence[GradientEdge | None]
+    views: Sequence[_ViewInput]
 
 
-class Tape:
-    """What the hooks write to. It does not hold their manager, which so dies with its block at the latest."""
+class CallRecorder:
+    """Records the calls of modules. It does not hold the hook manager, which is freed with its block at the latest.
 
-    def __init__(self, keeper: Keeper, parts: Sequence[str]) -> None:
-        self._keeper = keeper
+    Args:
+        keep: Function from a tensor to what is kept of it.
+        parts: Some of `PARTS`.
+    """
+
+    def __init__(self, keep: Callable[[Tensor], Any], parts: Sequence[str]) -> None:
+        self._make = keep
         self._parts = frozenset(parts)
-        self._gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
-        self._calls: dict[int, Call | None] = {}  # by when they began
-        self._begun = self._forgotten = 0  # how many calls have begun, and how many of them are forgotten
-        self._counts: dict[str, int] = {}
+        self._has_gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
+        self._kept: MutableMapping[Tensor, tuple[int, Any]] = (
+            WeakTensorKeyDictionary()
+        )  # the output of a layer is often the input of another one
+        self._calls: dict[int, Call | None] = {}  # in the order in which they began
+        self._begun = 0
+        self._counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Call]:
-        """The calls that have ended, in the order in which they began."""
+        """The finished calls, in the order in which they began."""
         return (call for call in list(self._calls.values()) if call is not None)
 
     def clear(self) -> None:
-        """Forget all calls, those too that have not ended."""
-        self._forgotten = self._begun
+        """Forget all calls, unfinished ones included."""
         self._calls.clear()
         self._counts.clear()
 
     def attach(self, hooks: HookManager, name: str, module: nn.Module) -> None:
-        """Put down every call of a module from now on."""
+        """Record every call of a module from now on."""
         manager: HookManager = weakref.proxy(hooks)
         hooks.around(module, partial(self._begin, name, type(module).__name__), partial(self._end, manager))
 
-    def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
-        # What a backward pass calls again, under checkpointing, has been recorded already.
+    def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenCall | None:
+        # Checkpointing repeats calls in the backward pass.
         if this_backward() != -1:
             return None
-        keeps = "inputs" in self._parts
-        inputs, flat = self._kept(args) if keeps else (None, ())
-        if keeps and kwargs:
-            kept_kwargs, more = self._kept(kwargs)
-            flat += more
-        else:
-            kept_kwargs = kwargs if keeps else None
-        begun = _Begun(
-            number=self._begun,
-            since=current_sequence_nr(),
-            before=self._counts.get(name, 0),
-            layer=name,
-            kind=kind,
-            inputs=inputs,
-            kwargs=kept_kwargs,
-            flat_inputs=flat,
-        )
-        self._calls[begun.number] = None
+        since = current_sequence_nr()
+        (inputs, named), flat = self._keep_all((args, kwargs)) if "inputs" in self._parts else ((None, None), ())
+        call = Call(name, kind, self._counts[name], inputs, named, flat_inputs=flat)
+        number = self._begun
+        self._calls[number] = None
         self._begun += 1
-        if self._gradients and torch.is_grad_enabled():
-            begun.tensors = list(tree_tensors((args, kwargs)))
-            begun.edges = [edge(each) for each in begun.tensors]
-            begun.views = [
-                _Viewed(at, tensor_version(each), base, edge(base))
-                for at, each in enumerate(begun.tensors)
-                if (base := view_base(each)) is not None
-            ]
-        return begun
+        self._counts[name] += 1
+        if not self._has_gradients or not torch.is_grad_enabled():
+            return _OpenCall(number, call, since, (), (), ())
+        tensors = list(tree_tensors((args, kwargs)))
+        views = [
+            _ViewInput(index, tensor_version(tensor), base, edge(base))
+            for index, tensor in enumerate(tensors)
+            if (base := view_base(tensor)) is not None
+        ]
+        return _OpenCall(number, call, since, tensors, [edge(tensor) for tensor in tensors], views)
 
-    def _end(self, hooks: HookManager, begun: _Begun | None, output: Any) -> Any:
-        if begun is None or begun.number < self._forgotten:
+    def _end(self, hooks: HookManager, begun: _OpenCall | None, output: Any) -> Any:
+        if begun is None or begun.number not in self._calls:
             return None
-        kept, flat = self._kept(output) if "outputs" in self._parts else (None, ())
+        kept, flat = self._keep_all(output) if "outputs" in self._parts else (None, ())
         backwards: Sequence[Backward] = ()
-        given_back: set[int] = set()
-        if self._gradients and torch.is_grad_enabled():
-            given_back = {
-                id(t) for t in tree_tensors(output) if t.requires_grad and not is_recorded_since(t, begun.since)
-            }
-            if given_back:
-                # The layer returned what it was given, or a parameter. Another name for the same memory has a gradient
-                # of its own: what comes through this layer.
-                output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in given_back else t)
+        returned: set[int] = set()
+        if self._has_gradients and torch.is_grad_enabled():
+            older = (t for t in tree_tensors(output) if t.requires_grad and not is_recorded_since(t, begun.since))
+            returned = {id(tensor) for tensor in older}
+            if returned:
+                # The layer returned an argument or a parameter. An alias has a gradient of its own: the part that
+                # returns through this layer.
+                output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in returned else t)
             backwards = self._follow(hooks, begun, output)
-        ended = self._counts.get(begun.layer, 0)
-        if ended > begun.before:
-            self._count_after(begun)
-        self._calls[begun.number] = Call(
-            layer=begun.layer,
-            kind=begun.kind,
-            index=begun.before,
-            inputs=begun.inputs,
-            kwargs=begun.kwargs,
-            output=kept,
-            flat_inputs=begun.flat_inputs,
-            outputs=flat,
-            backwards=backwards,
-        )
-        self._counts[begun.layer] = ended + 1
-        return output if given_back else None
+        self._calls[begun.number] = replace(begun.call, output=kept, outputs=flat, backwards=backwards)
+        return output if returned else None
 
-    def _count_after(self, begun: _Begun) -> None:
-        """Let the calls that a layer made of itself come after the one that made them."""
-        for number, call in self._calls.items():
-            if call is not None and call.layer == begun.layer and number > begun.number:
-                self._calls[number] = replace(call, index=call.index + 1)
-
-    def _kept(self, nest: Any) -> tuple[Any, tuple[Any, ...]]:
-        """What is kept of a nest, as it is nested, and flat."""
-        keep = self._keeper.activation
-        if isinstance(nest, Tensor):
-            kept = keep(nest)
-            return kept, (kept,)
-        if type(nest) is tuple and len(nest) == 1 and isinstance(nest[0], Tensor):  # as nearly all arguments are
-            alone = (keep(nest[0]),)
-            return alone, alone
+    def _keep_all(self, tree: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return what is kept of a tree, nested and flat."""
         flat: list[Any] = []
 
-        def keep_both(tensor: Tensor) -> Any:
-            flat.append(keep(tensor))
+        def keep(tensor: Tensor) -> Any:
+            flat.append(self._keep(tensor))
             return flat[-1]
 
-        return tree_map_tensors(nest, keep_both), tuple(flat)
+        return tree_map_tensors(tree, keep), tuple(flat)
 
-    def _follow(self, hooks: HookManager, begun: _Begun, output: Any) -> Inbox:
-        """Hooks where gradients come into the call and where they leave it."""
+    def _keep(self, tensor: Tensor) -> Any:
+        """Return what is kept of a tensor, the same object for the same tensor."""
+        require_plain(tensor)
+        if tensor.is_inference():  # without a version counter
+            return self._make(tensor)
+        known = self._kept.get(tensor)
+        if known is None or known[0] != tensor_version(tensor):
+            known = self._kept[tensor] = (tensor_version(tensor), self._make(tensor))
+        return known[1]
+
+    def _keep_gradient(self, gradient: Tensor) -> Any:
+        # Detached: a graph that held its own gradients would never be freed.
+        return self._keep(gradient.detach()) if gradient.requires_grad else self._keep(gradient)
+
+    def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> BackwardLog:
+        """Register hooks where gradients enter the call and where they leave it."""
         outputs = list(tree_tensors(output))
-        # An argument that was worked on in place is a result too.
-        leave = input_edges([*outputs, *begun.tensors], begun.edges, begun.since)
-        past = _past_the_views(outputs, begun) if begun.views else {}
-        inbox = Inbox(
-            [len(past.get(at, each) if past else each) for at, each in enumerate(leave)],
-            len(outputs),
-            self._keeper.gradient,
-        )
+        # An argument that is changed in place is a result too.
+        results = [*outputs, *begun.tensors]
+        exits = input_edges(results, begun.edges, begun.since)
+        base_exits = _base_exits(results, begun)
+        counts = [len(base_exits.get(index, edges)) for index, edges in enumerate(exits)]
+        log = BackwardLog(counts, len(outputs), self._keep_gradient)
         if "grad_outputs" in self._parts:
-            for at, tensor in enumerate(outputs):
+            for index, tensor in enumerate(outputs):
                 if tensor.requires_grad:
-                    hooks.at_gradient(tensor, partial(inbox.put_output, at))
-                    if view_base(tensor) is not None:
-                        _mind_the_view(hooks, tensor, inbox, at, _viewed_by(tensor, begun.tensors, leave))
+                    hooks.at_gradient(tensor, partial(log.set_output_grad, index))
+                    _watch_base(hooks, log, index, tensor, begun.tensors, exits)
         if "grad_inputs" in self._parts:
-            for at, places in enumerate(leave):
-                for each in places if at not in past else ():
-                    hooks.at_exit(begun.tensors[at], each, partial(inbox.put_input, at))
+            for index, edges in enumerate(exits):
+                for input_edge in edges if index not in base_exits else ():
+                    hooks.at_exit(begun.tensors[index], input_edge, partial(log.add_input_grad, index))
             for viewed in begun.views:
-                for each in past.get(viewed.at, ()):
-                    see = partial(_put_part, inbox, viewed.at, View(begun.tensors[viewed.at], viewed.base))
-                    hooks.at_exit(viewed.base, each, see)
-        return inbox
+                for input_edge in base_exits.get(viewed.position, ()):
+                    view = _View.of(begun.tensors[viewed.position], viewed.base)
+                    hooks.at_exit(viewed.base, input_edge, partial(_add_part, log, viewed.position, view))
+        return log
 
 
-def _past_the_views(outputs: Sequence[Tensor], begun: _Begun) -> dict[int, list[InputEdge]]:
-    """For each argument that was a view and was worked on in place: where its gradient leaves, past the view itself."""
-    worked_on = [each for each in begun.views if tensor_version(begun.tensors[each.at]) != each.version]
-    if not worked_on:
-        return {}
-    found = input_edges([*outputs, *begun.tensors], [each.edge for each in worked_on], begun.since)
-    return {each.at: places for each, places in zip(worked_on, found, strict=True) if places}
+def _base_exits(results: Sequence[Tensor], begun: _OpenCall) -> dict[int, list[InputEdge]]:
+    """For each argument that is a view and was changed in place, where the gradient leaves to its base."""
+    changed = [view for view in begun.views if tensor_version(begun.tensors[view.position]) != view.version]
+    found = input_edges(results, [view.edge for view in changed], begun.since) if changed else []
+    return {view.position: edges for view, edges in zip(changed, found, strict=True) if edges}
 
 
-def _put_part(inbox: Inbox, at: int, view: View, whole: Tensor) -> None:
-    part = view.gradient(whole)
+def _add_part(log: BackwardLog, index: int, view: _View, of_base: Tensor) -> None:
+    part = view.gradient(of_base)
     if part is not None:
-        inbox.put_input(at, part)
+        log.add_input_grad(index, part)
 
 
-def _viewed_by(output: Tensor, given: Sequence[Tensor], leave: Sequence[Sequence[InputEdge]]) -> dict[int, Tensor]:
-    """The arguments that an output is a view of, by their places."""
-    return {
-        at: tensor
-        for at, (tensor, places) in enumerate(zip(given, leave, strict=True))
-        if (view_base(output) is tensor or view_base(output) is view_base(tensor))
-        and any(each.node is output.grad_fn for each in places)
-    }
-
-
-def _mind_the_view(hooks: HookManager, tensor: Tensor, inbox: Inbox, at: int, viewed: dict[int, Tensor]) -> None:
-    """Take the gradient from what an output is a view of, where an operation in place leads past the view.
-
-    Args:
-        hooks: Of the recording.
-        tensor: The output.
-        inbox: Of the call.
-        at: The place of the output.
-        viewed: The arguments that the output is a view of, by their places.
-    """
-    base = view_base(tensor)
+def _watch_base(
+    hooks: HookManager,
+    log: BackwardLog,
+    index: int,
+    output: Tensor,
+    inputs: Sequence[Tensor],
+    exits: Sequence[Sequence[InputEdge]],
+) -> None:
+    """Take the gradient of an output that is a view from its base, if a later in-place operation bypasses the view."""
+    base = view_base(output)
     if base is None or base.is_leaf or not base.requires_grad:
         return
-    view = View(tensor, base)
-    sources = {place: view.place_of(each) for place, each in viewed.items()}
+    view = _View.of(output, base)
+    sources = {
+        at: _View.of(tensor, base)
+        for at, (tensor, edges) in enumerate(zip(inputs, exits, strict=True))
+        if (base is tensor or base is view_base(tensor))
+        and any(input_edge.node is output.grad_fn for input_edge in edges)
+    }
 
-    def see(whole: Tensor) -> None:
-        if not inbox.has_output(at) and view.is_overwritten() and (part := view.gradient(whole)) is not None:
-            inbox.put_output(at, part)
-            for place, source in sources.items():
-                inbox.put_input(place, view.passed_on(part, source))
+    def see(of_base: Tensor) -> None:
+        if log.has_output_grad(index) or not view.is_overwritten():
+            return
+        part = view.gradient(of_base)
+        if part is not None:
+            log.set_output_grad(index, part)
+            for at, source in sources.items():
+                log.add_input_grad(at, view.gradient_of(source, part))
 
     hooks.at_gradient(base, see)

@@ -1,10 +1,12 @@
-"""Gradients and activations changed on their way, for as long as a block lasts."""
+"""Change gradients and activations while a block is open."""
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -13,289 +15,358 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import MethodError, NotApplicableError, warn
+from ..errors import LayerError, MethodError, NotApplicableError, closest, warn
 from ..hooks.autograd_graph import (
     current_sequence_nr,
     edge,
     forget_empty_hooks,
     input_edges,
     is_recorded_since,
-    is_transformed,
     is_view,
     tensor_hooks,
     tensor_version,
     this_backward,
 )
-from ..hooks.manager import HookManager
+from ..hooks.manager import HookManager, is_seen
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .edit_rules import NamedRule, Rule, RuleLike, applied, rule_name, started, steps_of
-from .edit_targets import Place, Where, places
-from .layer_selection import LayersLike
+from .layer_selection import LayersLike, is_pattern, require_seen, selected
+from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules
 
-_NO_BACKWARD = "no backward pass came by before the block ended; run the forward and the backward inside it"
-_TRANSFORMED = "it runs inside of torch.func, in a transformation such as vmap or jvp that takes no gradient itself"
+Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
+"""Layers as for `selected`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
+
+_MAX_LISTED = 3  # targets in one warning
+_NO_BACKWARD = "no backward pass came by before the block ended; run forward and backward inside it"
 _NOT_RECORDED = "gradients were switched off when it was called"
 
 
-def _edit(hooks: HookManager, steps: tuple[Rule, ...], place: Place, tensor: Tensor) -> Tensor | None:
-    if place.passed == this_backward():
-        raise NotApplicableError(
-            f"{place.words} cannot be edited in a backward pass through its own edited gradient (create_graph=True): "
-            "the rule would act a second time; run that pass after the block, where the rule is a part of the graph"
-        )
-    changed = applied(steps, tensor, f"the gradient of {place.words}")
-    place.edits += 1
-    if changed is not None and changed.requires_grad:
-        # A backward pass comes by here before it comes to the older operations of the forward.
-        hooks.at_gradient(changed, partial(_pass, place))
-    return changed
+@dataclass(eq=False)
+class EditTarget:
+    """A layer, parameter or tensor, and the number of edits there."""
+
+    name: str
+    label: str  # for messages
+    at: nn.Module | Tensor
+    is_named: bool  # by itself, not by a pattern or class
+    edits: int = 0
+    reason: str = "it was never called"  # why there was no edit
+    edited_pass: int | None = None  # last backward pass through a gradient that was edited here
+
+    def refuse(self, reason: str) -> None:
+        """Raise NotApplicableError for a named target; for one that fitted a pattern, keep the reason."""
+        self.reason = reason
+        if self.is_named:
+            raise NotApplicableError(f"{self.label} cannot be edited: {reason}")
 
 
-def _pass(place: Place, gradient: Tensor) -> None:
-    place.passed = this_backward()
+def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> list[EditTarget]:
+    """Return each target once.
+
+    Args:
+        model: None if all targets are tensors.
+        where: As for `Where`.
+        parameters: Whether parameters and tensors are targets too.
+
+    Raises:
+        LayerError: A name, pattern or class fits nothing; the closest names are given.
+        MethodError: A name without a model, or an object that cannot be a target.
+        NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module.
+    """
+    is_single = isinstance(where, str | nn.Module | type | Tensor) or not isinstance(where, Iterable)
+    targets: dict[int, EditTarget] = {}
+    own = dict(model.named_parameters(remove_duplicate=False)) if model is not None and parameters else {}
+    tensors = 0
+    for wanted in [where] if is_single else where:
+        if isinstance(wanted, Tensor) and parameters:
+            name = next((name for name, parameter in own.items() if parameter is wanted), None)
+            label = f'parameter "{name}"' if name else f"the tensor of shape {tuple(wanted.shape)}"
+            fitting = [_tensor_target(name or f"tensor {tensors}", label, wanted)]
+            tensors += name is None
+        elif not isinstance(wanted, str | nn.Module) and not (
+            isinstance(wanted, type) and issubclass(wanted, nn.Module)
+        ):
+            kinds = "a name, a pattern, a module or a class of modules" + ", a parameter or a tensor" * parameters
+            raise MethodError(f"what to edit is {kinds}; got {type(wanted).__name__}")
+        elif model is None:
+            raise MethodError(f"there is no model to look up {wanted!r} in; pass the model, or tensors")
+        else:
+            fitting = _parameter_targets(model, wanted, own) or _layer_targets(model, wanted, own)
+        for target in fitting:
+            known = targets.setdefault(id(target.at), target)
+            known.is_named |= target.is_named
+    if not targets:
+        raise LayerError('nothing was named to be edited; "*" means every layer')
+    return list(targets.values())
 
 
-class _Given(NamedTuple):
-    """What a layer was called with."""
+def _parameter_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -> list[EditTarget]:
+    """The parameters of a name, or of a pattern that fits no layer."""
+    if is_pattern(wanted):
+        if any(name and fnmatch.fnmatchcase(name, wanted) for name, _ in model.named_modules(remove_duplicate=False)):
+            return []
+        fitting = [name for name in parameters if fnmatch.fnmatchcase(name, wanted)]
+        # Frozen ones are skipped unless all are frozen.
+        names = [name for name in fitting if parameters[name].requires_grad] or fitting
+    else:
+        plain = wanted.removeprefix("_orig_mod.").removeprefix("module.") if isinstance(wanted, str) else ""
+        names = [name for name in dict.fromkeys((wanted, plain)) if name in parameters][:1] if plain else []
+    by_name = not is_pattern(wanted)
+    return [_tensor_target(name, f'parameter "{name}"', parameters[name], is_named=by_name) for name in names]
 
-    tensors: list[Tensor]  # the different ones that have a gradient
-    edges: list[GradientEdge]
-    versions: list[int]  # how often each was changed in place
-    has_numbers: bool  # whether any tensor could have a gradient
-    transformed: bool  # whether `torch.func` runs it
-    recording: bool
+
+def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -> list[EditTarget]:
+    is_named = isinstance(wanted, nn.Module) or (isinstance(wanted, str) and not is_pattern(wanted))
+    try:
+        layers = selected(model, wanted)
+    except LayerError:
+        if not isinstance(wanted, str) or not is_named or not closest(wanted, parameters, most=4) or "." not in wanted:
+            raise
+        near = closest(wanted, [*parameters, *(name for name, _ in model.named_modules() if name)], most=4)
+        message = f'no layer or parameter "{wanted}" in {type(model).__name__}; the closest are {", ".join(near)}'
+        raise LayerError(message) from None
+    seen = {name: layer for name, layer in layers.items() if is_seen(model, name, layer)}
+    if not seen or (is_named and len(seen) < len(layers)):
+        require_seen(model, layers)
+    return [EditTarget(name, f'layer "{name}"' if name else "the model", at, is_named) for name, at in seen.items()]
+
+
+def _tensor_target(name: str, label: str, tensor: Tensor, *, is_named: bool = True) -> EditTarget:
+    if tensor.requires_grad:
+        return EditTarget(name, label, tensor, is_named, reason=_NO_BACKWARD)
+    reason = f"numbers of type {str(tensor.dtype).removeprefix('torch.')} have no gradient"
+    if _is_differentiable(tensor):
+        reason = "it does not require a gradient; call requires_grad_() on it first"
+    raise NotApplicableError(f"{label} cannot be edited: {reason}")
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class _Inputs(NamedTuple):
+    """The arguments of a call."""
+
+    tensors: Sequence[Tensor]  # distinct ones with a gradient
+    edges: Sequence[GradientEdge]
+    versions: Sequence[int]  # in-place changes before the call
+    has_numbers: bool  # whether any argument is a floating-point tensor
+    is_recording: bool
     since: int
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
-    numbers = [each for each in tree_tensors((args, kwargs)) if _has_numbers(each)]
-    edges = [(each, at) for each in numbers if (at := edge(each)) is not None]
-    different = {(at.node, at.output_nr): (each, at) for each, at in edges}.values()
-    tensors = [each for each, _ in different]
-    return _Given(
-        tensors=tensors,
-        edges=[at for _, at in different],
-        versions=[tensor_version(each) for each in tensors],
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    numbers = [tensor for tensor in tree_tensors((args, kwargs)) if _is_differentiable(tensor)]
+    edges = [(tensor, at) for tensor in numbers if (at := edge(tensor)) is not None]
+    distinct = {(at.node, at.output_nr): (tensor, at) for tensor, at in edges}.values()
+    return _Inputs(
+        tensors=[tensor for tensor, _ in distinct],
+        edges=[at for _, at in distinct],
+        versions=[tensor_version(tensor) for tensor, _ in distinct],
         has_numbers=bool(numbers),
-        transformed=any(map(is_transformed, numbers)),
-        recording=torch.is_grad_enabled(),
+        is_recording=torch.is_grad_enabled(),
         since=current_sequence_nr(),
     )
 
 
-def _kind(output: Any) -> str:
-    return "None" if output is None else f"something of type {type(output).__name__}"
+def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, tensor: Tensor) -> Tensor | None:
+    if target.edited_pass == this_backward():
+        raise NotApplicableError(
+            f"{target.label} cannot be edited in a backward pass through its own edited gradient (create_graph=True): "
+            "the rule would act twice; run that pass after the block, where the rule is part of the graph"
+        )
+    changed = apply_rules(rules, tensor, f"the gradient of {target.label}")
+    target.edits += 1
+    if changed is not None and changed.requires_grad:
 
+        def note_pass(gradient: Tensor) -> None:
+            target.edited_pass = this_backward()
 
-def _has_numbers(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def attach_to_input(hooks: HookManager, steps: tuple[Rule, ...], place: Place) -> None:
-    """Edit the gradients that the calls of a layer pass on, or the gradient of a tensor."""
-    if isinstance(place.at, Tensor):
-        _attach_to_tensor(hooks, steps, place, place.at)
-        return
-
-    def end(given: _Given, output: Any) -> Any:
-        if not given.has_numbers:
-            place.refuse("it takes no floating-point tensor, so it passes no gradient on")
-        elif not given.recording:
-            place.obstacle = _NOT_RECORDED
-        elif not given.tensors and given.transformed:
-            place.refuse(_TRANSFORMED)
-        elif not given.tensors:
-            place.refuse(
-                "it passes no gradient on, since nothing that it takes requires one; give the model an input that does "
-                '(x.requires_grad_()), or edit at="output"'
-            )
-        else:
-            return _edit_inputs(hooks, partial(_edit, hooks, steps, place), place, given, output)
-        return None
-
-    hooks.around(place.at, _given, end)
-
-
-def _edit_inputs(
-    hooks: HookManager, edit: Callable[[Tensor], Tensor | None], place: Place, given: _Given, output: Any
-) -> Any:
-    for tensor, version in zip(given.tensors, given.versions, strict=True):
-        if is_view(tensor) and tensor_version(tensor) != version:
-            raise NotApplicableError(
-                f"{place.words} cannot be edited at its input: it works in place on a view of another tensor, whose "
-                'gradient has no place of its own; make it work on a copy (inplace=False), or edit at="output" of the '
-                "layer before"
-            )
-    changed = _with_own(output, lambda each: is_view(each) or not is_recorded_since(each, given.since))
-    # What it takes and works on in place is a result too.
-    results = [*tree_tensors(output if changed is None else changed), *given.tensors]
-    found = input_edges(results, given.edges, given.since)
-    if any(found):
-        place.obstacle = _NO_BACKWARD
-    elif not any(map(_has_numbers, tree_tensors(output))):
-        kind = "floating-point tensor" if any(True for _ in tree_tensors(output)) else f"tensor, but {_kind(output)}"
-        place.refuse(f"it gives no {kind}, so no gradient can be followed through it")
-    elif not place.edits:
-        place.obstacle = "what it gives does not depend on what it takes through any recorded operation"
-    for tensor, at in zip(given.tensors, found, strict=True):
-        if at:
-            hooks.rewrite_input(tensor, at, edit)
+        # A backward pass reaches this before the older operations of the forward pass.
+        hooks.at_gradient(changed, note_pass)
     return changed
 
 
-def attach_to_output(hooks: HookManager, steps: tuple[Rule, ...], place: Place) -> None:
-    """Edit the gradients that arrive at the calls of a layer, or the gradient of a tensor."""
-    if isinstance(place.at, Tensor):
-        _attach_to_tensor(hooks, steps, place, place.at)
-        return
+def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+    """Edit the gradients that the calls of a layer pass on."""
+
+    def end(inputs: _Inputs, output: Any) -> Any:
+        if not inputs.has_numbers:
+            target.refuse("it takes no floating-point tensor, so it passes no gradient on")
+        elif not inputs.is_recording:
+            target.reason = _NOT_RECORDED
+        elif not inputs.tensors:
+            target.refuse(
+                "it passes no gradient on, since nothing that it takes requires one, or torch.func transforms it; give "
+                'the model an input that does (x.requires_grad_()), or edit at="output"'
+            )
+        else:
+            return _edit_inputs(hooks, rules, target, inputs, output)
+        return None
+
+    hooks.around(target.at, _inputs, end)  # type: ignore[arg-type]
+
+
+def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, inputs: _Inputs, output: Any) -> Any:
+    for tensor, version in zip(inputs.tensors, inputs.versions, strict=True):
+        if is_view(tensor) and tensor_version(tensor) != version:
+            raise NotApplicableError(
+                f"{target.label} cannot be edited at its input: it changes a view of another tensor in place, and the "
+                'view has no gradient of its own; use inplace=False, or edit at="output" of the layer before'
+            )
+    changed = _with_copies(output, lambda tensor: is_view(tensor) or not is_recorded_since(tensor, inputs.since))
+    # An argument that is changed in place is a result too.
+    results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
+    exits = input_edges(results, inputs.edges, inputs.since)
+    tensors = list(tree_tensors(output))
+    if any(exits):
+        target.reason = _NO_BACKWARD
+    elif not any(map(_is_differentiable, tensors)):
+        kind = "None" if output is None else f"something of type {type(output).__name__}"
+        returned = "floating-point tensor" if tensors else f"tensor, but {kind}"
+        target.refuse(f"it gives no {returned}, so no gradient can be followed through it")
+    elif not target.edits:
+        target.reason = "its output does not depend on its input through any recorded operation"
+    for tensor, edges in zip(inputs.tensors, exits, strict=True):
+        if edges:
+            hooks.rewrite_input(tensor, edges, partial(_edit_gradient, hooks, rules, target))
+    return changed
+
+
+def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+    """Edit the gradients that arrive at the outputs of a layer."""
 
     def end(begun: tuple[int, bool], output: Any) -> Any:
-        since, recording = begun
-        numbers = _different(each for each in tree_tensors(output) if _has_numbers(each))
-        alive = [each for each in numbers if each.requires_grad]
+        since, is_recording = begun
+        numbers = {id(tensor): tensor for tensor in tree_tensors(output) if _is_differentiable(tensor)}.values()
+        alive = [tensor for tensor in numbers if tensor.requires_grad]
         if not numbers:
-            place.refuse("it gives no floating-point tensor, so no gradient arrives at it")
-        elif not alive and not recording:
-            place.obstacle = _NOT_RECORDED
-        elif not alive and any(map(is_transformed, numbers)):
-            place.refuse(_TRANSFORMED)
+            target.refuse("it gives no floating-point tensor, so no gradient arrives at it")
+        elif not alive and not is_recording:
+            target.reason = _NOT_RECORDED
         elif not alive:
-            place.refuse("no gradient arrives at it, since neither its parameters nor what it takes require one")
+            target.refuse(
+                "no gradient arrives at it, since neither its parameters nor its inputs require one, or torch.func "
+                "transforms it"
+            )
         else:
-            place.obstacle = _NO_BACKWARD
-            several = len(alive) > 1
-            changed = _with_own(output, lambda each: several or is_view(each) or not is_recorded_since(each, since))
-            for each in _different(tree_tensors(output if changed is None else changed)):
-                if each.requires_grad:
-                    hooks.at_gradient(each, partial(_edit, hooks, steps, place))
+            target.reason = _NO_BACKWARD
+            changed = _with_copies(
+                output, lambda tensor: len(alive) > 1 or is_view(tensor) or not is_recorded_since(tensor, since)
+            )
+            results = tree_tensors(output if changed is None else changed)
+            for tensor in {id(tensor): tensor for tensor in results if tensor.requires_grad}.values():
+                hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
             return changed
         return None
 
-    hooks.around(place.at, lambda args, kwargs: (current_sequence_nr(), torch.is_grad_enabled()), end)
+    hooks.around(target.at, lambda args, kwargs: (current_sequence_nr(), torch.is_grad_enabled()), end)  # type: ignore[arg-type]
 
 
-def _attach_to_tensor(hooks: HookManager, steps: tuple[Rule, ...], place: Place, tensor: Tensor) -> None:
-    place.obstacle = _NO_BACKWARD
-    hooks.at_gradient(tensor, partial(_edit, hooks, steps, place))
-
-
-def attach_to_activation(hooks: HookManager, steps: tuple[Rule, ...], place: Place) -> None:
-    """Edit what the calls of a layer give."""
+def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
+    """Edit the outputs of a layer."""
 
     def edit(tensor: Tensor) -> Tensor:
-        if not _has_numbers(tensor):
-            return tensor
-        changed = applied(steps, tensor, f"the output of {place.words}")
+        changed = apply_rules(rules, tensor, f"the output of {target.label}") if _is_differentiable(tensor) else None
         return tensor if changed is None else changed
 
     def change(output: Any) -> Any:
-        if not any(map(_has_numbers, tree_tensors(output))):
-            place.refuse("it gives no floating-point tensor")
+        if not any(map(_is_differentiable, tree_tensors(output))):
+            target.refuse("it gives no floating-point tensor")
             return None
-        runs_again = this_backward() != -1
-        if runs_again:
-            _refuse_new_draws(steps, place)
-        edited = tree_map_tensors(output, _once(edit))
-        place.edits += 0 if runs_again else 1
-        return edited
+        is_repeated = this_backward() != -1
+        random = next((rule for rule in rules if isinstance(rule, NamedRule) and rule.restart is not None), None)
+        if is_repeated and random is not None:
+            raise NotApplicableError(
+                f"{target.label} is in a checkpointed part, which runs again in the backward pass, and {random} would "
+                "draw other noise there; draw the noise once and add it with a function"
+            )
+        target.edits += not is_repeated
+        return tree_map_tensors(output, _once(edit))
 
-    if isinstance(place.at, nn.Module):
-        hooks.revise(place.at, change)
-
-
-def _different(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor once, also where it is given several times."""
-    return list({id(each): each for each in tensors}.values())
+    hooks.revise(target.at, change)  # type: ignore[arg-type]
 
 
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The change, which makes the same of a tensor that comes several times: what was one tensor stays one."""
-    made: dict[int, Tensor] = {}
+    """Wrap a change so that a tensor that occurs several times is changed once and stays one tensor."""
+    results: dict[int, Tensor] = {}
 
     def changed(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = change(tensor)
-        return made[id(tensor)]
+        if id(tensor) not in results:
+            results[id(tensor)] = change(tensor)
+        return results[id(tensor)]
 
     return changed
 
 
-def _refuse_new_draws(steps: tuple[Rule, ...], place: Place) -> None:
-    """Raise NotApplicableError for rules that make something else of the same tensor the second time."""
-    for each in steps:
-        if isinstance(each, NamedRule) and not each.replays:
-            raise NotApplicableError(
-                f"{place.words} is in a checkpointed part, which runs again in the backward pass, and "
-                f"{rule_name(each)} would draw other noise for it; draw the noise once, and add it by a function"
-            )
+# Copies that give a gradient a place of its own. Nested blocks reuse them.
+_copies = WeakTensorKeyDictionary()
 
 
-# Copies that were made so that a gradient has a place of its own. A block inside another finds them and makes no more.
-_own = WeakTensorKeyDictionary()
+def _with_copies(output: Any, needs_copy: Callable[[Tensor], bool]) -> Any:
+    """Return the output with copies of the tensors that need one; None if none does.
 
-
-def _with_own(output: Any, needs: Callable[[Tensor], bool]) -> Any:
-    """The output with copies of its tensors that need a place of their own; None where none does.
-
-    Those are views, since a later in-place operation would go past a hook on them; what the layer took and gives back
-    as it is; and several that may depend on each other.
+    Those are views, since a later in-place operation would bypass a hook on them; arguments that the layer returns; and
+    several outputs that may depend on each other.
     """
-    made = 0
+    copied = 0
 
-    def own(tensor: Tensor) -> Tensor:
-        nonlocal made
-        if not tensor.requires_grad or tensor in _own or not needs(tensor):
+    def copy(tensor: Tensor) -> Tensor:
+        nonlocal copied
+        if not tensor.requires_grad or tensor in _copies or not needs_copy(tensor):
             return tensor
-        made += 1
-        copied = tensor.clone()
-        _own[copied] = None
-        return copied
+        copied += 1
+        result = tensor.clone()
+        _copies[result] = None
+        return result
 
-    changed = tree_map_tensors(output, _once(own))
-    return changed if made else None
+    changed = tree_map_tensors(output, _once(copy))
+    return changed if copied else None
 
 
-_MOST_NAMED = 3  # in one warning
-
-_Attach = Callable[[HookManager, tuple[Rule, ...], Place], None]
+_Attach = Callable[[HookManager, tuple[Rule, ...], EditTarget], None]
 
 
 class Editing:
-    """An edit that acts while its block is open. `edits` says how often it took place, by name."""
+    """Edit that acts while its block is open. `edits` counts the edits by name."""
 
-    def __init__(self, found: list[Place], rule: RuleLike, attach: _Attach) -> None:
-        self._places = found
-        self._steps = steps_of(rule)
+    def __init__(self, targets: list[EditTarget], rule: RuleLike, attach: _Attach) -> None:
+        self._targets = targets
+        self._rules = as_rules(rule)
         self._attach = attach
         self._stack: ExitStack | None = None
 
     @property
     def edits(self) -> dict[str, int]:
-        """How often the rule was applied so far, for each layer, parameter or tensor; 0 where it was not."""
-        return {each.name: each.edits for each in self._places}
+        """The number of times that the rule was applied so far, for each layer, parameter or tensor."""
+        return {target.name: target.edits for target in self._targets}
 
     def __enter__(self) -> Self:
-        """Begin to edit.
+        """Start editing.
 
         Raises:
-            MethodError: The block is open already.
+            MethodError: The block is already open.
         """
         if self._stack is not None:
-            raise MethodError("this edit is open already; make another one for a block inside")
-        steps = started(self._steps)
+            raise MethodError("this edit is already open; create another one for a nested block")
+        rules = tuple(r.restart() if isinstance(r, NamedRule) and r.restart is not None else r for r in self._rules)
+        tensors = [target.at for target in self._targets if isinstance(target.at, Tensor)]
         with ExitStack() as stack:
-            stack.callback(_forget_hooks, [each.at for each in self._places if _is_unhooked_leaf(each.at)])
+            stack.callback(_drop_hook_dicts, [t for t in tensors if t.is_leaf and tensor_hooks(t) is None])
+            # The hooks do not hold the manager, which is freed with its block at the latest.
             hooks = stack.enter_context(HookManager(persistent=True))
+            manager: HookManager = weakref.proxy(hooks)
             stack.enter_context(eager())
-            for place in self._places:
-                # What hangs on the model does not hold the manager, which so dies with its block at the latest.
-                self._attach(weakref.proxy(hooks), steps, place)
+            for target in self._targets:
+                if isinstance(target.at, Tensor):
+                    hooks.at_gradient(target.at, partial(_edit_gradient, manager, rules, target))
+                else:
+                    self._attach(manager, rules, target)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Leave everything as it was. Warns of places where nothing was edited. Errors of the block go on."""
+        """Remove the edit, and warn of targets without any edit unless the block raised."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.__exit__(*error)
@@ -303,90 +374,82 @@ class Editing:
             self._warn_of_idle()
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{each.words}: {each.edits}" for each in self._places[:8])
-        return f"Editing({counts}{', ...' * (len(self._places) > 8)})"
+        counts = ", ".join(f"{target.label}: {target.edits}" for target in self._targets[:8])
+        return f"Editing({counts}{', ...' if len(self._targets) > 8 else ''})"
 
     def _warn_of_idle(self) -> None:
-        nowhere = not any(each.edits for each in self._places)
-        idle = [each for each in self._places if not each.edits and (each.named or nowhere)]
-        if not idle:
-            return
-        told = "; ".join(f"{each.words}: {each.obstacle}" for each in idle[:_MOST_NAMED])
-        more = f"; and {len(idle) - _MOST_NAMED} more" if len(idle) > _MOST_NAMED else ""
-        warn(f"nothing was edited at {told}{more}")
+        has_edits = any(target.edits for target in self._targets)
+        idle = [target for target in self._targets if not target.edits and (target.is_named or not has_edits)]
+        if idle:
+            reasons = "; ".join(f"{target.label}: {target.reason}" for target in idle[:_MAX_LISTED])
+            more = f"; and {len(idle) - _MAX_LISTED} more" if len(idle) > _MAX_LISTED else ""
+            warn(f"nothing was edited at {reasons}{more}")
 
 
-def _is_unhooked_leaf(at: nn.Module | Tensor) -> bool:
-    return isinstance(at, Tensor) and at.is_leaf and tensor_hooks(at) is None
-
-
-def _forget_hooks(tensors: list[Any]) -> None:
-    """Tensors that never had hooks have none again, rather than an empty dictionary of them."""
-    for each in tensors:
-        forget_empty_hooks(each)
+def _drop_hook_dicts(tensors: list[Tensor]) -> None:
+    """Tensors that never had hooks have no empty dictionary of them afterwards."""
+    for tensor in tensors:
+        forget_empty_hooks(tensor)
 
 
 def edit_gradients(
     model: nn.Module | None, where: Where, rule: RuleLike, *, at: Literal["input", "output"] = "input"
 ) -> Editing:
-    """Gradients changed on their way back, in the backward passes of a block.
+    """Change gradients in the backward passes of a block.
 
         with edit_gradients(model, "layer3", rules.clip_norm(1.0)) as editing:
             loss(model(x)).backward()
         editing.edits  # {"layer3": 1}
 
-    It acts on the user's own passes and on those of explanations, in the thread that opened the block: on graphs that
-    are recorded inside the block, in backward passes that run inside it. Rules of several blocks are applied in the
-    order in which the blocks were opened. Nothing stays behind.
+    The edit acts on the passes of the user and of explanations, in the thread that opened the block: on graphs recorded
+    inside the block, in backward passes inside it. Rules of several blocks are applied in the order in which the blocks
+    were opened. Nothing stays on the model.
 
-    Of a layer, each call is edited, and of a call each floating-point tensor that has a gradient, however they are
-    nested, one by one. Other uses of the same tensors keep their gradient. Under `create_graph=True` the rule is a part
-    of the graph; a backward pass through the edited gradient belongs after the block. What a layer computes stays as it
-    is, but where it returns what it was given, or a view, it returns a copy of that: a later operation in place changes
-    the copy only.
+    Each call of a layer is edited, and of a call each floating-point tensor with a gradient, however nested. Other uses
+    of the same tensors keep their gradient. With `create_graph=True` the rule is part of the graph; a backward pass
+    through the edited gradient belongs after the block. The outputs of the layer stay the same, except that an argument
+    or a view that it returns is copied, so that a later in-place operation changes only the copy.
 
     Args:
-        model: Any module; None where all places are tensors.
-        where: Layers by name, pattern, class or themselves; parameters by name ("fc.bias"), themselves, or by a pattern
+        model: Any module; None if all targets are tensors.
+        where: Layers by name, pattern, class or as modules; parameters by name ("fc.bias"), as objects, or by a pattern
             that fits no layer ("*.bias"); any tensor that requires a gradient; or several of these.
-        rule: What to make of a gradient: one of `saliency.inspection.rules`, any function from tensor to tensor, or
-            several that are applied in order. None leaves it. Shape, type and device must stay.
-        at: For layers. "input" is what the layer passes on to what it was given, as a full backward hook may return
-            it: its own parameters do not notice. "output" is what arrives at what it gave: its parameters' gradients
-            follow from what the rule makes of that. For a parameter or a tensor it is its whole gradient of one
-            backward pass, before it is added to `.grad`.
+        rule: One of `saliency.inspection.rules`, any function from tensor to tensor, or several that are applied in
+            order. None as a result leaves the gradient unchanged. Shape, dtype and device must stay.
+        at: For layers. "input" is the gradient that the layer passes on to its arguments, as a full backward hook
+            returns it: the gradients of its parameters stay. "output" is the gradient that arrives at its output: the
+            gradients of its parameters follow from the edited one. For a parameter or tensor, its whole gradient of
+            one backward pass is edited, before it is added to `.grad`.
 
     Returns:
-        A context manager, whose `edits` count how often the rule was applied.
+        A context manager whose `edits` counts how often the rule was applied.
 
     Raises:
         LayerError: A name, pattern or class fits nothing.
-        MethodError: The rule is none, `at` is something else, or (in the backward pass) what a rule returns is no
+        MethodError: An unknown rule or `at`; or (in the backward pass) a result that does not fit the gradient.
+        NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module; or
+            (in the forward pass) a named layer that takes or gives only integers, has no gradient although gradients
+            are on, or changes a view of another tensor in place; or (in the backward pass) a pass through an edited
             gradient.
-        NotApplicableError: It cannot be edited: a frozen parameter, a tensor without gradient, a layer inside a
-            TorchScript module; or (in the forward pass) a named layer that takes or gives integers only, that has no
-            gradient although gradients are on, or that works in place on a view of another tensor; or (in the backward
-            pass) one that goes through an edited gradient.
 
     Warns:
-        SaliencyWarning: At the end of a block that nothing interrupted, a named place was not edited.
+        SaliencyWarning: A named target was not edited, at the end of a block that did not raise.
     """
     if at not in ("input", "output"):
         raise MethodError(f'gradients are edited at "input" or at "output"; got {at!r}')
-    found = places(None if model is None else unwrap(model), where, parameters=True)
-    return Editing(found, rule, attach_to_input if at == "input" else attach_to_output)
+    targets = find_targets(None if model is None else unwrap(model), where, parameters=True)
+    return Editing(targets, rule, _attach_to_input if at == "input" else _attach_to_output)
 
 
 def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Editing:
-    """What layers give, changed before it flows on, in the forward passes of a block.
+    """Change the outputs of layers in the forward passes of a block.
 
         with edit_activations(model, "layer4", rules.zero_channels([3])):
             explanation = GradCAM(model).attribute(image)  # explains the edited network
 
-    It acts on the user's own passes and on those of explanations, in the thread that opened the block. All that watches
-    the layer sees what it was changed to, and gradients are those of the changed network. Each floating-point tensor of
-    each call's output is edited, however they are nested. Rules of several blocks are applied in the order in which the
-    blocks were opened.
+    The edit acts on the passes of the user and of explanations, in the thread that opened the block. All other hooks
+    see the edited output, and gradients are those of the edited network. Each floating-point tensor of each output is
+    edited, however nested. Rules of several blocks are applied in the order in which the blocks were opened.
 
     A checkpointed part runs again in the backward pass, which therefore belongs into the block.
 
@@ -396,15 +459,15 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
         rule: As for `edit_gradients`.
 
     Returns:
-        A context manager, whose `edits` count how often the rule was applied.
+        A context manager whose `edits` counts how often the rule was applied.
 
     Raises:
         LayerError: A name, pattern or class fits nothing.
-        MethodError: The rule is none, or (in the forward pass) what a rule returns is no such activation.
-        NotApplicableError: A layer is inside a TorchScript module; or (in the forward pass) a named layer gives no
-            floating-point tensor, or noise would have to be drawn again for a checkpointed part.
+        MethodError: An unknown rule; or (in the forward pass) a result that does not fit the activation.
+        NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that gives no
+            floating-point tensor, or noise that would be drawn again for a checkpointed part.
 
     Warns:
-        SaliencyWarning: At the end of a block that nothing interrupted, a named layer was not edited.
+        SaliencyWarning: A named layer was not edited, at the end of a block that did not raise.
     """
-    return Editing(places(unwrap(model), layers, parameters=False), rule, attach_to_activation)
+    return Editing(find_targets(unwrap(model), layers, parameters=False), rule, _attach_to_activation)

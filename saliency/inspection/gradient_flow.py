@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import RenderError
 from ..render.figure import new_figure
 from ..validation import check_choice, is_real
-from .gradient_statistics import GradientStatistics, LayerGradients, ParameterGradients
+from .statistics import GradientStatistics, LayerGradients, ParameterGradients
 from .tables import number, share
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which layers of a model are meant, by name, by pattern, by kind or by the module itself."""
+"""Select layers of a model by name, pattern, class or as modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..hooks.manager import is_seen
 from ..layers.find import find
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
-"""A dotted name, a pattern as in "layer4.*.conv?" (`*` also crosses dots), a module, a class of modules, or several."""
+"""A dotted name, a pattern as in "layer4.*.conv?" (`*` also matches dots), a module, a class of modules, or several."""
 
 
 def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
-    """The layers that are meant by their names, in the order of the model; "*" is every layer.
+    """Return the selected layers by name, in the order of the model; "*" selects every layer.
 
-    A model that has no layers is one itself, with the name "".
+    A model without layers is a layer itself, with the name "".
 
     Raises:
         LayerError: A name, pattern or class fits no layer; the closest names are given.
@@ -28,24 +28,27 @@ def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]
     if not wanted:
         raise LayerError('no layer was named; "*" means all of them')
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen = {name for each in wanted for name in _fitting(model, modules, each)}
-    named: dict[nn.Module, str] = {}
+    names = {name for selector in wanted for name in _fitting(model, modules, selector)}
+    first_names: dict[nn.Module, str] = {}
     for name, module in modules.items():
-        if name in chosen:
-            # A module under several names is one layer.
-            named.setdefault(module, name)
-    return {name: module for module, name in named.items()}
+        if name in names:
+            first_names.setdefault(module, name)
+    return {name: module for module, name in first_names.items()}
+
+
+def is_pattern(wanted: Any) -> bool:
+    """Whether a selector is a pattern rather than a name."""
+    return isinstance(wanted, str) and any(character in wanted for character in "*?[")
 
 
 def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise NotApplicableError where hooks do not see the calls of a layer."""
+    """Raise NotApplicableError if hooks do not act on the calls of a layer."""
     hidden = next((name for name, layer in layers.items() if not is_seen(model, name, layer)), None)
     if hidden is not None:
-        words = f'layer "{hidden}"' if hidden else "the model"
+        label = f'layer "{hidden}"' if hidden else "the model"
         raise NotApplicableError(
-            f"{words} is scripted, or inside a TorchScript module, which runs "
-            "its parts by itself: no hook sees them; name what is around it, a traced module as a whole, or take the "
-            "model as it was before torch.jit"
+            f"{label} is scripted or inside a TorchScript module, which calls its layers without hooks; choose the "
+            "traced module as a whole or a layer around it, or use the model without torch.jit"
         )
 
 
@@ -56,7 +59,7 @@ def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> li
             kinds = sorted({type(module).__name__ for name, module in modules.items() if name})
             raise LayerError(f"no {wanted.__name__} in {type(model).__name__}; its layers are {', '.join(kinds)}")
         return names or [""]
-    if isinstance(wanted, str) and any(each in wanted for each in "*?["):
+    if is_pattern(wanted):
         names = [name for name in modules if name and fnmatch.fnmatchcase(name, wanted)]
         if not names and len(modules) > 1:
             raise LayerError(f'no layer of {type(model).__name__} fits "{wanted}"; a pattern is as in "layer4.*.conv?"')

@@ -1,40 +1,48 @@
-"""A model as a table: what each layer gives, holds and costs, in the order in which the layers run."""
+"""Table of the layers of a model: output shapes, parameters, multiply-adds and times, in the order of execution."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import MethodError
-from ..hooks.model_state import prepared_for_attribution, unwrap
+from ..hooks.autograd_graph import DispatchMode
+from ..hooks.manager import HookManager
+from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
 from ..hooks.pytree import tree_tensors
-from .forward_profile import Layer, shapes_of, watched
 from .layer_selection import LayersLike, selected
-from .model_inputs import feed
-from .tables import Column, Table, listed, share, si
-from .timing import Holding, holdings, timed
+from .model_inputs import ModelCall, model_call
+from .tables import Column, Table, listed, shape_text, share, si
+
+_TIMED_FORWARDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """What one layer gave, holds and costs in one forward.
+    """One layer in one forward pass.
 
     Attributes:
-        name: Its dotted name; "" for the model itself.
-        kind: The module's class.
-        depth: How deep it lies in the tree of modules: 1 for the parts of the model itself. A container that is not
-            called, such as a ModuleList, adds nothing.
-        output: The shape of what its last call returned; for several tensors a nest of shapes.
-        parameters: How many numbers it holds, its parts included, what they share counted once.
-        trainable: How many of them require a gradient.
-        multiply_adds: Of convolutions, matrix products and attention, of all its calls and its parts.
-        time_share: How much of the model's time it took, its parts included: 0 to 1. None where nothing was timed.
-        calls: How often it was called.
-        functional: The functions that it called itself, between its parts, by name, with how often: `{"add": 1}`.
+        name: The dotted name; "" for the model itself.
+        kind: The class of the module.
+        depth: The depth in the tree of modules that run: 1 for the parts of the model itself. A container that is not
+            called, such as a ModuleList, does not count.
+        output: The shape of the output of its last call; nested shapes for several tensors.
+        parameters: The number of parameters, including its parts; shared ones count once.
+        trainable: The number of parameters that require a gradient.
+        multiply_adds: The multiply-adds of convolutions, matrix products and attention, of all its calls and parts.
+        time_share: The share of the time of the model, including its parts, from 0 to 1; None without times.
+        calls: The number of calls.
+        functional: The functions that it called itself, between its parts, with their number of calls: `{"add": 1}`.
     """
 
     name: str
@@ -54,8 +62,8 @@ class LayerTable(Table[LayerRow]):
 
     Attributes:
         model: The row of the model itself: the totals, and the functions between its outermost layers.
-        not_called: The layers that did not run, the outermost of each such part.
-        seconds: How long the fastest forward took; None where none was timed.
+        not_called: The layers that did not run, the outermost of each part.
+        seconds: The time of the fastest forward pass; None without times.
     """
 
     def __init__(
@@ -76,16 +84,16 @@ class LayerTable(Table[LayerRow]):
 
 
 def _columns(rows: tuple[LayerRow, ...], model: LayerRow) -> list[Column[LayerRow]]:
-    """What the rows have something to say in; indented from the outermost of them on."""
+    """The columns that are not empty; names are indented from the outermost row on."""
     outermost = min((row.depth for row in rows), default=0)
     columns: list[Column[LayerRow]] = [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
-        Column("output", lambda row: shape_text(row.output), "left", "the shape of what its last call returned"),
+        Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
         Column(
             "parameters",
             lambda row: si(row.parameters),
-            hint="the numbers that it holds, its parts included",
+            hint="number of parameters, its parts included",
             bar=lambda row: row.parameters / (model.parameters or 1),
         ),
         Column(
@@ -96,40 +104,18 @@ def _columns(rows: tuple[LayerRow, ...], model: LayerRow) -> list[Column[LayerRo
         ),
     ]
     if model.time_share is not None:
-        hint = "its share of the time of one forward, its parts included"
+        hint = "share of the time of one forward pass, its parts included"
         columns.append(Column("time", lambda row: share(row.time_share), hint=hint, bar=lambda row: row.time_share))
     if any(row.calls != 1 for row in rows):
-        columns.append(
-            Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="how often it was called")
-        )
+        columns.append(Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"))
     if any(row.functional for row in rows):
-        hint = "functions that it calls itself, between the layers inside of it, with how often"
-        columns.append(Column("functions", lambda row: functions_text(row.functional), "left", hint))
+        hint = "functions that it calls itself, between the layers inside it, with their number of calls"
+        columns.append(Column("functions", lambda row: _functions_text(row.functional), "left", hint))
     return columns
 
 
-def shape_text(shapes: Any) -> str:
-    """The shapes of an output as they are read: "10x64x112x112", or "{out: 1x21, aux: 1x21}"."""
-    if isinstance(shapes, dict):
-        return f"{{{_some([f'{key}: {shape_text(each)}' for key, each in shapes.items()])}}}"
-    if isinstance(shapes, tuple) and all(isinstance(each, int) for each in shapes):
-        return "x".join(map(str, shapes)) or "scalar"
-    if isinstance(shapes, tuple | list):
-        inside = _some([shape_text(each) for each in shapes])
-        return f"[{inside}]" if isinstance(shapes, list) else f"({inside})"
-    return "none" if shapes is None else str(shapes)
-
-
-def functions_text(functions: dict[str, int]) -> str:
-    """Functions by name, with how often: "2 relu, add"."""
+def _functions_text(functions: Mapping[str, int]) -> str:
     return ", ".join(name if count == 1 else f"{count} {name}" for name, count in functions.items())
-
-
-def _some(texts: list[str], most: int = 4) -> str:
-    return ", ".join(texts[:most]) + (f", ... {len(texts)} in all" if len(texts) > most else "")
-
-
-TIMED = 3  # forwards, of which each layer's fastest counts
 
 
 def layer_table(
@@ -140,64 +126,65 @@ def layer_table(
     depth: int | None = None,
     times: bool | int = True,
 ) -> LayerTable:
-    """What each layer of a model gives, holds and costs, in the order in which the layers begin.
+    """Return a table of the layers of a model, in the order in which they begin.
 
-    It takes one forward in evaluation mode, without a graph, and a few more for the times. A layer that is called
-    many times is one row, with the output of its last call. The functions that run between the layers are counted by
-    their names and with their multiply-adds; those inside of torch.nn's own modules are these modules themselves.
+    It takes one forward pass in evaluation mode without a graph, and a few more for the times. A layer that is called
+    several times has one row, with the output of its last call. Functions between the layers are counted by name and
+    with their multiply-adds; functions inside the modules of torch.nn belong to these modules.
 
     Args:
-        model: Any model; it is left as it was.
-        example: What it is run on: a float tensor, a shape such as (10, 3, 224, 224) for noise, pictures, a tuple of
-            arguments or a mapping of keyword arguments, as for the other functions of `saliency.inspection`.
-        layers: Which layers have a row, by name, pattern, kind or as modules; by default all that run, or the model
-            itself where none does.
-        depth: How deep in the tree of modules the rows go: 1 for the outermost layers that run.
-        times: Whether the layers' shares of the time are measured, or how many forwards that takes; by default 3, of
-            which each layer's fastest counts. On an accelerator each layer waits for the ones before it, so that the
-            shares are right and the whole takes longer.
+        model: Any model; it is left unchanged.
+        example: A float tensor, a shape such as (10, 3, 224, 224) for noise, images, a tuple of arguments or a mapping
+            of keyword arguments.
+        layers: The layers with a row, by name, pattern, class or as modules; by default all that run, or the model
+            itself if none does.
+        depth: The largest depth in the tree of modules: 1 for the outermost layers that run.
+        times: Whether times are measured, or the number of forward passes for them, 3 by default; the fastest of each
+            layer counts. On an accelerator each layer is synchronised, so that the shares are right and the whole is
+            slower.
 
     Returns:
-        A sequence of rows that prints as a table, shows as one in a notebook, and has a `dataframe()`.
+        A sequence of rows with a text, HTML and a `dataframe()`.
 
     Raises:
-        ImageError: The example is nothing to run a model on.
+        ImageError: The example is not an input for a model.
         LayerError: A name or pattern in `layers` fits no layer.
-        MethodError: `depth` or `times` is no such number.
-        ModelError: It is no module, or it has lazy parameters.
+        MethodError: `depth` or `times` is out of range.
+        ModelError: Not a module, or a module with lazy parameters.
     """
     if depth is not None and depth < 1:
         raise MethodError(f"depth={depth}: expected 1 for the outermost layers, or more")
-    rounds = TIMED if times is True else int(times)
+    rounds = _TIMED_FORWARDS if times is True else int(times)
     if rounds < 0:
-        raise MethodError(f"times={times}: expected how many forwards are timed, or False")
-    inside = unwrap(model)
-    given, model = feed(model, example), inside
-    named = _named(model)
-    wanted = _wanted(model, named, layers)
+        raise MethodError(f"times={times}: expected the number of timed forward passes, or False")
+    network, wrapper = unwrap(model), model
+    call, model = model_call(wrapper, example), network
+    names = _module_names(model)
+    wanted = list(names)[1:] or [model]
+    if layers is not None:
+        wanted = [module for module in selected(model, layers).values() if module in names]
     with prepared_for_attribution(model):
-        seen = watched(model, given)
-        depths = _depths(named, seen)
-        shown = [each for each in wanted if depth is None or depths[each] <= depth]
-        seconds = timed(model, given, [each for each in shown if each in seen], rounds)
-    held = holdings(model)
-    in_order = sorted((each for each in shown if each in seen), key=lambda module: seen[module].order)
+        profiles = _profile(model, call)
+        depths = _depths(names, profiles)
+        wanted = [module for module in wanted if depth is None or depths[module] <= depth]
+        running = sorted((module for module in wanted if module in profiles), key=lambda each: profiles[each].order)
+        seconds = _timed(model, call, running, rounds)
     if layers is None:
-        in_order = in_order or [model]  # which does all of it itself, as attention does
-    whole_time = seconds.get(model, 0.0)
-    shares = {module: each / whole_time for module, each in seconds.items() if whole_time}
-    rows = [_row(each, named[each], depths[each], seen[each], held[each], shares.get(each)) for each in in_order]
-    whole = _row(model, "", 0, seen[model], held[model], shares.get(model))
-    not_called = _not_called(named, shown, seen)
+        running = running or [model]  # which calls none of its parts, as attention does
+    rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
+    total = _row(model, "", 0, profiles[model], seconds, model)
+    not_called = _not_called(names, wanted, profiles)
+    varying = [names[module] or total.kind for module in running if profiles[module].varies]
+    scripted = [name for module, name in names.items() if _is_scripted(module) and name]
     return LayerTable(
         rows,
-        whole,
-        title=f"{whole.kind} on {', '.join(shape_text(shapes_of(each)) for each in tree_tensors(given[:2]))}",
+        total,
+        title=f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}",
         notes=[
-            _totals(whole, given.size, seconds.get(model)),
-            *_functions_note(whole, rows),
-            *_varying_note(rows, {named[module] for module, layer in seen.items() if layer.varies}),
-            *_scripted_note(named),
+            _totals(total, call.size, seconds.get(model)),
+            *([] if "" in {row.name for row in rows} else listed_functions(total)),
+            *listed("of several shapes, of which the last is shown:", varying),
+            *listed("scripted, so without visible layers, but counted in what calls them:", scripted),
             *listed("not called:", not_called),
         ],
         not_called=not_called,
@@ -205,101 +192,295 @@ def layer_table(
     )
 
 
-_Seen = dict[nn.Module, Layer]
-_Names = dict[nn.Module, str]
+def listed_functions(total: LayerRow) -> list[str]:
+    """Return a note with the functions that the model itself calls."""
+    text = _functions_text(total.functional)
+    return [f"functions between the outermost layers: {text}"] if text else []
 
 
-def _named(model: nn.Module) -> _Names:
-    """All modules by their first names, but those inside of TorchScript, which are not called as modules."""
-    named: _Names = {}
-    scripted: tuple[str, ...] = ()
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """All modules by their first names, except those inside TorchScript, which are not called as modules."""
+    names: dict[nn.Module, str] = {}
+    scripted: list[str] = []
     for name, module in model.named_modules():
-        if not (name.startswith(scripted) and scripted):
-            named[module] = name
-            if isinstance(module, torch.jit.ScriptModule):
-                scripted = (*scripted, f"{name}." if name else "")
-    return named
+        if not any(name.startswith(prefix) for prefix in scripted):
+            names[module] = name
+            if _is_scripted(module):
+                scripted.append(f"{name}." if name else "")
+    return names
 
 
-def _wanted(model: nn.Module, named: _Names, layers: LayersLike | None) -> list[nn.Module]:
-    """The modules that have a row if they run; of a model without parts that is the model itself."""
-    if layers is None:
-        return list(named)[1:] or [model]
-    return [each for each in selected(model, layers).values() if each in named]
-
-
-def _depths(named: _Names, seen: _Seen) -> dict[nn.Module, int]:
-    """How many modules that ran each one lies in: 0 for the model itself."""
-    behind = {"": -1}  # how deep the parts of each module lie, less one
+def _depths(names: dict[nn.Module, str], profiles: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
+    """The number of running modules around each module."""
+    inside: dict[str, int] = {}  # depth of the parts, by the name of the container
     depths = {}
-    for module, name in named.items():
-        depths[module] = depth = behind[name.rpartition(".")[0]] + 1 if name else 0
-        behind[name] = depth if module in seen else depth - 1
+    for module, name in names.items():
+        depths[module] = inside[name.rpartition(".")[0]] if name else 0
+        inside[name] = depths[module] + (module in profiles or not name)
     return depths
 
 
 def _row(
-    module: nn.Module, name: str, depth: int, layer: Layer, holding: Holding, time_share: float | None
+    module: nn.Module, name: str, depth: int, profile: _Profile, seconds: dict[nn.Module, float], model: nn.Module
 ) -> LayerRow:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     return LayerRow(
         name=name,
-        kind=_kind(module),
+        kind=str(getattr(module, "original_name", "")) or type(module).__name__,
         depth=depth,
-        output=layer.output,
-        parameters=holding.parameters,
-        trainable=holding.trainable,
-        multiply_adds=layer.multiply_adds,
-        time_share=time_share,
-        calls=layer.calls,
-        functional=dict(layer.functional),
+        output=profile.output,
+        parameters=sum(size for size, _ in sizes),
+        trainable=sum(size for size, is_trainable in sizes if is_trainable),
+        multiply_adds=profile.multiply_adds,
+        time_share=seconds[module] / seconds[model] if seconds.get(model) else None,
+        calls=profile.calls,
+        functional=dict(profile.functional),
     )
 
 
-def _kind(module: nn.Module) -> str:
-    return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
-
-
-def _not_called(named: _Names, shown: list[nn.Module], seen: _Seen) -> list[str]:
+def _not_called(names: dict[nn.Module, str], wanted: list[nn.Module], profiles: Mapping[nn.Module, Any]) -> list[str]:
     """The names of the layers of which nothing ran, the outermost only."""
-    ran = {named[module] for module in seen if module in named}
-    above = {name.rpartition(".")[0] for name in ran} - ran
-    while above:
-        ran |= above
-        above = {name.rpartition(".")[0] for name in above} - ran
-    # The attention multiplies by the weights of its projection itself.
-    used = {child for module in seen if isinstance(module, nn.MultiheadAttention) for child in module.children()}
-    names: list[str] = []
-    for module in shown:
-        name = named[module]
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        if name not in ran and module not in used and not (names and name.startswith(f"{names[-1]}.")):
-            names.append(name)
-    return names
+    ran = {""}
+    for module in profiles:
+        name = names.get(module, "")
+        while name not in ran:
+            ran.add(name)
+            name = name.rpartition(".")[0]
+    # Attention uses the weights of its projection without calling it.
+    used = {child for module in profiles if isinstance(module, nn.MultiheadAttention) for child in module.children()}
+    idle: list[str] = []
+    for module in wanted:
+        name = names[module]
+        if not (_is_scripted(module) or name in ran or module in used or (idle and name.startswith(f"{idle[-1]}."))):
+            idle.append(name)
+    return idle
 
 
-def _totals(whole: LayerRow, size: int, seconds: float | None) -> str:
-    if whole.trainable == whole.parameters:
-        trainable = ", all trainable" if whole.parameters else ""
+def _totals(total: LayerRow, size: int, seconds: float | None) -> str:
+    if total.trainable == total.parameters:
+        trainable = ", all trainable" if total.parameters else ""
     else:
-        trainable = f", {whole.trainable:,} of them trainable" if whole.trainable else ", none trainable"
-    each = f" ({si(whole.multiply_adds / size)} for each of {size})" if size > 1 else ""
-    time = "" if seconds is None else f"; {si(seconds, 's')} for one forward"
-    return f"{whole.parameters:,} parameters{trainable}; {si(whole.multiply_adds)} multiply-adds{each}{time}"
+        trainable = f", {total.trainable:,} of them trainable" if total.trainable else ", none trainable"
+    per_image = f" ({si(total.multiply_adds / size)} for each of {size})" if size > 1 else ""
+    duration = "" if seconds is None else f"; {si(seconds, 's')} for one forward"
+    return f"{total.parameters:,} parameters{trainable}; {si(total.multiply_adds)} multiply-adds{per_image}{duration}"
 
 
-def _functions_note(whole: LayerRow, rows: Iterable[LayerRow]) -> list[str]:
-    """What the model itself calls between its layers, where it has no row to say so."""
-    if not whole.functional or any(row.name == "" for row in rows):
-        return []
-    return [f"functions between the outermost layers: {functions_text(whole.functional)}"]
+def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: int) -> dict[nn.Module, float]:
+    """The seconds of the model and of each module, the fastest of several forward passes."""
+    fastest: dict[nn.Module, float] = {}
+    synchronize = _synchronize(model, call)
+    for _ in range(rounds):
+        seconds = dict.fromkeys((model, *modules), 0.0)
+        with HookManager(exclusive=True) as hooks, torch.no_grad():
+
+            def begin(module: nn.Module, args: Any, kwargs: Any, seconds: dict[nn.Module, float] = seconds) -> Any:
+                synchronize()
+                return module, seconds[module], time.perf_counter()
+
+            def end(token: Any, output: Any, seconds: dict[nn.Module, float] = seconds) -> None:
+                synchronize()
+                module, before, start = token
+                # Replaces what a nested call of the same module has added.
+                seconds[module] = before + time.perf_counter() - start
+
+            for module in modules:
+                if module is not model:
+                    hooks.around(module, partial(begin, module), end)
+            token = begin(model, (), {})
+            call.run(model)
+            end(token, None)
+        fastest = {module: min(taken, fastest.get(module, taken)) for module, taken in seconds.items()}
+    return fastest
 
 
-def _varying_note(rows: Iterable[LayerRow], varying: set[str]) -> list[str]:
-    names = [row.name or row.kind for row in rows if row.name in varying]
-    return listed("of several shapes, of which the last is shown:", names)
+def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
+    """A function that waits for the device of the model."""
+    tensor = next((each for each in (reference_tensor(model), *tree_tensors(call[:2])) if each is not None), None)
+    if tensor is None or tensor.device.type in ("cpu", "meta"):
+        return lambda: None
+    return partial(torch.accelerator.synchronize, tensor.device)
 
 
-def _scripted_note(named: _Names) -> list[str]:
-    names = [name for module, name in named.items() if isinstance(module, torch.jit.ScriptModule) and name]
-    return listed("scripted, so no layers that can be seen, but counted in what calls them:", names)
+@dataclass
+class _Profile:
+    """One module in one forward pass.
+
+    Attributes:
+        is_leaf: Whether it is a module of torch.nn without parts, whose functions are part of the module.
+        order: The position of its first call among those of all modules.
+        varies: Whether its calls returned different shapes.
+    """
+
+    is_leaf: bool
+    order: int = -1
+    calls: int = 0
+    output: Any = None
+    varies: bool = False
+    multiply_adds: int = 0
+    functional: Counter[str] = field(default_factory=Counter)
+
+    def add_call(self, output: Any) -> None:
+        shapes = _shapes_of(output)
+        self.varies |= self.calls > 0 and shapes != self.output
+        self.calls += 1
+        self.output = shapes
+
+
+def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
+    """Profile one forward pass of a prepared model, and return the modules that were called.
+
+    Hooks of the user are inactive. Modules inside TorchScript take no hooks: their multiply-adds belong to the caller.
+    """
+    profiles = {module: _Profile(_is_leaf(module)) for module in unique_modules(model)}
+    profiler = _Profiler()
+    with HookManager(exclusive=True) as hooks, torch.no_grad(), profiler.operations, profiler:
+        for module, profile in profiles.items():
+            hooks.around(module, partial(profiler.begin, profile), partial(profiler.end, profile))
+        output = call.run(model)
+    if not profiles[model].calls:  # TorchScript, or a `__call__` of its own
+        profiles[model].add_call(output)
+        profiles[model].multiply_adds = profiler.operations.multiply_adds
+    return {module: profile for module, profile in profiles.items() if profile.calls}
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    is_own = type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+    return is_own and not any(True for _ in module.children())
+
+
+class _Profiler(TorchFunctionMode):
+    """Counts the functions that each module calls, seen from the outside: functions inside a function do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = MultiplyAdds()
+        self._running: list[_Profile] = []  # the innermost last
+        self._begun = 0
+
+    def begin(self, profile: _Profile, args: Any, kwargs: Any) -> tuple[int, int, int]:
+        if profile.order < 0:
+            profile.order = self._begun
+        self._begun += 1
+        self._running.append(profile)
+        return len(self._running) - 1, profile.multiply_adds, self.operations.multiply_adds
+
+    def end(self, profile: _Profile, token: tuple[int, int, int], output: Any) -> None:
+        depth, own, total = token
+        # Replaces what a nested call of the same module has added.
+        profile.multiply_adds = own + self.operations.multiply_adds - total
+        profile.add_call(output)
+        # Calls inside that raised have not ended.
+        del self._running[depth:]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        profile = self._running[-1] if self._running else None
+        name = function_name(func) if profile is not None and not profile.is_leaf else None
+        # A query, such as for the size, is not a computation.
+        if profile is not None and name and (name == "setitem" or any(True for _ in tree_tensors(output))):
+            profile.functional[name] += 1
+        return output
+
+
+def _shapes_of(tree: Any) -> Any:
+    """The shapes of the tensors in a tree; other leaves are None or the name of their type."""
+    if isinstance(tree, Tensor):
+        return tuple(tree.shape)
+    if isinstance(tree, Mapping):
+        return {key: _shapes_of(child) for key, child in tree.items()}
+    if isinstance(tree, tuple | list):
+        shapes = [_shapes_of(child) for child in tree]
+        return shapes if isinstance(tree, list) else tuple(shapes)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {each.name: _shapes_of(getattr(tree, each.name)) for each in dataclasses.fields(tree)}
+    return None if tree is None else type(tree).__name__
+
+
+@cache
+def function_name(function: Any) -> str | None:
+    """Return the name of a function of torch: "add" for `+`, `+=` and `add_`; None for attribute access."""
+    name = getattr(function, "__name__", None) or str(function)
+    if name in ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "as_subclass"):
+        return None
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        name = name[1:] if name[:1] in ("r", "i") and name[1:] in _OPERATORS else name
+        return _OPERATOR_NAMES.get(name, name)
+    return name.partition(".")[0].strip("_")
+
+
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OPERATOR_NAMES = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
+
+
+class MultiplyAdds(DispatchMode):
+    """Counts the multiply-adds of the operations of a block in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply_adds = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = _formula_of(func)
+        if formula is None and func.namespace == "aten":
+            # Under inference_mode, operations that consist of others come whole.
+            with self:
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        output = func(*args, **kwargs)
+        if formula is not None:
+            self.multiply_adds += formula(*args, **kwargs, out_val=output)
+        return output
+
+
+@cache
+def _formula_of(func: Any) -> Callable[..., int] | None:
+    from torch.utils.flop_counter import flop_registry  # slower to import than all of this package
+
+    flops = flop_registry.get(func.overloadpacket)
+    if flops is None:
+        return _FORMULAS.get(str(func.overloadpacket))
+    return lambda *args, **kwargs: int(flops(*args, **kwargs)) // 2
+
+
+def _vector_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    """The largest operand: a matrix, or either of two vectors."""
+    return max(tensor.numel() for tensor in tree_tensors(args))
+
+
+def _matrix_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Each value of the first matrix with a row of the second, which are the last operands."""
+    *_, first, second = tree_tensors(args)
+    return int(first.numel() * second.shape[-1])
+
+
+def _weighted(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Each value of the output with the weights of its channel, the first axis."""
+    return int(out_val.numel() * math.prod(weight.shape[1:]))
+
+
+def _weighted_last(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    return int(out_val.numel() * math.prod(weight.shape[:-1]))
+
+
+def _recurrent(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Each weight once per step of each sequence; the weights follow the input."""
+    weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
+    return int(x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.dim() == 2))
+
+
+# Operations without a formula in torch.utils.flop_counter.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("aten.mv", "aten.addmv", "aten.addmv_", "aten.dot", "aten.vdot"), _vector_product),
+    **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation", "aten._int_mm"), _matrix_product),
+    **dict.fromkeys(("aten._trilinear", "torchvision.deform_conv2d"), _weighted),
+    **dict.fromkeys(("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"), _recurrent),
+    "aten.conv_tbc": _weighted_last,
+}

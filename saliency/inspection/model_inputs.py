@@ -1,8 +1,11 @@
-"""What the user hands over to run a model on, as the arguments of its calls."""
+"""Inputs of the user as calls of a model, and batches of them with the model prepared for each."""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,119 +13,224 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError
-from ..hooks.model_state import call, is_categories, is_preprocess, model_attribute, reference_tensor
+from ..errors import ImageError, ModelError
+from ..hooks.model_state import (
+    call,
+    is_categories,
+    is_preprocess,
+    model_attribute,
+    prepared_for_attribution,
+    reference_tensor,
+    unwrap,
+)
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
 from ..targets.class_names import Categories, as_categories
+from .layer_selection import LayersLike, selected
+from .tables import plural
 
 
-class Feed(NamedTuple):
-    """One call of a model, and what came along with its input."""
+class ModelCall(NamedTuple):
+    """Arguments of one call of a model, and the labels that came with them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Any = None
-    """The rest of a pair (input, labels), as data loaders give them; None where there is none."""
+    """The rest of a pair (input, labels), as data loaders give them; None without labels."""
 
     @property
     def size(self) -> int:
-        """How many images there are: the length of the first tensor; 1 where that has none."""
-        first = next((each for each in (*self.args, *self.kwargs.values()) if isinstance(each, Tensor)), None)
+        """The number of images: the length of the first tensor, or 1 if it has no axes."""
+        first = next((arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, Tensor)), None)
         return len(first) if first is not None and first.dim() else 1
 
+    def run(self, model: nn.Module, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
+        """Return the output of a prepared model. Raises ModelError if it refuses its arguments.
 
-def feed(model: nn.Module, example: Any) -> Feed:
-    """One call of the model on an example.
+        Args:
+            model: The model.
+            change: Applied to each tensor: a clone by default, since the model may change its input in place.
+        """
+        return call(model, tree_map_tensors(self.args, change), tree_map_tensors(self.kwargs, change))
+
+    def first_float(self) -> Tensor | None:
+        """The first floating-point tensor among the arguments."""
+        return first_float((self.args, self.kwargs))
+
+
+def first_float(tree: Any) -> Tensor | None:
+    """Return the first floating-point tensor of a tree; None if there is none."""
+    return next((tensor for tensor in tree_tensors(tree) if tensor.is_floating_point()), None)
+
+
+def model_call(model: nn.Module, example: Any) -> ModelCall:
+    """Return the call of a model on an example.
 
     Args:
-        model: Where it is a model for pictures, `model.preprocess` reads them.
+        model: `model.preprocess` reads images.
         example: A tensor as the model takes it, not of uint8; a shape such as (10, 3, 224, 224), for noise; a path, PIL
-            picture or uint8 array, or a list of these; a tuple of arguments, some of which are or hold tensors; a
-            mapping of names to tensors for keyword arguments. Tensors are brought to the model's device.
+            image or uint8 array, or a list of these; a tuple of arguments with tensors; or a mapping from names to
+            tensors for keyword arguments. Tensors are moved to the device of the model.
 
     Raises:
-        ImageError: It is none of these, or cannot be read.
+        ImageError: None of these, or an image that cannot be read.
     """
     like = reference_tensor(model)
-    if isinstance(example, tuple) and example and all(type(each) is int for each in example):
-        return Feed((_noise(example, like),), {})
+    if isinstance(example, tuple) and example and all(type(size) is int for size in example):
+        noise = torch.randn(example, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+        return ModelCall((noise if like is None else noise.to(like),), {})
     if isinstance(example, Mapping):
-        return Feed((), {str(name): _moved(each, like) for name, each in example.items()})
+        return ModelCall((), {str(name): _moved(value, like) for name, value in example.items()})
     if isinstance(example, tuple) and any(True for _ in tree_tensors(example)):
-        return Feed(tuple(_moved(each, like) for each in example), {})
-    return Feed((_input(model, example, like),), {})
+        return ModelCall(tuple(_moved(value, like) for value in example), {})
+    if isinstance(example, Tensor) and example.dtype is not torch.uint8:
+        return ModelCall((_moved(example, like),), {})
+    preprocess = model_attribute("preprocess", is_preprocess, model)
+    return ModelCall((read(example, preprocess, like=like).tensor,), {})
 
 
-def feeds(model: nn.Module, data: Any) -> Iterator[Feed]:
-    """The calls of the model on some data, made as they are asked for.
+def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:
+    """Yield the calls of a model on some data, lazily.
 
     Args:
-        model: As for `feed`.
-        data: One example as for `feed`, or any iterable of batches: tensors, mappings of keyword arguments, lists of
-            pictures, or pairs of one of these and labels as data loaders give them.
+        model: As for `model_call`.
+        data: One example as for `model_call`, or any iterable of batches: tensors, mappings of keyword arguments, lists
+            of images, or pairs of one of these and labels, as data loaders give them.
 
     Raises:
         ImageError: A batch cannot be read.
     """
-    if _is_one(data):
-        yield feed(model, data)
+    is_example = hasattr(data, "__fspath__") or isinstance(
+        data, Tensor | tuple | Mapping | str | Image.Image | np.ndarray
+    )
+    if is_example or (isinstance(data, list) and data and not isinstance(data[0], Tensor | tuple | list | Mapping)):
+        yield model_call(model, data)
         return
     if not isinstance(data, Iterable):
-        raise ImageError(f"expected a tensor, pictures, or an iterable of batches, got {type(data).__name__}")
+        raise ImageError(f"expected a tensor, images, or an iterable of batches, got {type(data).__name__}")
     like = reference_tensor(model)
-    for item in data:
-        if isinstance(item, tuple | list) and item and isinstance(item[0], Tensor | Mapping | list | tuple):
-            rest = tuple(_moved(each, like) for each in item[1:])
-            yield feed(model, item[0])._replace(labels=rest[0] if len(rest) == 1 else rest or None)
+    for batch in data:
+        if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor | Mapping | list | tuple):
+            labels = tuple(_moved(value, like) for value in batch[1:])
+            yield model_call(model, batch[0])._replace(labels=labels[0] if len(labels) == 1 else labels or None)
         else:
-            yield feed(model, item)
+            yield model_call(model, batch)
 
 
-def called(model: nn.Module, feed: Feed, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-    """What a model returns for a batch. Raises ModelError where it refuses it.
-
-    Args:
-        model: Borrowed by the caller.
-        feed: The batch.
-        change: What the model gets for each tensor: a clone, for it may work on its input in place.
-    """
-    return call(model, tree_map_tensors(feed.args, change), tree_map_tensors(feed.kwargs, change))
-
-
-def _is_one(data: Any) -> bool:
-    """Whether it is one example, and not an iterable of batches."""
-    if isinstance(data, list):
-        return bool(data) and not isinstance(data[0], Tensor | tuple | list | Mapping)
-    return isinstance(data, Tensor | tuple | Mapping | str | Image.Image | np.ndarray) or hasattr(data, "__fspath__")
-
-
-def _input(model: nn.Module, example: Any, like: Tensor | None) -> Tensor:
-    """A tensor as it is, such as one of token indices; bytes, and anything else, are pictures."""
-    if isinstance(example, Tensor) and example.dtype is not torch.uint8:
-        moved: Tensor = _moved(example, like)
-        return moved
-    preprocess = model_attribute("preprocess", is_preprocess, model)
-    return read(example, preprocess, like=like).tensor
-
-
-def _moved(nest: Any, like: Tensor | None) -> Any:
-    """The tensors on the model's device, those of real numbers also in its type."""
-
-    def move(tensor: Tensor) -> Tensor:
-        if like is None:
-            return tensor
-        return tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device)
-
-    return tree_map_tensors(nest, move)
-
-
-def _noise(shape: tuple[int, ...], like: Tensor | None) -> Tensor:
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    return noise if like is None else noise.to(like)
+def _moved(tree: Any, like: Tensor | None) -> Any:
+    """The tensors on the device of the model, floating-point ones also in its dtype."""
+    if like is None:
+        return tree
+    return tree_map_tensors(tree, lambda t: t.to(like) if t.is_floating_point() else t.to(like.device))
 
 
 def categories_of(model: nn.Module) -> Categories:
-    """The class names that a model carries; None where it carries none."""
+    """Return the class names that a model carries; None without any."""
     names = model_attribute("categories", is_categories, model)
     return None if names is None else as_categories(names)
+
+
+class Batches:
+    """Batches of some data, and a model that is prepared for one pass at a time.
+
+    While the data give their next batch, the model and the random states are those of the user.
+
+    Args:
+        model: It is left unchanged.
+        data: As for `model_calls`.
+        training: Run a private copy in training mode: normalisation uses the batch, and dropout draws from own seeds.
+
+    Raises:
+        ModelError: Not a module, parameters without values, or a model that cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, data: Any, *, training: bool) -> None:
+        self.original = unwrap(model)
+        _require_values(self.original)
+        self.model = _copied(self.original) if training else self.original
+        self.training = training
+        self.images = 0
+        self.batches = 0
+        self._calls = model_calls(model, data)
+
+    def __iter__(self) -> Iterator[ModelCall]:
+        """Yield the batches. Raises ImageError without any."""
+        for batch in self._calls:
+            self.batches += 1
+            self.images += batch.size
+            yield batch
+        if not self.batches:
+            raise ImageError("the data hold no batch; an iterator that was used before, such as a generator, is empty")
+
+    def modules(self, layers: LayersLike) -> dict[str, nn.Module]:
+        """Return the selected layers of the model that runs, by their names in the original.
+
+        Raises:
+            LayerError: A name or pattern fits none.
+        """
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        return {name: modules[name] for name in selected(self.original, layers)}
+
+    @contextmanager
+    def prepared_model(self) -> Iterator[nn.Module]:
+        """The model for one pass, with gradients: in evaluation mode, or the copy in training mode."""
+        with prepared_for_attribution(self.model):
+            if not self.training:
+                yield self.model
+                return
+            # Not recursive assignment: a model may override `train` to keep a part from training.
+            self.model.train()
+            with _seeded(self.batches, self.model):
+                yield self.model
+
+    def __str__(self) -> str:
+        """For example `3 batches, 24 images, in evaluation mode`."""
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        mode = "in training mode, on a copy" if self.training else "in evaluation mode"
+        return f"{batches}, {plural(self.images, 'image')}, {mode}"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor infinity."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all())
+
+
+def _require_values(model: nn.Module) -> None:
+    with prepared_for_attribution(model):  # refuses lazy parameters
+        tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise ModelError(
+            f"{empty} is on the meta device and has no values: load the weights, or use model.to_empty(device=...) and "
+            "an initialisation"
+        )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        # Tensors created under inference_mode have no gradients.
+        with torch.inference_mode(mode=False):
+            return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"training=True runs a copy of the model, and {type(model).__name__} cannot be copied: {error}"
+        ) from error
+
+
+@contextmanager
+def _seeded(seed: int, model: nn.Module) -> Iterator[None]:
+    """Seed the random generators, and restore their states afterwards."""
+    cuda = sorted({tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state is what is kept
+    try:
+        with torch.random.fork_rng(cuda):
+            # torch.manual_seed would change all accelerators.
+            torch.default_generator.manual_seed(seed)
+            for index in cuda:
+                torch.cuda.default_generators[index].manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

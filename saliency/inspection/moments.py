@@ -1,39 +1,36 @@
-"""Mean, deviation, extremes, and the counts of zeros, NaN and infinities: of one tensor, and of many as of one."""
+"""Mean, deviation, extremes and counts of zeros, NaN and infinities, of one tensor and of many together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..hooks.autograd_graph import outside
+from ..errors import NotApplicableError
+from ..hooks.autograd_graph import is_wrapped
 
-# So few numbers that a piece stays in the processor's cache while it is read several times, and so many that the calls
-# do not count.
-_PIECE = 1 << 17
-_SAMPLED_RUNS, _SAMPLED_RUN = 64, 128
-_AS_THEY_ARE = (torch.float32, torch.float64)
-# A difference of two sums that loses more of its digits than these is not taken.
-_LEAST_SPREAD = 1e-4
+# Small enough to stay in the processor's cache while it is read several times.
+_CHUNK = 1 << 17
+_SAMPLE_RUNS, _SAMPLE_RUN = 64, 128
+# The smallest variance, relative to the mean square, that the difference of two sums gives accurately.
+_MIN_SPREAD = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What can be said of a heap of numbers without keeping them.
+    """Summary of any number of values.
 
-    Mean, deviations and extremes are of the finite numbers, NaN where there are none. The deviations are squares in
-    double precision: those of numbers beyond 1e154 are infinite, and those of numbers below 1e-162 are 0.
+    Mean, deviations and extremes are of the finite values, NaN where there are none. Squares are in double precision:
+    those of values beyond 1e154 are infinite, and those of values below 1e-162 are 0.
     """
 
-    count: int = 0  # of all numbers
+    count: int = 0  # all values
     finite: int = 0
     mean: float = math.nan
-    deviations: float = 0.0  # the sum of the squared deviations from the mean
+    deviations: float = 0.0  # sum of the squared deviations from the mean
     min: float = math.nan
     max: float = math.nan
     zeros: int = 0
@@ -42,21 +39,21 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """The standard deviation of these numbers themselves: the squares are divided by their count."""
+        """The standard deviation, with the count as divisor."""
         return math.sqrt(self.deviations / self.finite) if self.finite else math.nan
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm of the finite numbers."""
+        """The Euclidean norm of the finite values."""
         return math.hypot(math.sqrt(self.deviations), math.sqrt(self.finite) * self.mean) if self.finite else math.nan
 
     @property
     def zero_share(self) -> float:
-        """How many of the numbers are exactly 0: 0 to 1."""
+        """The share of values that are exactly 0, from 0 to 1."""
         return self.zeros / self.count if self.count else math.nan
 
     def scaled(self, factor: float) -> Moments:
-        """Those of the same numbers, each multiplied by a positive factor."""
+        """Return the moments of the same values times a positive factor."""
         return replace(
             self,
             mean=self.mean * factor,
@@ -65,16 +62,8 @@ class Moments:
             max=self.max * factor,
         )
 
-    def for_as_many_as(self, count: int) -> Moments:
-        """The estimate for a heap of `count` numbers of which these are a sample."""
-        share = count / self.count if self.count else 0
-        finite, zeros, nan, inf = (round(each * share) for each in (self.finite, self.zeros, self.nan, self.inf))
-        return replace(
-            self, count=count, finite=finite, deviations=self.deviations * share, zeros=zeros, nan=nan, inf=inf
-        )
-
     def __add__(self, other: Moments) -> Moments:
-        """Those of both heaps together, exact but for rounding in double precision.
+        """Return the moments of both sets of values together, exact up to double precision.
 
         Source: Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983),
         https://doi.org/10.1080/00031305.1983.10483115.
@@ -84,80 +73,63 @@ class Moments:
         if not self.finite or not other.finite:
             known = self if self.finite else other
             return Moments(count, finite, known.mean, known.deviations, known.min, known.max, *counts)
-        apart, share = other.mean - self.mean, other.finite / finite
-        deviations = self.deviations + other.deviations + apart * apart * self.finite * share
-        least, most = min(self.min, other.min), max(self.max, other.max)
-        return Moments(count, finite, self.mean + apart * share, deviations, least, most, *counts)
+        distance, share = other.mean - self.mean, other.finite / finite
+        deviations = self.deviations + other.deviations + distance * distance * self.finite * share
+        low, high = min(self.min, other.min), max(self.max, other.max)
+        return Moments(count, finite, self.mean + distance * share, deviations, low, high, *counts)
 
 
 def moments(tensor: Tensor) -> Moments:
-    """The moments of a tensor's numbers, summed in double precision; complex numbers count by their magnitude.
+    """Return the moments of a tensor's values, summed in double precision; complex values count by their magnitude.
 
     Args:
-        tensor: Of any shape, type and device. It is not changed.
+        tensor: Of any shape, dtype and device. It is not changed.
+
+    Raises:
+        NotApplicableError: It is a nested or quantised tensor, or belongs to a transformation of `torch.func`.
     """
     return moments_later(tensor)()
 
 
-def moments_later(tensor: Tensor) -> Callable[[], Moments]:
-    """The same, to be asked for later: an accelerator is not waited for before that.
+def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Moments]:
+    """Return a function that gives the moments; an accelerator is synchronised only when it is called.
 
-    What is kept meanwhile is the figures and not the tensor.
+    Args:
+        tensor: As for `moments`. It is not kept alive.
+        sample: Estimate the moments from 8192 values in evenly spaced runs, always the same ones. Extremes are those
+            of the sample, and a NaN between the runs is missed.
     """
-    return _plainly(tensor, lambda plain: _later(_in_a_row(plain)))
+    require_plain(tensor)
+    values = _flat(tensor.detach())
+    count, step = values.numel(), values.numel() // _SAMPLE_RUNS
+    if not sample or step <= _SAMPLE_RUN:
+        return _deferred(values)
+    stride = values.stride(0)  # 0 for one number that was expanded
+    estimate = _deferred(values.as_strided((_SAMPLE_RUNS, _SAMPLE_RUN), (step * stride, stride)).reshape(-1))
+    return lambda: _extrapolated(estimate(), count)
 
 
-def moments_of_sample(tensor: Tensor) -> Callable[[], Moments]:
-    """An estimate of the same from 8192 numbers in evenly spaced runs, for the price of a small tensor.
-
-    Extremes are those of the sample, and a NaN between the runs is not seen. The same numbers are taken each time.
-    """
-    return _plainly(tensor, _later_of_sample)
-
-
-_Read = TypeVar("_Read")
-_Numbers = TypeVar("_Numbers", Tensor, NDArray[Any])
-
-
-def _plainly(tensor: Tensor, read: Callable[[Tensor], _Read]) -> _Read:
-    """What is read of a tensor outside of the caller's autocast, graph and transformations."""
-    device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return _plainly(tensor, read)
-    return outside(lambda plain: read(plain.detach()), tensor)
+def require_plain(tensor: Tensor) -> None:
+    """Raise NotApplicableError for tensors without values of their own: transformed, nested and quantised ones."""
+    if is_wrapped(tensor):
+        kind, cure = "a tensor inside a transformation of torch.func or is_grads_batched=True", "run the model plainly"
+    elif tensor.is_nested or tensor.is_quantized:
+        kind, cure = "a nested or quantised tensor", "convert it to a dense one in the model"
+    else:
+        return
+    raise NotApplicableError(f"{kind} cannot be recorded or measured; {cure}, or choose other layers")
 
 
-def _later_of_sample(tensor: Tensor) -> Callable[[], Moments]:
-    numbers = _in_a_row(tensor)
-    whole = numbers.numel()
-    step = whole // _SAMPLED_RUNS
-    if step <= _SAMPLED_RUN:
-        return _later(numbers)
-    apart = numbers.stride(0)  # 0 where one number was expanded
-    found = _later(numbers.as_strided((_SAMPLED_RUNS, _SAMPLED_RUN), (step * apart, apart)))
-    return lambda: found().for_as_many_as(whole)
+def _extrapolated(sample: Moments, count: int) -> Moments:
+    share = count / sample.count if sample.count else 0
+    finite, zeros, nan, inf = (round(part * share) for part in (sample.finite, sample.zeros, sample.nan, sample.inf))
+    deviations = sample.deviations * share
+    return replace(sample, count=count, finite=finite, deviations=deviations, zeros=zeros, nan=nan, inf=inf)
 
 
-def _later(numbers: Tensor) -> Callable[[], Moments]:
-    """The moments of a row of numbers, or of several rows."""
-    if numbers.is_meta:  # which holds no numbers
-        return Moments
-    if numbers.device.type != "cpu":
-        figures = _figures(numbers)
-        return lambda: _read(figures)
-    whole = _on_the_processor(numbers)
-    return lambda: whole
-
-
-def _in_a_row(tensor: Tensor) -> Tensor:
-    """The numbers in whatever order they lie in memory, without a copy where they are dense."""
-    if tensor.is_nested:
-        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        tensor = torch.cat([nothing, *(each.reshape(-1) for each in tensor.unbind())])
-    elif tensor.is_quantized:
-        tensor = tensor.dequantize()
-    elif tensor.layout != torch.strided:
+def _flat(tensor: Tensor) -> Tensor:
+    """The values in memory order, without a copy where they are dense."""
+    if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = tensor.abs()
@@ -166,71 +138,65 @@ def _in_a_row(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _on_the_processor(numbers: Tensor) -> Moments:
-    """The moments of a row of numbers, or of several rows: from memory once, from the processor's cache five times."""
+def _deferred(values: Tensor) -> Callable[[], Moments]:
+    if values.is_meta:
+        return Moments
+    if values.device.type == "cpu":
+        result = _cpu_moments(values)
+        return lambda: result
+    fields = _fields(values)
+    return lambda: _from_fields(fields)
+
+
+def _cpu_moments(values: Tensor) -> Moments:
+    """One pass over memory; OpenCV sums single precision in double several times faster than PyTorch."""
     import cv2
     import numpy as np
 
-    count, squares, total, least, most, zeros = numbers.numel(), 0.0, 0.0, math.inf, -math.inf, 0
-    for rows in _arrays(numbers):
-        # OpenCV adds up single precision in double, as fast as others do in single.
-        squares += cv2.norm(rows, cv2.NORM_L2SQR)
-        total += cv2.sumElems(rows)[0]
-        lowest, highest, _, _ = cv2.minMaxLoc(rows)
+    count, squares, total, low, high, zeros = values.numel(), 0.0, 0.0, math.inf, -math.inf, 0
+    chunks = [values[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
+    for chunk in chunks:
+        row = (chunk if chunk.dtype in (torch.float32, torch.float64) else chunk.double()).numpy(force=True)[None]
+        squares += cv2.norm(row, cv2.NORM_L2SQR)
+        total += cv2.sumElems(row)[0]
+        lowest, highest, _, _ = cv2.minMaxLoc(row)
         if lowest <= 0 <= highest:
-            zeros += rows.size - int(np.count_nonzero(rows != 0))
-        least, most = min(least, lowest), max(most, highest)
+            zeros += row.size - int(np.count_nonzero(row != 0))
+        low, high = min(low, lowest), max(high, highest)
     if count and math.isfinite(squares):
-        if least == most:
-            return Moments(count, count, least, 0.0, least, least, zeros)
+        if low == high:
+            return Moments(count, count, low, 0.0, low, low, zeros)
         mean = total / count
         deviations = squares - total * mean
-        if deviations > _LEAST_SPREAD * squares:
-            return Moments(count, count, mean, deviations, least, most, zeros)
-    # Not finite, or so far from zero for its spread that the difference of two large sums would be little but rounding.
-    return sum((_read(_figures(piece)) for piece in _pieces(numbers)), Moments())
+        if deviations > _MIN_SPREAD * squares:
+            return Moments(count, count, mean, deviations, low, high, zeros)
+    # Values that are not finite, or a mean so far from zero that the difference above is mostly rounding.
+    return sum((_from_fields(_fields(chunk)) for chunk in chunks), Moments())
 
 
-def _arrays(numbers: Tensor) -> Iterator[NDArray[Any]]:
-    """The same, in arrays that OpenCV takes."""
-    if numbers.dtype in _AS_THEY_ARE:
-        yield from _pieces(numbers.numpy(force=True))
-    else:
-        yield from (piece.double().numpy(force=True) for piece in _pieces(numbers))
-
-
-def _pieces(numbers: _Numbers) -> Iterable[_Numbers]:
-    """A row in pieces (1, n) of at most `_PIECE` numbers; several rows as they are."""
-    if numbers.ndim == 2:
-        return (numbers,)
-    return (numbers[None, at : at + _PIECE] for at in range(0, len(numbers), _PIECE))
-
-
-def _figures(numbers: Tensor) -> Tensor:
-    """The fields of `Moments` as one tensor, whatever the numbers are, without waiting for an accelerator."""
-    if numbers.device.type != "mps":
-        numbers = numbers.double()
-    finite = numbers.isfinite()
-    count = finite.sum()
-    mean = torch.where(finite, numbers, 0).sum() / count
-    deviations = torch.where(finite, numbers - mean, 0).square().sum()
-    some = numbers.numel() > 0
+def _fields(values: Tensor) -> Tensor:
+    """The fields of `Moments` as one tensor, in two passes and without synchronising an accelerator."""
+    if values.device.type != "mps":  # which has no double precision
+        values = values.double()
+    is_finite = values.isfinite()
+    finite = is_finite.sum()
+    mean = torch.where(is_finite, values, 0).sum() / finite
     fields = [
-        torch.full_like(count, numbers.numel()),
-        count,
+        torch.full_like(finite, values.numel()),
+        finite,
         mean,
-        deviations,
-        torch.where(finite, numbers, math.inf).amin() if some else mean,
-        torch.where(finite, numbers, -math.inf).amax() if some else mean,
-        (numbers == 0).sum(),
-        numbers.isnan().sum(),
-        numbers.isinf().sum(),
+        torch.where(is_finite, values - mean, 0).square().sum(),
+        torch.where(is_finite, values, math.inf).amin() if values.numel() else mean,
+        torch.where(is_finite, values, -math.inf).amax() if values.numel() else mean,
+        (values == 0).sum(),
+        values.isnan().sum(),
+        values.isinf().sum(),
     ]
-    return torch.stack([each.to(mean.dtype) for each in fields])
+    return torch.stack([field.to(mean.dtype) for field in fields])
 
 
-def _read(figures: Tensor) -> Moments:
-    count, finite, mean, deviations, least, most, zeros, nan, inf = figures.tolist()
+def _from_fields(fields: Tensor) -> Moments:
+    count, finite, mean, deviations, low, high, zeros, nan, inf = fields.tolist()
     if not finite:
-        mean = least = most = math.nan
-    return Moments(int(count), int(finite), mean, deviations, least, most, int(zeros), int(nan), int(inf))
+        mean = low = high = math.nan
+    return Moments(int(count), int(finite), mean, deviations, low, high, int(zeros), int(nan), int(inf))

@@ -1,10 +1,11 @@
-"""Every call of every layer: what went in and came out, and the gradients that came back through it."""
+"""Record every call of every layer: arguments, outputs, and the gradients that return through it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, overload
 
 from torch import Tensor, nn
@@ -12,25 +13,33 @@ from torch import Tensor, nn
 from ..errors import LayerError, MethodError, did_you_mean
 from ..hooks.manager import HookManager, is_seen
 from ..hooks.model_state import eager, unwrap
-from .call_recorder import PARTS, Call, Tape
+from .call_recorder import PARTS, Call, CallRecorder, TensorStatistics
 from .layer_selection import LayersLike, require_seen, selected
-from .layer_table import shape_text
 from .moments import Moments, moments
-from .retention import Keep, Keeper, TensorStatistics
-from .tables import Column, Table, number, share
+from .tables import Column, Table, number, shape_text, share
+
+Keep = str | Callable[[Tensor], Any]
+"""One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""
+
+_KEEP: dict[str, Callable[[Tensor], Any]] = {
+    "full": Tensor.clone,
+    "cpu": lambda tensor: tensor.detach().to("cpu", copy=True),
+    "statistics": TensorStatistics,
+    "sample": partial(TensorStatistics, sample=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One call in figures; None where nothing is known.
+    """Summary of one call; None where nothing is known.
 
-    The figures are of the first tensor in the output, and of the gradient that the last backward pass brought to it.
+    It covers the first tensor in the output and the gradient at that tensor in the last backward pass.
     """
 
     name: str
     kind: str
     index: int
-    output: tuple[int, ...] | None  # the shape
+    output: tuple[int, ...] | None  # shape
     mean: float | None
     std: float | None
     zero_share: float | None
@@ -39,29 +48,27 @@ class CallSummary:
     backwards: int
 
 
-def summarise(calls: Iterable[Any]) -> Table[CallSummary]:
-    """The table of some calls of a recording."""
+def summarise(calls: Iterable[Call]) -> Table[CallSummary]:
+    """Return the table of some calls of a recording."""
     calls = list(calls)
-    kept = (each for call in calls for each in call.outputs)
-    estimated = any(isinstance(each, TensorStatistics) and each.is_estimate for each in kept)
-    notes = ["estimated from a sample of each tensor"] if estimated else []
-    return Table([_summary(each) for each in calls], _COLUMNS, title="recorded calls", notes=notes)
+    statistics = (kept for call in calls for kept in call.outputs if isinstance(kept, TensorStatistics))
+    notes = ["estimated from a sample of each tensor"] if any(kept.is_estimate for kept in statistics) else []
+    return Table([_summary(call) for call in calls], _COLUMNS, title="recorded calls", notes=notes)
 
 
-def _summary(call: Any) -> CallSummary:
-    output = next((each for each in call.outputs if isinstance(each, Tensor | TensorStatistics)), None)
-    gradient = next(iter(call.grad_outputs), None)
-    found, known = _moments(output), _moments(gradient)
+def _summary(call: Call) -> CallSummary:
+    output = next((kept for kept in call.outputs if isinstance(kept, Tensor | TensorStatistics)), None)
+    known, of_gradient = _moments(output), _moments(next(iter(call.grad_outputs), None))
     return CallSummary(
         name=call.layer,
         kind=call.kind,
         index=call.index,
         output=None if output is None else tuple(output.shape),
-        mean=None if found is None else found.mean,
-        std=None if found is None else found.std,
-        zero_share=None if found is None else found.zero_share,
-        nonfinite=None if found is None else found.nan + found.inf,
-        grad_norm=None if known is None else known.norm,
+        mean=None if known is None else known.mean,
+        std=None if known is None else known.std,
+        zero_share=None if known is None else known.zero_share,
+        nonfinite=None if known is None else known.nan + known.inf,
+        grad_norm=None if of_gradient is None else of_gradient.norm,
         backwards=len(call.backwards),
     )
 
@@ -72,56 +79,55 @@ def _moments(kept: Any) -> Moments | None:
     return moments(kept) if isinstance(kept, Tensor) else None
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else number(value)
-
-
 _COLUMNS: list[Column[CallSummary]] = [
     Column("layer", lambda row: row.name or "(the model)", "left"),
-    Column("call", lambda row: str(row.index), hint="how many calls of the layer came before"),
+    Column("call", lambda row: str(row.index), hint="number of earlier calls of the layer"),
     Column("kind", lambda row: row.kind, "left"),
     Column("output", lambda row: "" if row.output is None else shape_text(row.output), "left"),
-    Column("mean", lambda row: _figure(row.mean)),
-    Column("std", lambda row: _figure(row.std)),
+    Column("mean", lambda row: number(row.mean)),
+    Column("std", lambda row: number(row.std)),
     Column("zeros", lambda row: share(row.zero_share)),
     Column("NaN, Inf", lambda row: str(row.nonfinite or ""), alert=lambda row: bool(row.nonfinite)),
-    Column("gradient norm", lambda row: _figure(row.grad_norm), hint="at the output, in the last backward pass"),
+    Column("gradient norm", lambda row: number(row.grad_norm), hint="at the output, in the last backward pass"),
 ]
 
 
 class Recording(Sequence[Call]):
-    """See `record`."""
+    """Sequence of recorded calls, and the context manager that records them; see `record`."""
 
     def __init__(self, model: nn.Module, layers: LayersLike, keep: Keep, parts: Sequence[str]) -> None:
-        unknown = next((each for each in parts if each not in PARTS), None)
+        unknown = next((part for part in parts if part not in PARTS), None)
         if isinstance(parts, str) or unknown is not None:
             hint = "" if isinstance(parts, str) else did_you_mean(str(unknown), PARTS)
-            raise MethodError(f"parts={parts!r}: expected some of {', '.join(PARTS)}, in a tuple{hint}")
-        whole = unwrap(model)
-        self._modules = selected(whole, layers)
-        if not any(is_seen(whole, name, module) for name, module in self._modules.items()):
-            require_seen(whole, self._modules)
-        self._tape = Tape(Keeper(keep), parts)
+            raise MethodError(f"parts={parts!r}: expected a tuple of some of {', '.join(PARTS)}{hint}")
+        if not callable(keep) and keep not in _KEEP:
+            hint = did_you_mean(str(keep), _KEEP)
+            raise MethodError(f"keep={keep!r} is not one of {', '.join(map(repr, _KEEP))} or a function{hint}")
+        network = unwrap(model)
+        self._modules = selected(network, layers)
+        if not any(is_seen(network, name, module) for name, module in self._modules.items()):
+            require_seen(network, self._modules)
+        self._recorder = CallRecorder(keep if callable(keep) else _KEEP[keep], parts)
         self._open: ExitStack | None = None
 
     def __enter__(self) -> Self:
-        """Begin, or go on, recording.
+        """Start or resume recording.
 
         Raises:
-            MethodError: It is running already.
+            MethodError: The recording is already running.
         """
         if self._open is not None:
-            raise MethodError("this recording is running already; open another one with record(...)")
+            raise MethodError("this recording is already running; open another one with record(...)")
         with ExitStack() as stack:
             hooks = stack.enter_context(HookManager(persistent=True))
             stack.enter_context(eager())
             for name, module in self._modules.items():
-                self._tape.attach(hooks, name, module)
+                self._recorder.attach(hooks, name, module)
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop recording; what was recorded stays."""
+        """Stop recording and keep the recorded calls."""
         stack, self._open = self._open, None
         if stack is not None:
             stack.__exit__(*error)
@@ -133,76 +139,73 @@ class Recording(Sequence[Call]):
 
     def clear(self) -> None:
         """Forget all calls."""
-        self._tape.clear()
+        self._recorder.clear()
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._tape)
+        return sum(1 for _ in self._recorder)
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(tuple(self._tape))  # more may come while somebody goes through them
+        return iter(self._recorder)
 
     @overload
-    def __getitem__(self, which: int) -> Call: ...
+    def __getitem__(self, key: int) -> Call: ...
     @overload
-    def __getitem__(self, which: slice | str | nn.Module) -> list[Call]: ...
-    def __getitem__(self, which: int | slice | str | nn.Module) -> Call | list[Call]:
-        """A call by its place, or all calls of a layer, in order.
+    def __getitem__(self, key: slice | str | nn.Module) -> list[Call]: ...
+    def __getitem__(self, key: int | slice | str | nn.Module) -> Call | list[Call]:
+        """Return a call by its index, or all calls of a layer, in order.
 
         Raises:
-            LayerError: The layer is not among those that are recorded.
+            LayerError: The layer is not recorded.
         """
-        if isinstance(which, int | slice):
-            return list(self)[which]
-        name = (
-            next((n for n, module in self._modules.items() if module is which), None)
-            if not isinstance(which, str)
-            else which
-        )
+        if isinstance(key, int | slice):
+            return list(self)[key]
+        name = key if isinstance(key, str) else next((n for n, module in self._modules.items() if module is key), None)
         if name not in self._modules:
             hint = did_you_mean(str(name), self._modules)
             raise LayerError(f'no layer "{name}" among the {len(self._modules)} that are recorded{hint}')
         return [call for call in self if call.layer == name]
 
     def table(self) -> Table[CallSummary]:
-        """One line for each call: shape and moments of its output, and the norm of the gradient that came back."""
+        """Return one row per call: shape and moments of its output, and the norm of the gradient there."""
         return summarise(self)
 
     def __repr__(self) -> str:
-        """How much there is."""
         return f"<Recording of {len(self)} calls of {len(self.layers)} layers; .table() shows them>"
 
 
 def record(
     model: nn.Module, layers: LayersLike = "*", *, keep: Keep = "full", parts: Sequence[str] = PARTS
 ) -> Recording:
-    """Record what flows through the layers of a model while the user runs it, forth and back.
+    """Record the calls of layers and their gradients while the user runs the model.
 
-    A context manager, and at the same time the sequence of the recorded calls:
+    The result is a context manager and the sequence of the recorded calls:
 
         with record(model, "layer4.*", keep="statistics") as recording:
             loss(model(x), y).backward()
         recording["layer4.0.conv1"][0].grad_outputs
 
-    A layer that is called n times has n calls, in the order in which they began. Layers that work in place, functions
-    between layers, nested, tuple, dict and None results are recorded as they are, and what the model computes is bit
-    for bit what it would be without. Only calls of the thread that opened the block are recorded, also those that an
-    explanation makes inside it; a call that raised is not, nor are those that a backward pass repeats for a checkpoint:
-    inside one that is reentrant, layers have no gradients. Of gradients that are edited, what is recorded is edited
-    where the edit was opened before the recording. Nothing stays on the model when the block ends.
+    Each call of a layer is one entry, in the order in which the calls began. In-place layers, functions between layers,
+    and nested, tuple, dict and None results are recorded as they are. The model computes bit for bit the same.
+
+    Only calls of the thread that opened the block are recorded, including those of explanations inside it. Calls that
+    raise are not recorded, and neither are calls that checkpointing repeats in the backward pass: inside a reentrant
+    checkpoint, layers have no gradients. An edit that was opened before the recording is included in it. Nothing stays
+    on the model when the block ends.
 
     Args:
-        model: Any module, in whatever mode it is. Compiled parts run as they are written.
+        model: Any module, in any mode. Compiled parts run uncompiled.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these; all layers by
-            default. A module that stands in the model under several names has the first.
-        keep: What is kept of each tensor, which decides how much memory is needed: "full", a copy on its device, and
-            in the forward pass still a part of the graph; "cpu", a detached copy on the CPU; "statistics", shape and
-            moments only, a few hundred bytes; "sample", the same estimated from 8192 numbers of each tensor, in a
-            third of the time; or a function of the tensor.
+            default. A module that has several names in the model is recorded under the first.
+        keep: What is kept of each tensor, which decides the memory: "full", a copy on its device, in the forward pass
+            still part of the graph; "cpu", a detached copy on the CPU; "statistics", shape and moments only, a few
+            hundred bytes; "sample", the same estimated from 8192 values in a third of the time; or a function of the
+            tensor.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 
     Raises:
         LayerError: A name or pattern fits no layer.
-        MethodError: There is no such way to keep a tensor, or no such part.
-        NotApplicableError: All the layers are inside TorchScript, where no hook sees them.
+        MethodError: An unknown value of `keep` or `parts`.
+        NotApplicableError: All the layers are inside TorchScript, where hooks do not act; or (while the model runs) a
+            tensor is nested, quantised, or belongs to a transformation such as `torch.vmap`.
     """
     return Recording(model, layers, keep, parts)

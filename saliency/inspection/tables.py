@@ -1,4 +1,4 @@
-"""Tables of what was measured: rows to compute with, text to read, HTML for notebooks and pages."""
+"""Tables of measurements: rows to compute with, text to read, HTML for notebooks and pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import html
 import importlib
 import math
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
@@ -21,7 +20,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """What the row is of: the dotted name of a layer or a parameter."""
+        """The dotted name of the layer or parameter."""
 
 
 Row = TypeVar("Row", bound=Named)
@@ -29,15 +28,15 @@ Row = TypeVar("Row", bound=Named)
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """How one column of a table is read off its rows.
+    """One column of a table.
 
     Attributes:
-        title: Its heading.
-        text: What stands in the cell of a row. Leading spaces indent.
-        align: On which side.
-        hint: What the heading means, for those who point at it on a page.
-        bar: A share from 0 to 1 that a page draws behind the cell; None draws nothing.
-        alert: Whether a page draws the reader's eye to the cell: a NaN, a dead channel.
+        title: The heading.
+        text: Function from a row to the text of its cell. Leading spaces indent.
+        align: "left" or "right".
+        hint: The meaning of the heading, as a tooltip on a page.
+        bar: Function from a row to a share from 0 to 1 that a page draws behind the cell; None draws nothing.
+        alert: Function from a row to whether a page highlights the cell, such as a NaN or a dead channel.
     """
 
     title: str
@@ -49,12 +48,12 @@ class Column(Generic[Row]):
 
 
 class Table(Sequence[Row]):
-    """Rows in order, which know how to be read: a sequence of dataclasses, a text, a piece of HTML, a DataFrame.
+    """Sequence of dataclasses that is shown as text or HTML and converts to a DataFrame.
 
     Args:
         rows: Frozen dataclasses.
-        columns: What of them is shown; `rows` and `dataframe()` have everything.
-        title: What the table is of.
+        columns: What is shown of them; `rows` and `dataframe()` have everything.
+        title: The title of the table.
         notes: Sentences below the table.
     """
 
@@ -73,81 +72,86 @@ class Table(Sequence[Row]):
         return iter(self.rows)
 
     @overload
-    def __getitem__(self, at: int | str) -> Row: ...
+    def __getitem__(self, key: int | str) -> Row: ...
     @overload
-    def __getitem__(self, at: slice) -> Self: ...
-    def __getitem__(self, at: int | str | slice) -> Row | Self:
-        """A row by its place or its name, the first of that name; or a table of some of the rows, without the notes.
+    def __getitem__(self, key: slice) -> Self: ...
+    def __getitem__(self, key: int | str | slice) -> Row | Self:
+        """Return a row by its index or name, the first of that name; or a table of a slice, without the notes.
 
         Raises:
             IndexError: There are fewer rows.
             LayerError: No row has that name; the closest names are given.
         """
-        if isinstance(at, slice):
-            return self.of(self.rows[at])
-        if not isinstance(at, str):
-            return self.rows[at]
-        row = next((each for each in self.rows if each.name == at), None)
+        if isinstance(key, slice):
+            return self.of(self.rows[key])
+        if not isinstance(key, str):
+            return self.rows[key]
+        row = next((row for row in self.rows if row.name == key), None)
         if row is None:
-            near = closest(at, dict.fromkeys(each.name for each in self.rows if each.name))
+            near = closest(key, dict.fromkeys(row.name for row in self.rows if row.name))
             hint = f"; the closest are {', '.join(near)}" if near else ""
-            raise LayerError(f'no row "{at}" in this table of {len(self)}{hint}')
+            raise LayerError(f'no row "{key}" in this table of {len(self)}{hint}')
         return row
 
-    def __contains__(self, row: object) -> bool:
-        """Whether it is one of the rows, or the name of one."""
-        return any(each.name == row if isinstance(row, str) else each == row for each in self.rows)
+    def __contains__(self, item: object) -> bool:
+        """Whether a row, or a row of that name, is in the table."""
+        return any(row.name == item if isinstance(item, str) else row == item for row in self.rows)
 
     def of(self, rows: Iterable[Row], notes: Iterable[str] = ()) -> Self:
-        """The same table with other rows and notes."""
-        made = copy.copy(self)
-        made.rows, made.notes = tuple(rows), tuple(notes)
-        return made
+        """Return the same table with other rows and notes."""
+        table = copy.copy(self)
+        table.rows, table.notes = tuple(rows), tuple(notes)
+        return table
 
     def __repr__(self) -> str:
-        count = f"{len(self)} row{'' if len(self) == 1 else 's'}"
-        return f"<{type(self).__name__}{f' {self.title!r}' if self.title else ''}: {count}>"
+        title = f" {self.title!r}" if self.title else ""
+        return f"<{type(self).__name__}{title}: {plural(len(self), 'row')}>"
 
     def __str__(self) -> str:
         """The table as aligned text."""
-        cells = [[each.title for each in self.columns], *self.cells()]
-        widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                _padded(cell, width, each.align) for cell, width, each in zip(row, widths, self.columns, strict=True)
-            ).rstrip()
-            for row in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        from rich.cells import cell_len
+
+        texts = [[column.title for column in self.columns], *self.cells()]
+        widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+        texts.insert(1, ["-" * width for width in widths])
+        lines = []
+        for row in texts:
+            gaps = [" " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True)]
+            aligned = zip(self.columns, row, gaps, strict=True)
+            lines.append("  ".join(t + gap if c.align == "left" else gap + t for c, t, gap in aligned).rstrip())
         title = [visible(self.title), ""] if self.title else []
         notes = ["", *map(visible, self.notes)] if self.notes else []
         return "\n".join([*title, *lines, *notes])
 
     def cells(self) -> list[list[str]]:
-        """What stands in each cell, row by row, on one line and without what a terminal would obey."""
+        """Return the text of each cell, row by row, on one line and with control characters escaped."""
         return [[visible(column.text(row)) for column in self.columns] for row in self.rows]
 
     def to_html(self) -> str:
-        """The table as a piece of HTML that brings its own style, in the colours of whatever page it is put on."""
-        heads = "".join(_head(each) for each in self.columns)
-        # The first column that has a title is that of the names.
-        names = next((each for each in self.columns if each.title), None)
+        """Return the table as HTML with its own style, in the colours of the page that shows it."""
+        hints = [f' title="{escaped(column.hint)}"' if column.hint else "" for column in self.columns]
+        head = "".join(
+            f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
+            for column, hint in zip(self.columns, hints, strict=True)
+        )
+        # The first column with a title holds the names.
+        names = next((column for column in self.columns if column.title), None)
         body = "".join(
             f"<tr>{''.join(_cell(c, row, text, c is names) for c, text in zip(self.columns, texts, strict=True))}</tr>"
             for row, texts in zip(self.rows, self.cells(), strict=True)
         )
         caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
-        notes = "".join(f"<p>{escaped(each)}</p>" for each in self.notes)
+        notes = "".join(f"<p>{escaped(note)}</p>" for note in self.notes)
         return (
             f'<div class="saliency-table"><style>{_STYLE}</style>\n<div><table>{caption}'
-            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody></table></div>{notes}</div>"
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>{notes}</div>"
         )
 
     def _repr_html_(self) -> str:
         return self.to_html()
 
     def dataframe(self) -> Any:
-        """A `pandas.DataFrame` with one column for each field of the rows.
+        """Return a `pandas.DataFrame` with one column per field of the rows.
 
         Raises:
             SaliencyError: pandas is not installed.
@@ -155,119 +159,103 @@ class Table(Sequence[Row]):
         try:
             pandas: Any = importlib.import_module("pandas")
         except ImportError as error:
-            raise SaliencyError("a DataFrame takes pandas, which is not installed: pip install pandas") from error
+            raise SaliencyError("a DataFrame requires pandas, which is not installed: pip install pandas") from error
         first: Any = self.rows[0] if self.rows else None
-        names = [each.name for each in dataclasses.fields(first)] if first is not None else []
+        names = [field.name for field in dataclasses.fields(first)] if self.rows else []
         return pandas.DataFrame([[getattr(row, name) for name in names] for row in self.rows], columns=names)
 
 
 def si(value: float, unit: str = "") -> str:
-    """A number in three digits and a prefix: 123456 is "123 k", 0.0123 with the unit "s" is "12.3 ms"."""
-    if not math.isfinite(value) or value == 0:
+    """Format a number with three digits and a prefix: 123456 is "123 k", 0.0123 with the unit "s" is "12.3 ms"."""
+    if not math.isfinite(value) or value == 0 or (isinstance(value, int) and abs(value) < 1000):
         return f"{value:g} {unit}".rstrip()
-    small = isinstance(value, int) and abs(value) < 1000
-    digits, exponent = (str(value), 0) if small else _engineered(value)
-    prefix = _PREFIXES.get(exponent)
-    if prefix is None:
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    thousands, shift = divmod(int(exponent), 3)
+    if not -4 <= thousands <= 5:
         return f"{value:.2e} {unit}".rstrip()
-    return f"{digits} {prefix}{unit}".rstrip()
-
-
-_PREFIXES = {-12: "p", -9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P"}
-
-
-def _engineered(value: float) -> tuple[str, int]:
-    """Three digits, and a power of ten that is a multiple of three."""
-    mantissa, _, power = f"{value:.2e}".partition("e")
-    exponent = int(power) // 3 * 3
-    shift = int(power) - exponent
-    return f"{float(mantissa) * 10**shift:.{2 - shift}f}", exponent
+    return f"{float(mantissa) * 10**shift:.{2 - shift}f} {'pnµm kMGTP'[thousands + 4].strip()}{unit}".rstrip()
 
 
 def share(part: float | None) -> str:
-    """A part of 1 as a percentage: 0.123 is "12.3 %"; only what is exactly 0 or 1 looks like it. None is empty."""
-    if part is None:
-        return ""
-    if not math.isfinite(part):
-        return f"{part:g}"
-    if part in (0, 1):
-        return f"{100 * part:.0f} %"
+    """Format a share as a percentage: 0.123 is "12.3 %"; only exactly 0 and 1 are shown as such. None is empty."""
+    if part is None or not math.isfinite(part):
+        return "" if part is None else f"{part:g}"
     if 0 < part < 0.0005:
         return "<0.1 %"
-    return ">99.9 %" if 0.9995 <= part < 1 else f"{100 * part:.1f} %"
+    if 0.9995 <= part < 1:
+        return ">99.9 %"
+    return f"{100 * part:.{0 if part in (0, 1) else 1}f} %"
 
 
-def number(value: float) -> str:
-    """A number in three significant digits: "0.00123", "12.3", "1.23e-7"; integers below 100000 are whole."""
+def number(value: float | None) -> str:
+    """Format a number with three digits: "0.00123", "12.3", "1.23e-7"; integers below 100000 are whole."""
+    if value is None:
+        return ""
     if not math.isfinite(value) or value == 0 or (isinstance(value, int) and abs(value) < 100_000):
         return f"{value:g}"
-    mantissa, _, power = f"{value:.2e}".partition("e")
-    exponent = int(power)
-    if -4 < exponent < 5:
-        return f"{value:.{max(0, 2 - exponent)}f}"
-    return f"{mantissa}e{exponent}"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    power = int(exponent)
+    return f"{value:.{max(0, 2 - power)}f}" if -4 < power < 5 else f"{mantissa}e{power}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun: "1 row", "2 rows"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def shape_text(shapes: Any) -> str:
+    """Format the shapes of an output: "10x64x112x112", or "{out: 1x21, aux: 1x21}"."""
+    if isinstance(shapes, dict):
+        return f"{{{_shortened([f'{key}: {shape_text(shape)}' for key, shape in shapes.items()])}}}"
+    if isinstance(shapes, tuple) and all(isinstance(size, int) for size in shapes):
+        return "x".join(map(str, shapes)) or "scalar"
+    if isinstance(shapes, tuple | list):
+        inside = _shortened([shape_text(shape) for shape in shapes])
+        return f"[{inside}]" if isinstance(shapes, list) else f"({inside})"
+    return "none" if shapes is None else str(shapes)
+
+
+def _shortened(texts: list[str], most: int = 4) -> str:
+    return ", ".join(texts[:most]) + (f", ... {len(texts)} in all" if len(texts) > most else "")
 
 
 def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
-    """A note that names some layers or parameters; none where there are none.
+    """Return a note that lists layers or parameters; no note for no names.
 
-    Many that differ in a number only are one pattern: "not called: blocks.*.drop (7)".
+    Many names that differ only in a number are one pattern: "not called: blocks.*.drop (7)".
     """
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    texts = [
-        text
-        for pattern, alike in patterns.items()
-        for text in ([f"{pattern} ({len(alike)})"] if len(alike) > 3 else alike)
-    ]
+    texts: list[str] = []
+    for pattern, alike in patterns.items():
+        texts += [f"{pattern} ({len(alike)})"] if len(alike) > 3 else alike
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return [f"{what} {', '.join(texts[:most])}{more}"] if texts else []
 
 
 def visible(text: str) -> str:
-    """Text on one line: what a terminal would obey is written out."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    )
+    """Escape the control characters of a text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def escaped(text: str) -> str:
-    """Text as it stands in HTML."""
+    """Escape a text for HTML."""
     return html.escape(visible(text))
 
 
-def _width(text: str) -> int:
-    """How many columns of a terminal it takes."""
-    if text.isascii():
-        return len(text)
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def _padded(text: str, width: int, align: str) -> str:
-    space = " " * (width - _width(text))
-    return space + text if align == "right" else text + space
-
-
-def _head(column: Column[Any]) -> str:
-    hint = f' title="{escaped(column.hint)}"' if column.hint else ""
-    return f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
-
-
 def _cell(column: Column[Row], row: Row, text: str, is_name: bool) -> str:
-    kinds = [column.align, *(["name"] if is_name else [])]
-    if column.alert is not None and column.alert(row):
-        kinds.append("alert")
     part = column.bar(row) if column.bar is not None else None
     is_bar = part is not None and math.isfinite(part)
+    is_alert = column.alert is not None and column.alert(row)
+    flags = {"name": is_name, "alert": is_alert, "bar": is_bar}
+    classes = " ".join([column.align, *(name for name, is_set in flags.items() if is_set)])
     style = f' style="--part:{100 * min(max(part or 0.0, 0.0), 1.0):.1f}%"' if is_bar else ""
-    return f'<td class="{" ".join([*kinds, *(["bar"] if is_bar else [])])}"{style}>{escaped(text)}</td>'
+    return f'<td class="{classes}"{style}>{escaped(text)}</td>'
 
 
-# Every colour is the page's own text colour, thinned: right on any background, light or dark, whoever chose it. The
-# header alone hides what scrolls below it, with the background of JupyterLab, VS Code or our own page.
+# Every colour is the text colour of the page with some transparency, which fits light and dark backgrounds. Only the
+# header has a background, that of JupyterLab, VS Code or our own page, since rows scroll below it.
 _STYLE = """
 .saliency-table { color: inherit; margin: .5em 0 1em; }
 .saliency-table > div { max-height: min(44rem, 85vh); overflow: auto; width: fit-content; max-width: 100%;

@@ -593,7 +593,7 @@ def test_a_block_can_be_opened_again_but_not_inside_itself() -> None:
         assert editing.edits == {"mid": count}
     with editing:
         gradients(model, x)
-        with pytest.raises(MethodError, match="open already"):
+        with pytest.raises(MethodError, match="already open"):
             editing.__enter__()
 
 
@@ -814,7 +814,6 @@ def test_rules_are_what_they_say() -> None:
     assert repr(both) == "compose(scale(2.0), show(), clip_value(1.5))"
     assert repr(rules.zero_channels([1, 2], axis=-1)) == "zero_channels([1, 2], axis=-1)"
     assert repr(rules.add_noise(0.5, seed=3)) == "add_noise(0.5, seed=3)"
-    assert rules.scale(2) == rules.scale(2.0)
 
 
 def test_keeping_what_is_positive_at_each_relu_is_guided_backpropagation() -> None:
@@ -834,7 +833,7 @@ def test_a_named_rule_that_has_no_meaning_for_a_kind_of_tensor_says_so() -> None
     ):
         embedding(torch.tensor([1])).sum().backward()
     with (
-        pytest.raises(MethodError, match=r"returned float32 .* like the one it got, sparse_coo float32"),
+        pytest.raises(MethodError, match=r"returned float32 .* sparse_coo float32"),
         edit_gradients(embedding, "weight", lambda gradient: gradient.to_dense()),
     ):
         embedding(torch.tensor([1])).sum().backward()
@@ -843,7 +842,7 @@ def test_a_named_rule_that_has_no_meaning_for_a_kind_of_tensor_says_so() -> None
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
     z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
-    with pytest.raises(MethodError, match="complex numbers"), edit_gradients(None, z, rules.clip_value(1)):
+    with pytest.raises(MethodError, match="complex64"), edit_gradients(None, z, rules.clip_value(1)):
         torch.autograd.grad(z.abs().sum(), z)
 
 
@@ -984,18 +983,13 @@ def _transformed(model: nn.Module, x: Tensor) -> None:
     torch.vmap(torch.func.grad(lambda each: model(each).sum()))(x.detach())
 
 
-@pytest.mark.parametrize(("run", "shape"), [(_many_at_once, (3, 2, 4)), (_transformed, (2, 4))])
-def test_inside_a_transformation_show_tells_plain_numbers_and_noise_is_refused(
-    run: Callable[[nn.Module, Tensor], None], shape: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("run", [_many_at_once, _transformed])
+@pytest.mark.parametrize("rule", [rules.show(), rules.add_noise(1)])
+def test_inside_a_transformation_rules_that_read_values_are_refused(
+    run: Callable[[nn.Module, Tensor], None], rule: rules.NamedRule
 ) -> None:
-    linear, x = nn.Linear(4, 1), torch.ones(2, 4, requires_grad=True)
-    model, told = nn.Sequential(linear), list[Tensor]()
-    with edit_gradients(model, "0", [rules.show(told.append), rules.show()]):
-        run(model, x)
-    assert told[0].tolist() == linear.weight.detach().expand(shape).tolist()
-    assert f"{shape} " in capsys.readouterr().out
-    refused = pytest.raises(MethodError, match="inside of a transformation such as vmap")
-    with refused, edit_gradients(model, "0", rules.add_noise(1)):
+    model, x = nn.Sequential(nn.Linear(4, 1)), torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(NotApplicableError, match="transformation"), edit_gradients(model, "0", rule):
         run(model, x)
 
 
@@ -1018,21 +1012,21 @@ def test_show_writes_a_line_to_a_stream_and_hands_a_function_a_copy(capsys: pyte
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rules.scale("2"), "the factor of scale is a number; got '2'"),  # type: ignore[arg-type]
-        (lambda: rules.scale(True), "is a number"),
+        (lambda: rules.scale("2"), "factor='2' is not a finite number"),  # type: ignore[arg-type]
+        (lambda: rules.scale(True), "factor=True is not a finite number"),
         (lambda: rules.scale(math.inf), "finite"),
-        (lambda: rules.clip_value(-1), "0 or more"),
+        (lambda: rules.clip_value(-1), "finite number of at least 0"),
         (lambda: rules.clip_norm(math.nan), "finite"),
-        (lambda: rules.add_noise(-0.1), "0 or more"),
-        (lambda: rules.add_noise(1, seed=-1), "integer from 0 on"),
-        (lambda: rules.add_noise(1, seed=0.5), "integer"),  # type: ignore[arg-type]
+        (lambda: rules.add_noise(-0.1), "finite number of at least 0"),
+        (lambda: rules.add_noise(1, seed=-1), "whole number of at least 0"),
+        (lambda: rules.add_noise(1, seed=0.5), "whole number"),  # type: ignore[arg-type]
         (lambda: rules.replace("a"), "a number"),  # type: ignore[arg-type]
-        (lambda: rules.zero_channels([1.5]), "integer"),  # type: ignore[list-item]
-        (lambda: rules.zero_channels("12"), "integer"),  # type: ignore[arg-type]
+        (lambda: rules.zero_channels([1.5]), "whole number"),  # type: ignore[list-item]
+        (lambda: rules.zero_channels("12"), "whole number"),  # type: ignore[arg-type]
         (lambda: rules.zero_channels(5)(torch.ones(1, 3)), r"channel 5 is outside 0..2"),
         (lambda: rules.zero_channels(0, axis=2)(torch.ones(1, 3)), "no axis 2"),
         (lambda: rules.replace(torch.ones(4))(torch.ones(3)), r"does not fit.*\(3,\)"),
-        (lambda: rules.show(3), "show tells a function"),  # type: ignore[arg-type]
+        (lambda: rules.show(3), "show takes a function"),  # type: ignore[arg-type]
         (lambda: rules.compose(rules.scale(1), 2), "a rule is a function"),  # type: ignore[arg-type]
     ],
 )

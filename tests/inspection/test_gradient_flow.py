@@ -21,7 +21,7 @@ from torch import nn
 
 from saliency import RenderError
 from saliency.inspection.gradient_flow import FAR, gradient_flow
-from saliency.inspection.gradient_statistics import GradientStatistics, LayerGradients, gradient_statistics
+from saliency.inspection.statistics import GradientStatistics, LayerGradients, gradient_statistics
 from saliency.inspection.tables import Table
 from saliency.testing import images, tiny_model
 
@@ -320,7 +320,7 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
         "state = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = state()\n"
         "from saliency.inspection.gradient_flow import gradient_flow\n"
-        "from saliency.inspection.gradient_statistics import gradient_statistics\n"
+        "from saliency.inspection.statistics import gradient_statistics\n"
         "gradient_flow(gradient_statistics(torch.nn.Linear(3, 2), torch.ones(1, 3))).savefig(io.BytesIO())\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert state() == before\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import saliency
 from saliency.errors import LayerError, MethodError, ModelError
 from saliency.hooks.manager import HookManager
-from saliency.inspection import timing as costs
-from saliency.inspection.flops import Operations
-from saliency.inspection.layer_table import LayerTable, layer_table
+from saliency.inspection.layer_table import LayerTable, MultiplyAdds, layer_table
 from saliency.testing import Snapshot
 from tests.commandline import COFFEE
 
@@ -246,11 +245,11 @@ def test_functions_under_inference_mode_in_the_model_are_counted_too(
 
 def test_the_recurrent_layers_that_cudnn_fuses() -> None:
     x, h = torch.empty(5, 3, 4, device="meta"), torch.empty(2, 3, 6, device="meta")
-    counts: list[int] = []
     weights = list(nn.LSTM(4, 6, num_layers=2, device="meta").parameters())
-    with torch.no_grad(), Operations(counts.append):
+    counter = MultiplyAdds()
+    with torch.no_grad(), counter:
         torch.ops.aten._cudnn_rnn(x, weights, 4, None, h, h, 2, 6, 0, 2, False, 0.0, False, False, [], None)
-    assert counts == [5 * 3 * 4 * 6 * (4 + 6 + 6 + 6)]
+    assert counter.multiply_adds == 5 * 3 * 4 * 6 * (4 + 6 + 6 + 6)
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
@@ -552,7 +551,7 @@ def test_scripted_parts_are_counted_in_what_calls_them() -> None:
         ("outer", "Sequential", 3 * (20 + 10), 37),
     ]
     assert found.model.multiply_adds == 48 + 90
-    assert "scripted, so no layers that can be seen, but counted in what calls them: outer.0" in found.notes
+    assert "scripted, so without visible layers, but counted in what calls them: outer.0" in found.notes
     assert found.not_called == ()
     (whole,) = layer_table(block, (3, 4), times=1)
     assert (whole.name, whole.kind, whole.output, whole.multiply_adds) == ("", "Sequential", (3, 2), 90)
@@ -639,7 +638,11 @@ def test_the_forwards_are_as_many_as_were_asked_for() -> None:
 def test_on_an_accelerator_each_layer_waits_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[torch.device] = []
     device = torch.device("cuda:1")
-    monkeypatch.setattr(costs, "reference_tensor", lambda model: SimpleNamespace(device=device))
+    monkeypatch.setattr(
+        importlib.import_module("saliency.inspection.layer_table"),
+        "reference_tensor",
+        lambda model: SimpleNamespace(device=device),
+    )
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     layer_table(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1), times=3)
     assert waits == [device] * 3 * (2 + 2 * 2)  # the model and two layers, each before and after

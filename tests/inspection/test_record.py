@@ -18,15 +18,12 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
-from saliency.hooks.autograd_graph import outside
 from saliency.hooks.pytree import tree_tensors
-from saliency.inspection import Call, Recording
+from saliency.inspection import Call, Recording, TensorStatistics
 from saliency.inspection.record import record
-from saliency.inspection.retention import TensorStatistics
 from saliency.testing import Snapshot
 
 
@@ -803,8 +800,8 @@ def test_layers_are_chosen_by_name_pattern_and_class(layers: Any, names: list[st
         ({"layers": nn.LSTM}, LayerError, "no LSTM in Reused; its layers are Conv2d, Identity, Linear, ReLU"),
         ({"layers": []}, LayerError, "no layer was named"),
         ({"keep": "statistic"}, MethodError, "keep='statistic' is not one of .* did you mean \"statistics\""),
-        ({"parts": ("grad_output",)}, MethodError, 'expected some of inputs, .* did you mean "grad_outputs"'),
-        ({"parts": "inputs"}, MethodError, "expected some of inputs, outputs"),
+        ({"parts": ("grad_output",)}, MethodError, 'some of inputs, .* did you mean "grad_outputs"'),
+        ({"parts": "inputs"}, MethodError, "some of inputs, outputs"),
     ],
 )
 def test_what_cannot_be_recorded_is_said_before_anything_runs(options: Any, error: Any, message: str) -> None:
@@ -826,16 +823,6 @@ def test_layers_inside_torchscript_are_refused_rather_than_silent() -> None:
     assert recording.layers == ("0", "1")
 
 
-@pytest.mark.parametrize("keep", ["full", "cpu", "statistics"])
-def test_inside_torch_func_the_numbers_outlive_their_transformation(keep: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    x = torch.randn(3, 4)
-    with record(model, keep=keep) as recording:
-        torch.vmap(torch.func.grad(lambda each: model(each).sum()))(x)
-        torch.vmap(model)(x)
-    assert {row.output for row in recording.table()} == {(3, 4), (3, 1)}
-
-
 class _HalfInPlace(nn.Module):
     """The left half of its input goes through a module in place, past a view of what came before."""
 
@@ -850,58 +837,6 @@ class _HalfInPlace(nn.Module):
         self.act(h[:, :2])
         out: Tensor = self.last(h)
         return out
-
-
-@pytest.mark.parametrize(
-    "model",
-    [nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity(), nn.Linear(4, 3)), _HalfInPlace()],
-    ids=["chain", "view"],
-)
-@pytest.mark.parametrize("keep", ["full", "cpu"])
-def test_many_gradients_in_one_backward_are_recorded_one_below_the_other(model: nn.Module, keep: Any) -> None:
-    x, seeds = torch.randn(2, 4, requires_grad=True), torch.randn(5, 2, 3)
-    plain = torch.autograd.grad(model(x), x, seeds, is_grads_batched=True)[0]
-    with record(model, keep=keep) as recording:
-        again = torch.autograd.grad(model(x), x, seeds, is_grads_batched=True)[0]
-    assert torch.equal(again, plain)
-    for number, seed in enumerate(seeds):
-        with record(model, keep=keep) as alone:
-            torch.autograd.grad(model(x), x, seed)
-        for many, one in zip(recording, alone, strict=True):
-            for stacked, single in zip(
-                many.grad_inputs + many.grad_outputs, one.grad_inputs + one.grad_outputs, strict=True
-            ):
-                assert torch.allclose(stacked[number], single)
-
-
-def test_many_gradients_that_end_at_an_inner_tensor_are_recorded_as_far_as_they_came() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            self.inner = x.exp()
-            return self.inner + x.sin()
-
-    model, x, seeds = Twice(), torch.randn(3, requires_grad=True), torch.randn(4, 3)
-    with record(model, "") as recording:
-        torch.autograd.grad(model(x), (model.inner, x), seeds, is_grads_batched=True)
-        torch.autograd.grad(model(x), model.inner, seeds, is_grads_batched=True)
-    assert torch.allclose(recording[0].grad_inputs[0], seeds * (x.exp() + x.cos()))
-    assert torch.equal(recording[1].grad_outputs[0], seeds)
-
-
-@pytest.mark.parametrize("keep", ["full", "cpu", Tensor.clone])
-def test_gradients_inside_torch_func_are_plain_tensors_afterwards(keep: Any) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(4, 3)
-    with record(model, keep=keep) as recording:
-        # The images lie along the second axis.
-        torch.vmap(torch.func.grad(lambda each: model(each).sum()), in_dims=1)(x)
-    hidden = x.T.clone().requires_grad_()
-    model(hidden).sum().backward()
-    assert hidden.grad is not None
-    assert torch.allclose(recording["0"][0].grad_inputs[0], hidden.grad)
-    for call in recording:
-        for each in (*call.flat_inputs, *call.outputs, *call.grad_inputs, *call.grad_outputs):
-            assert not is_functorch_wrapped_tensor(each)
-            assert len(each) == 3
 
 
 def test_calls_can_be_gone_through_while_more_come() -> None:
@@ -945,7 +880,7 @@ def test_a_layer_that_is_not_recorded_is_an_error_and_one_that_was_not_called_is
     assert recording["idle"] == []
     with pytest.raises(LayerError, match='no layer "usd" among the 2 that are recorded; did you mean "used"'):
         recording["usd"]
-    with pytest.raises(MethodError, match="running already"), recording, recording:
+    with pytest.raises(MethodError, match="already running"), recording, recording:
         pass
     assert isinstance(recording, Recording)
     assert "1 calls of 1 layers" in repr(recording)
@@ -985,21 +920,6 @@ def test_statistics_are_pickled_and_copied_as_figures(keep: str) -> None:
     for again in (pickle.loads(pickle.dumps(call.output)), copy.deepcopy(call.output)):
         assert again.moments == call.output.moments
         assert (again.shape, again.dtype, again.device) == ((3, 4), torch.float32, torch.device("cpu"))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.parametrize("keep", ["statistics", "sample"])
-def test_statistics_of_nested_tensors_are_those_of_all_their_numbers(layout: torch.layout, keep: str) -> None:
-    parts = [torch.randn(2, 4), torch.randn(5, 4)]
-    nested = torch.nested.nested_tensor(parts, layout=layout)
-    layer = nn.Identity()
-    with record(layer, keep=keep) as recording:
-        layer(nested)
-    (call,) = recording
-    assert call.output.shape == (2, -1, 4)
-    assert call.output.moments.count == 28
-    assert call.output.moments.mean == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)
 
 
 def test_a_model_without_numbers_has_shapes_and_nothing_else() -> None:
@@ -1045,18 +965,26 @@ def test_what_runs_while_all_is_forgotten_is_forgotten_too() -> None:
     assert [(call.layer, call.index) for call in recording] == [("0", 0)]
 
 
-def test_many_gradients_are_read_in_a_thread_that_does_not_know_of_them() -> None:
-    """As those of an accelerator come by in threads of autograd's own."""
-    x, seeds = torch.randn(3, 4, requires_grad=True), torch.randn(5, 3, 4)
-    found: list[Tensor] = []
+def _vmapped(model: nn.Module, x: Tensor) -> None:
+    torch.vmap(torch.func.grad(lambda row: model(row).sum()))(x)
 
-    def hook(gradient: Tensor) -> None:
-        thread = threading.Thread(target=lambda: found.append(outside(torch.clone, gradient)))
-        thread.start()
-        thread.join()
 
-    result = x.sin()
-    result.register_hook(hook)  # type: ignore[no-untyped-call]
-    torch.autograd.grad(result, x, seeds, is_grads_batched=True)
-    assert len(found) == 1
-    assert torch.equal(found[0], seeds)
+def _many_gradients(model: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(model(x.requires_grad_()), x, torch.randn(5, 3, 1), is_grads_batched=True)
+
+
+def _nested(model: nn.Module, x: Tensor) -> None:
+    model(torch.nested.nested_tensor([x, x[:2]]))
+
+
+def _quantised(model: nn.Module, x: Tensor) -> None:
+    model[0](torch.quantize_per_tensor(x, 0.1, 0, torch.qint8))  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*quantiz")
+@pytest.mark.parametrize("run", [_vmapped, _many_gradients, _nested, _quantised])
+@pytest.mark.parametrize("keep", ["full", "cpu", "statistics", "sample", Tensor.clone])
+def test_tensors_without_plain_values_are_refused_with_the_cure(run: Callable[..., None], keep: Any) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 1))
+    with pytest.raises(NotApplicableError, match="cannot be recorded or measured"), record(model, keep=keep):
+        run(model, torch.randn(3, 4))

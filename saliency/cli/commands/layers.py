@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from ...attribution.resolved_target import ResolvedTarget
 from ...errors import ModelError
 from ...hooks.model_state import prepared_for_attribution, reference_tensor, run_model
-from ...inspection.activation_statistics import activation_statistics
+from ...inspection import activation_statistics, gradient_statistics, layer_table
 from ...inspection.gradient_flow import gradient_flow
-from ...inspection.gradient_statistics import gradient_statistics
-from ...inspection.layer_table import LayerRow, layer_table
+from ...inspection.layer_table import LayerRow
 from ...inspection.tables import Column, Table
 from ...io.atomic_write import atomic_write, is_stream
 from ...io.inputs import read

@@ -1,0 +1,327 @@
+"""Rules for `edit_gradients` and `edit_activations`.
+
+A rule is a function from a tensor to its replacement, of the same shape, dtype and device; None leaves the tensor
+unchanged. A list of rules is applied in order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import MethodError, warn
+from ..hooks.autograd_graph import tensor_version
+from ..validation import check_whole_number, is_whole, real_number
+from .moments import moments, require_plain
+
+Rule = Callable[[Tensor], Tensor | None]
+"""Function from a gradient or an activation to its replacement; None leaves it unchanged."""
+
+RuleLike = Rule | Iterable[Rule]
+"""A rule, or several that are applied in order."""
+
+_MAX_PRINTED = 16  # values that fit on one line
+
+
+class NamedRule:
+    """Rule with a name for messages, which neither changes nor keeps the tensor that it gets.
+
+    Args:
+        name: The call that creates it, such as "scale(2.0)".
+        function: The rule.
+        restart: Function that creates the rule for a new block; None if the rule has no state.
+    """
+
+    def __init__(self, name: str, function: Rule, restart: Callable[[], NamedRule] | None = None) -> None:
+        self.name = name
+        self.function = function
+        self.restart = restart
+
+    def __call__(self, tensor: Tensor) -> Tensor | None:
+        """Return the replacement of a tensor; None leaves it unchanged."""
+        return self.function(tensor)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def as_rules(rule: Any) -> tuple[Rule, ...]:
+    """Return the rules that are applied one after the other.
+
+    Raises:
+        MethodError: Neither a rule nor several.
+    """
+    if callable(rule):
+        return (rule,)
+    if isinstance(rule, Iterable) and not isinstance(rule, str | Tensor):
+        return tuple(step for part in rule for step in as_rules(part))
+    hint = f"; for a factor, use rules.scale({rule!r})" if isinstance(rule, Real) else ""
+    raise MethodError(f"a rule is a function from tensor to tensor, or a list of them; got {type(rule).__name__}{hint}")
+
+
+def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
+    """Return the tensor after all rules; None if all leave it unchanged.
+
+    A function of the user gets a copy and its result is copied: it may work in place and keep what it returns.
+
+    Args:
+        rules: The rules.
+        tensor: It is not changed.
+        place: What the tensor is, for errors.
+
+    Raises:
+        MethodError: A rule returns no tensor, or one of another shape, dtype or device; or it does not support tensors
+            of this kind.
+    """
+    current = tensor
+    for rule in rules:
+        result = (
+            _call_named(rule, current, place) if isinstance(rule, NamedRule) else _call_function(rule, current, place)
+        )
+        if result is None:
+            continue
+        if not isinstance(result, Tensor) or _describe(result) != _describe(current):
+            got = _describe(result) if isinstance(result, Tensor) else type(result).__name__
+            raise MethodError(
+                f"the rule {rule_name(rule)} returned {got} for {place}; expected a tensor like its argument, "
+                f"{_describe(current)}, or None"
+            )
+        current = result if isinstance(rule, NamedRule) else result.clone()
+    return None if current is tensor else current
+
+
+def _call_named(rule: NamedRule, tensor: Tensor, place: str) -> Tensor | None:
+    try:
+        return rule(tensor)
+    except RuntimeError as error:
+        if not tensor.is_complex() and tensor.layout == torch.strided:
+            raise
+        cure = "" if tensor.is_complex() else " (use sparse=False)"
+        raise MethodError(f"the rule {rule} cannot be applied to {place}, {_describe(tensor)}{cure}") from error
+
+
+def _call_function(rule: Rule, tensor: Tensor, place: str) -> Any:
+    copied = tensor.clone()
+    version = tensor_version(copied)
+    result = rule(copied)
+    if result is None and tensor_version(copied) != version:
+        warn(
+            f"the rule {rule_name(rule)} changed its copy of {place} in place and returned None, which leaves the "
+            "tensor unchanged; return the changed tensor"
+        )
+    return result
+
+
+def _describe(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    return f"{layout}{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def rule_name(rule: Rule) -> str:
+    """Return the name of a rule for messages."""
+    return rule.name if isinstance(rule, NamedRule) else getattr(rule, "__name__", type(rule).__name__)
+
+
+class Stream(Protocol):
+    """Anything that text can be written to: an open file, `sys.stderr`."""
+
+    def write(self, text: str, /) -> object:
+        """Write a text."""
+
+
+def scale(factor: float) -> NamedRule:
+    """Multiply the tensor by a number: `scale(0)` stops a gradient, `scale(-1)` reverses it.
+
+    Raises:
+        MethodError: The factor is not a finite number.
+    """
+    factor = real_number("factor", factor)
+    return NamedRule(f"scale({factor!r})", lambda tensor: tensor * factor)
+
+
+def positive() -> NamedRule:
+    """Set negative values to 0. Applied to the gradient at each ReLU, this is guided backpropagation.
+
+    with edit_gradients(model, nn.ReLU, rules.positive()):
+        score(model(x)).backward()
+    """
+    return NamedRule("positive()", lambda tensor: tensor.clamp(min=0))
+
+
+def clip_value(limit: float) -> NamedRule:
+    """Limit each value to the range from -limit to limit.
+
+    Raises:
+        MethodError: The limit is negative or not a finite number.
+    """
+    limit = real_number("limit", limit, least=0)
+    return NamedRule(f"clip_value({limit!r})", lambda tensor: tensor.clamp(-limit, limit))
+
+
+def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
+    """Scale a tensor down to a norm of at most the limit; its direction stays.
+
+    Args:
+        limit: The largest Euclidean norm.
+        per_image: Whether the norm is that of each image. By default it is the norm of the whole tensor, all images of
+            the batch together; tensors are clipped independently.
+
+    Raises:
+        MethodError: The limit is negative or not a finite number.
+    """
+    limit = real_number("limit", limit, least=0)
+
+    def clip(tensor: Tensor) -> Tensor:
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        axes = tuple(range(1, tensor.dim())) if per_image else None
+        if axes == ():
+            norm = tensor.to(wide).abs()
+        else:
+            norm = torch.linalg.vector_norm(tensor, dim=axes, keepdim=per_image, dtype=wide)
+        # A tensor within the limit is multiplied by exactly 1.
+        return tensor * torch.where(norm > limit, limit / norm, 1.0).to(tensor.dtype)
+
+    return NamedRule(f"clip_norm({limit!r}{', per_image=True' if per_image else ''})", clip)
+
+
+def add_noise(std: float, seed: int = 0) -> NamedRule:
+    """Add Gaussian noise, the same in each run and on each device.
+
+    Each block starts the random sequence again and draws in the order in which the rule is applied. The noise is
+
+        generator = torch.Generator().manual_seed(seed)  # when the block begins
+        std * torch.randn(tensor.shape, generator=generator)  # each time
+
+    in float32 on the CPU, converted to the dtype and device of the tensor.
+
+    Args:
+        std: The standard deviation, in units of the tensor.
+        seed: The seed. The global random state is neither read nor changed.
+
+    Raises:
+        MethodError: The deviation is negative or not a finite number, or the seed is not a whole number of at least 0.
+    """
+    std, seed = real_number("std", std, least=0), check_whole_number("seed", seed, least=0)
+    generator = torch.Generator().manual_seed(seed)
+
+    def add(tensor: Tensor) -> Tensor:
+        require_plain(tensor)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+        return tensor + (std * noise).to(tensor)
+
+    return NamedRule(f"add_noise({std!r}, seed={seed})", add, lambda: add_noise(std, seed))
+
+
+def replace(value: float | Tensor) -> NamedRule:
+    """Replace the tensor by a value.
+
+    Args:
+        value: A number, or a tensor that broadcasts to the shape. It is converted to the device and dtype of what it
+            replaces. As an activation it keeps its own gradient.
+
+    Raises:
+        MethodError: The value is neither; or, when the rule is applied, its shape does not fit.
+    """
+    given: object = value
+    if not isinstance(given, Tensor | Real) or isinstance(given, bool):
+        raise MethodError(f"replace: expected a number or a tensor, got {value!r}")
+    name = f"replace({f'tensor {tuple(value.shape)}' if isinstance(value, Tensor) else repr(value)})"
+
+    def put(tensor: Tensor) -> Tensor:
+        try:
+            # A copy: later operations may work in place.
+            return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).clone()
+        except RuntimeError as error:
+            raise MethodError(f"{name} does not fit a tensor of shape {tuple(tensor.shape)}") from error
+
+    return NamedRule(name, put)
+
+
+def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
+    """Set some channels to 0, including NaN and infinity.
+
+    Args:
+        indices: The channels; negative ones count from the end.
+        axis: The axis of the channels: 1 in (N, K, h, w), -1 in tokens (N, T, C) and in (N, h, w, C).
+
+    Raises:
+        MethodError: An index is not a whole number; or, when the rule is applied, there is no such channel or axis.
+    """
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    channels = list(indices) if isinstance(indices, Iterable) else [indices]
+    if not all(is_whole(index, None) for index in (axis, *channels)):
+        raise MethodError(f"zero_channels: expected whole numbers, got {indices!r} and axis={axis!r}")
+    name = f"zero_channels({channels}{f', axis={axis}' if axis != 1 else ''})"
+
+    def zero(tensor: Tensor) -> Tensor:
+        if not -tensor.dim() <= axis < tensor.dim():
+            raise MethodError(f"{name}: there is no axis {axis} in a tensor of shape {tuple(tensor.shape)}")
+        size = tensor.shape[axis]
+        outside = next((index for index in channels if not -size <= index < size), None)
+        if outside is not None:
+            shape = tuple(tensor.shape)
+            raise MethodError(f"{name}: channel {outside} is outside 0..{size - 1}, axis {axis} of shape {shape}")
+        places = torch.tensor([index % size for index in channels], dtype=torch.long, device=tensor.device)
+        return tensor.index_fill(axis, places, 0)
+
+    return NamedRule(name, zero)
+
+
+def show(write: Callable[[Tensor], object] | Stream | None = None, label: str = "") -> NamedRule:
+    """Print the tensor and leave it unchanged.
+
+    Args:
+        write: A function that gets a copy of the tensor, such as `print` or the `append` of a list; or an open file,
+            which gets one line. None is the standard output.
+        label: The beginning of the line.
+
+    Raises:
+        MethodError: `write` is neither a function nor an open file.
+    """
+    if write is not None and not callable(write) and not callable(getattr(write, "write", None)):
+        raise MethodError(f"show takes a function or an open file; got {type(write).__name__}")
+
+    def tell(tensor: Tensor) -> None:
+        require_plain(tensor)
+        if callable(write):
+            write(tensor.detach().clone())
+        else:
+            # sys.stdout is looked up late, since notebooks and tests replace it.
+            (write or sys.stdout).write(f"{label}{': ' if label else ''}{_summary(tensor)}\n")
+
+    return NamedRule(f'show(label="{label}")' if label else "show()", tell)
+
+
+def compose(*rules: Rule) -> NamedRule:
+    """Combine several rules into one that applies them in order. A list of rules does the same.
+
+    Raises:
+        MethodError: One of them is not a function.
+    """
+    steps = as_rules(rules)
+
+    def restart() -> NamedRule:
+        return compose(*(s.restart() if isinstance(s, NamedRule) and s.restart is not None else s for s in steps))
+
+    has_state = any(isinstance(step, NamedRule) and step.restart is not None for step in steps)
+    name = f"compose({', '.join(map(rule_name, steps))})"
+    return NamedRule(name, lambda tensor: apply_rules(steps, tensor, "a chain"), restart if has_state else None)
+
+
+def _summary(tensor: Tensor) -> str:
+    """One line: the values if they are few, else their statistics."""
+    shape = tuple(tensor.shape)
+    if tensor.numel() <= _MAX_PRINTED and tensor.layout == torch.strided:
+        return f"{shape} {tensor.tolist()}"
+    known = moments(tensor)
+    odd = "".join(f", {count} {name}" for count, name in ((known.nan, "NaN"), (known.inf, "infinite")) if count)
+    return (
+        f"{shape} mean {known.mean:.4g}, std {known.std:.4g}, from {known.min:.4g} to {known.max:.4g}, "
+        f"norm {known.norm:.4g}, {known.zero_share:.1%} zeros{odd}"
+    )

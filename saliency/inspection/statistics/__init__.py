@@ -1,1 +1,0 @@
-"""Activations and gradients in numbers, streamed over any number of batches."""
