@@ -11,10 +11,10 @@
 # %% [markdown]
 # # Hooks from the ground up
 #
-# **How does one look inside a network while it runs?** PyTorch's answer is the *hook*: a function of yours that is
-# called when a tensor gets its gradient, or when a layer is used. All that this toolkit does stands on hooks. This page
-# begins with the smallest one and ends with guided backpropagation written by hand. In between, things go wrong, one
-# after the other, because they do.
+# **How do you look inside a network while it runs?** PyTorch's answer is the *hook*: a function that PyTorch calls when
+# a tensor receives its gradient, or when a layer runs. Everything in this toolkit is built on hooks. This page starts
+# with the smallest hook and ends with guided backpropagation written by hand. Along the way, it demonstrates what can
+# go wrong.
 
 # %%
 # %matplotlib inline
@@ -38,10 +38,9 @@ torch.set_printoptions(precision=4)
 # %% [markdown]
 # ## A hook on a tensor
 #
-# `register_hook` on a tensor takes a function of the tensor's gradient. If it returns something, that takes the
-# gradient's place; if it returns nothing, the gradient stays as it is. Several hooks form a chain, in the order in
-# which they were registered. Here: double, print, halve, print, on the gradient of the sum of squares. That gradient is
-# twice `v`.
+# `register_hook` on a tensor takes a function of the tensor's gradient. If the function returns a tensor, that tensor
+# replaces the gradient. If it returns None, the gradient is unchanged. Several hooks form a chain and run in the order
+# of registration. Here we double, print, halve and print the gradient of the sum of squares, which is `2 * v`.
 
 # %%
 v = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -53,12 +52,13 @@ v.register_hook(print)
 (v**2).sum().backward()
 
 # %% [markdown]
-# The first `print` saw `[4, 8, 12]`, because it stands behind the doubling; the second saw `[2, 4, 6]` again. Drawn:
+# The first `print` shows `[4, 8, 12]`, because it runs after the doubling. The second shows `[2, 4, 6]` again. As a
+# figure:
 
 
 # %%
 def draw_chain(axes, gradient, steps):
-    """The gradient on its way through the chain, from left to right."""
+    """Draw the gradient after each step of the chain, from left to right."""
     for axis, (name, rule) in zip(axes, steps, strict=True):
         gradient = rule(gradient)
         axis.bar(range(3), gradient, color=["#9ecae1", "#4292c6", "#08519c"])
@@ -76,16 +76,16 @@ def draw_chain(axes, gradient, steps):
 
 figure, axes = plt.subplots(1, 4, figsize=(10.5, 2.6), sharey=True)
 chain = [
-    ("arrives: 2 v", lambda g: g),
-    ("double; print shows this", lambda g: g * 2),
-    ("halve; print shows this", lambda g: g / 2),
+    ("incoming: 2 v", lambda g: g),
+    ("doubled: first print", lambda g: g * 2),
+    ("halved: second print", lambda g: g / 2),
     ("v.grad", lambda g: g),
 ]
 draw_chain(axes, 2 * v.detach(), chain)
 
 # %% [markdown]
-# `register_hook` returned a *handle*, and a hook stays until somebody calls its `remove()`. Without the doubling, the
-# rest of the chain still halves:
+# `register_hook` returned a *handle*. A hook stays registered until the `remove()` method of its handle is called.
+# Without the doubling, the rest of the chain still halves the gradient:
 
 # %%
 double.remove()
@@ -94,9 +94,9 @@ v.grad = None
 print("v.grad is", v.grad)
 
 # %% [markdown]
-# **What to beware of.** A hook outlives the line it was written for. Forget the handle, and you keep the hook.
+# **What to beware of.** A hook outlives the line that registered it. If you lose the handle, the hook stays.
 #
-# The same chain with this toolkit is a list of rules in a `with` block. When the block ends, nothing is left.
+# In this toolkit, the same chain is a list of rules in a `with` block. All hooks are removed when the block ends.
 
 # %%
 w = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -107,8 +107,8 @@ with inspection.edit_gradients(None, w, [rules.scale(2), rules.show(), rules.sca
 # %% [markdown]
 # ## Backward twice
 #
-# A backward pass frees what it needed of the graph. To go twice, say `retain_graph=True` the first time. And mind that
-# `.grad` is a *sum*: the second pass adds to what the first left there.
+# A backward pass frees the tensors that the graph saved for it. To run it twice, pass `retain_graph=True` the first
+# time. Note that `.grad` *accumulates*: the second pass adds its gradient to the first.
 
 # %%
 w.grad = None
@@ -119,21 +119,23 @@ loss.backward()
 print("after the second:", w.grad)
 
 # %% [markdown]
-# Nobody doubled anything here. It is why training loops call `zero_grad`, and why this toolkit never calls
-# `backward()` on a model of yours: `torch.autograd.grad` returns the gradient and leaves `.grad` alone.
+# The gradient itself is the same both times; only the sum has grown. This is why training loops call `zero_grad`, and
+# why this toolkit never calls `backward()` on your model. It uses `torch.autograd.grad`, which returns the gradient and
+# leaves `.grad` unchanged.
 #
 # ## Three hooks on a module
 #
-# A layer has more places to look at: before it runs, after it ran, and when the gradient has come back through it.
+# A hook on a layer can run at three moments: before the forward pass, after the forward pass, and once the gradient has
+# been propagated back through the layer.
 
 # %%
 layer = nn.Linear(2, 3)
 handles = [
-    layer.register_forward_pre_hook(lambda module, inputs: print("before: input", tuple(inputs[0].shape))),
-    layer.register_forward_hook(lambda module, inputs, output: print("after: output", tuple(output.shape))),
+    layer.register_forward_pre_hook(lambda module, inputs: print("forward pre-hook: input", tuple(inputs[0].shape))),
+    layer.register_forward_hook(lambda module, inputs, output: print("forward hook: output", tuple(output.shape))),
     layer.register_full_backward_hook(
         lambda module, grad_input, grad_output: print(
-            "on the way back: grad_output", tuple(grad_output[0].shape), "grad_input", tuple(grad_input[0].shape)
+            "backward hook: grad_output", tuple(grad_output[0].shape), "grad_input", tuple(grad_input[0].shape)
         )
     ),
 ]
@@ -143,15 +145,15 @@ for handle in handles:
     handle.remove()
 
 # %% [markdown]
-# The most popular hook of all prints shapes. On the seven outermost parts of EfficientNet-Lite0, the network that comes
-# with the install:
+# The most common hook prints shapes. Here it is registered on the seven top-level modules of EfficientNet-Lite0, the
+# network that is installed with the toolkit:
 
 # %%
 model = saliency.load("efficientnet_lite0")
 
 
 def as_input(name):
-    """A photo as the network takes it, (1, 3, 224, 224)."""
+    """Load a photo as a batch for the network, (1, 3, 224, 224)."""
     return model.preprocess(Image.open(f"{ASSETS}/{name}.jpg"))[None]
 
 
@@ -170,7 +172,8 @@ for handle in handles:
 #
 # ## What are grad_input and grad_output?
 #
-# A network small enough for pencil and paper: two numbers in, two layers of two neurons, a sigmoid behind each.
+# Here is a network small enough for pencil and paper: two inputs and two layers of two neurons, each followed by a
+# sigmoid.
 
 # %%
 network = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), nn.Linear(2, 2), nn.Sigmoid())
@@ -194,7 +197,7 @@ def keep_gradients(module, grad_input, grad_output):
 handles = [layer.register_forward_hook(keep_output) for layer in network]
 handles += [layer.register_full_backward_hook(keep_gradients) for layer in network]
 x = torch.tensor([[0.05, 0.10]], requires_grad=True)
-network(x).backward(torch.tensor([[1.0, 1.0]]))  # the gradient to start from, one for each output
+network(x).backward(torch.tensor([[1.0, 1.0]]))  # the initial gradient, 1 for each output
 for handle in handles:
     handle.remove()
 
@@ -210,12 +213,12 @@ for name, layer in network.named_children():
     print(f"{name} {type(layer).__name__:9}", "   ".join(row))
 
 # %% [markdown]
-# **What to see.** `grad_output` is how fast the result rises with what the layer *gave*: it comes in from above.
-# `grad_input` is the same for what the layer *got*: it goes on to the layer below. So read the table from the bottom
-# up: each `grad_input` is the `grad_output` of the line above it.
+# **What to see.** `grad_output` is the gradient of the result with respect to the layer's *output*; it arrives from the
+# next layer. `grad_input` is the gradient with respect to the layer's *input*; it is passed on to the previous layer.
+# Read the table from the bottom up: each `grad_input` is the `grad_output` of the line above it.
 #
-# Are these numbers right? Here is each of them by hand, with nothing but Python. Forth, a linear layer is a weighted
-# sum, and a sigmoid is 1 / (1 + e^-z):
+# Are these numbers right? Let us compute each of them by hand, in plain Python. In the forward pass, a linear layer is
+# a weighted sum plus a bias, and a sigmoid is 1 / (1 + e^-z):
 
 # %%
 z1 = 0.15 * 0.05 + 0.25 * 0.10 + 0.35, 0.20 * 0.05 + 0.30 * 0.10 + 0.35
@@ -226,11 +229,11 @@ for name, pair in (("z1", z1), ("h", h), ("z2", z2), ("y", y)):
     print(f"{name:2} = {pair[0]:.4f} {pair[1]:.4f}")
 
 # %% [markdown]
-# Back, by the chain rule. A sigmoid's slope is y (1 - y). A linear layer hands each input the gradients of both
-# outputs, weighted by the *columns* of its matrix:
+# The backward pass applies the chain rule. The slope of a sigmoid is y (1 - y). Each input of a linear layer receives
+# the gradients of both outputs, weighted by a *column* of the weight matrix:
 
 # %%
-dz2 = y[0] * (1 - y[0]), y[1] * (1 - y[1])  # times the 1 that we started from
+dz2 = y[0] * (1 - y[0]), y[1] * (1 - y[1])  # times the initial gradient of 1
 dh = 0.40 * dz2[0] + 0.45 * dz2[1], 0.50 * dz2[0] + 0.55 * dz2[1]
 dz1 = dh[0] * h[0] * (1 - h[0]), dh[1] * h[1] * (1 - h[1])
 dx = 0.15 * dz1[0] + 0.20 * dz1[1], 0.25 * dz1[0] + 0.30 * dz1[1]
@@ -238,8 +241,8 @@ for name, pair in (("dz2", dz2), ("dh", dh), ("dz1", dz1), ("dx", dx)):
     print(f"{name:3} = {pair[0]:.4f} {pair[1]:.4f}")
 
 # %% [markdown]
-# A weight's gradient is the gradient at its neuron times the input that it weighs. Training steps along these numbers,
-# so let us hold them against `.grad`:
+# The gradient of a weight is the gradient at its neuron times the input that the weight multiplies. Training steps
+# follow these gradients, so let us compare them with `.grad`:
 
 # %%
 dw2 = [[dz2[0] * h[0], dz2[0] * h[1]], [dz2[1] * h[0], dz2[1] * h[1]]]
@@ -249,14 +252,14 @@ for name, layer, by_hand in (("first", network[0], dw1), ("second", network[2], 
     print(f"{name} layer, .grad:  ", numbers(layer.weight.grad))
 
 # %% [markdown]
-# Every number agrees. As a picture: what flows forth in blue, and what comes back to the same place in orange.
+# Every number agrees. The figure shows the forward values in blue and the gradients at the same positions in orange.
 
 # %%
 places = ["x", "z1\nafter Linear", "h\nafter Sigmoid", "z2\nafter Linear", "y\nafter Sigmoid"]
 values = [(0.05, 0.10), z1, h, z2, y]
 gradients = [dx, dz1, dh, dz2, (1.0, 1.0)]
 figure, rows = plt.subplots(2, 1, figsize=(9, 5), layout="constrained")
-titles = "forth, from left to right: the values", "back, from right to left: the gradients"
+titles = "forward, from left to right: values", "backward, from right to left: gradients"
 for axis, pairs, color, title in zip(rows, (values, gradients), ("#3182bd", "#e6550d"), titles, strict=True):
     for neuron, shift in ((0, -0.2), (1, 0.2)):
         heights = [pair[neuron] for pair in pairs]
@@ -267,10 +270,11 @@ for axis, pairs, color, title in zip(rows, (values, gradients), ("#3182bd", "#e6
     axis.set_title(title, loc="left", fontsize=10)
     axis.set_xticks(range(5), places)
 # %% [markdown]
-# **What to see.** The gradient starts as 1 and arrives as a few hundredths. Each sigmoid multiplies it by less than
-# a quarter, since y (1 - y) is 1/4 at most. Two sigmoids are harmless; the next page shows what twenty of them do.
+# **What to see.** The gradient starts at 1 and shrinks to a few hundredths at the input. Each sigmoid multiplies it by
+# 1/4 at most, since y (1 - y) has its maximum there. Two sigmoids are harmless; the next page shows the effect of
+# twenty.
 #
-# `inspection.record` keeps all of this for every layer of a model, without hooks to write or to remove:
+# `inspection.record` stores all of this for every layer of a model, with no hooks to write or to remove:
 
 # %%
 with inspection.record(network) as recording:
@@ -282,10 +286,11 @@ print("grad_output", numbers(call.grad_outputs[0]))
 print("grad_input ", numbers(call.grad_inputs[0]))
 
 # %% [markdown]
-# ## Changing what flows
+# ## Changing the gradient
 #
-# What a full backward hook returns is handed on in place of `grad_input`. With ones from the first layer, the input
-# gets ones. The layer's own weights notice nothing: their gradient comes from `grad_output`, which stayed as it was.
+# The return value of a full backward hook replaces `grad_input`. If the hook on the first layer returns ones, the
+# gradient at the input is all ones. The layer's own weights are not affected: their gradient is computed from
+# `grad_output`, which is unchanged.
 
 # %%
 network.zero_grad()
@@ -297,12 +302,12 @@ x.grad = None
 handle = network[0].register_full_backward_hook(lambda module, grad_input, grad_output: (torch.ones(1, 2),))
 network(x).sum().backward()
 handle.remove()
-print("at the input:", x.grad)
-print("the weight gradient is the same as before:", torch.equal(network[0].weight.grad, before))
+print("gradient at the input:", x.grad)
+print("weight gradient unchanged:", torch.equal(network[0].weight.grad, before))
 
 # %% [markdown]
-# A parameter is a tensor, so it takes a tensor hook. With a known draw of noise on the bias of the second linear layer,
-# its gradient is exactly the sum, and the weight next to it is untouched:
+# A parameter is a tensor, so it accepts a tensor hook. Here the hook adds fixed noise to the gradient of the second
+# linear layer's bias. The bias gradient becomes exactly the sum, and the gradient of the weight is unchanged:
 
 # %%
 noise = 0.1 * torch.randn(2, generator=torch.Generator().manual_seed(7))
@@ -312,11 +317,11 @@ handle = network[2].bias.register_hook(lambda gradient: gradient + noise)
 network(x).sum().backward()
 handle.remove()
 print(numbers(plain_bias), "+", numbers(noise), "=", numbers(network[2].bias.grad))
-print("bias is exactly the sum:", torch.equal(network[2].bias.grad, plain_bias + noise))
-print("weight is the same as before:", torch.equal(network[2].weight.grad, plain_weight))
+print("bias gradient is exactly the sum:", torch.equal(network[2].bias.grad, plain_bias + noise))
+print("weight gradient unchanged:", torch.equal(network[2].weight.grad, plain_weight))
 
 # %% [markdown]
-# Both in the words of this toolkit. `edits` tells how often each rule took place:
+# Here are both edits in this toolkit. The attribute `edits` counts how often each rule was applied:
 
 # %%
 x.grad = None
@@ -326,18 +331,18 @@ with (
     inspection.edit_gradients(network, "2.bias", rules.add_noise(0.1, seed=7)) as noisy,
 ):
     network(x).sum().backward()
-print("at the input:", x.grad, entering.edits)
-print("bias:", numbers(network[2].bias.grad), noisy.edits)
+print("gradient at the input:", x.grad, entering.edits)
+print("bias gradient:", numbers(network[2].bias.grad), noisy.edits)
 
 # %% [markdown]
-# ## Seven ways to go wrong
+# ## Seven pitfalls
 #
-# Each of them runs below, with what to do about it.
+# Each of them is demonstrated below, with its remedy.
 #
 # ### 1. In-place modules
 #
-# `nn.ReLU(inplace=True)` writes over its input, to save memory. A full backward hook on it, or on the layer before it,
-# does not go together with that:
+# `nn.ReLU(inplace=True)` overwrites its input to save memory. This is incompatible with a full backward hook on the
+# ReLU or on the layer before it:
 
 # %% tags=["raises-exception"]
 torch.manual_seed(0)
@@ -346,8 +351,8 @@ handle = saving[1].register_full_backward_hook(lambda module, grad_input, grad_o
 saving(x)
 
 # %% [markdown]
-# The toolkit hangs its gradient hooks on the graph of each call instead of on modules, so that recording and editing
-# work here as well:
+# The toolkit attaches its gradient hooks to the autograd graph of each call instead of to modules. Recording and
+# editing therefore work here as well:
 
 # %%
 handle.remove()
@@ -358,8 +363,8 @@ recording.table()
 # %% [markdown]
 # ### 2. The old backward hook
 #
-# `register_backward_hook` is deprecated. It looks at the *last operation* of a module only. Here is a module of three
-# operations, a linear layer, a sigmoid and a product:
+# `register_backward_hook` is deprecated. It sees only the *last operation* of a module. This module has three
+# operations: a linear layer, a sigmoid and a product.
 
 
 # %% tags=["warns"]
@@ -382,8 +387,8 @@ tenfold(x).sum().backward()
 handle.remove()
 
 # %% [markdown]
-# The module's input has two numbers, and the "grad_input" three: it is the gradient at the factor of the product. The
-# hook that is meant has *full* in its name:
+# The module's input has two numbers, but the reported `grad_input` has three. It is the gradient at the sigmoid's
+# output, the input of the last operation. The correct hook has *full* in its name:
 
 # %%
 tenfold = Tenfold()
@@ -392,10 +397,11 @@ tenfold(x).sum().backward()
 handle.remove()
 
 # %% [markdown]
-# ### 3. A return value that nobody meant
+# ### 3. An unintended return value
 #
-# What a forward hook returns replaces the layer's output. A `lambda` always returns something, and one has to know
-# what. `list.append` returns None: fine. `dict.setdefault` is just as short a way to keep an output:
+# The return value of a forward hook replaces the layer's output. A `lambda` always returns a value, and it is easy to
+# overlook which one. `list.append` returns None, which is fine. `dict.setdefault` is an equally short way to store an
+# output:
 
 # %%
 kept = {}
@@ -412,8 +418,9 @@ for name in ("coffee", "chelsea", "rocket"):
     print(f"{name:8} {top_class(name)}")
 
 # %% [markdown]
-# A cat and a rocket are espresso, to the last digit. `setdefault` returns what it kept *first*, so from the second
-# photo on, the network goes on with the coffee. No error, no warning, and on the first photo all was well. In truth:
+# The cat and the rocket are classified as espresso, with the same probability to the last digit. `setdefault` returns
+# the value that was stored *first*. From the second photo on, the network therefore continues with the features of the
+# coffee. There is no error and no warning, and the first photo is classified correctly. Without the hook:
 
 # %%
 handle.remove()
@@ -421,13 +428,13 @@ for name in ("coffee", "chelsea", "rocket"):
     print(f"{name:8} {top_class(name)}")
 
 # %% [markdown]
-# With `inspection.record` no function of yours stands in the way of what flows. To change an output there is
-# `inspection.edit_activations`, which has to be asked for.
+# With `inspection.record` you write no hook function, so none can replace an output by accident. To change an output on
+# purpose, use `inspection.edit_activations`.
 #
-# ### 4. Kept, then overwritten
+# ### 4. Stored, then overwritten
 #
-# A hook gets the output itself, not a copy. If the next layer works in place, it works on what you have kept. Here
-# a convolution finds vertical edges, and an in-place ReLU follows:
+# A hook receives the output itself, not a copy. If the next layer works in place, it overwrites the stored tensor. Here
+# a convolution detects vertical edges, and an in-place ReLU follows:
 
 # %%
 edges = nn.Sequential(nn.Conv2d(1, 1, 3, bias=False), nn.ReLU(inplace=True)).requires_grad_(False)
@@ -442,8 +449,8 @@ handle.remove()
 
 pictures = {
     "input": gray,
-    "kept by a hook: overwritten": captured[0],
-    "kept by inspection.record": recording["0"][0].output,
+    "stored by a hook: overwritten": captured[0],
+    "stored by inspection.record": recording["0"][0].output,
 }
 figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.8), layout="constrained")
 for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
@@ -453,15 +460,15 @@ for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
     axis.set_axis_off()
 
 # %% [markdown]
-# **What to see.** Red is positive, blue negative. A convolution gives both, as on the right. In the middle the blue
-# half is gone: that is the output of the ReLU, under the name of the convolution.
+# **What to see.** Red is positive, blue is negative. A convolution produces both signs, as on the right. In the middle,
+# the negative half is missing: this is the output of the ReLU, labelled as the output of the convolution.
 #
-# **The cure** by hand is `output.clone()`. The recorder copies by itself; with `keep="cpu"` or `keep="statistics"` also
-# where memory is short.
+# **The remedy** by hand is `output.clone()`. The recorder makes its own copies. If memory is short, use `keep="cpu"` or
+# `keep="statistics"`.
 #
-# ### 5. Hooks that stay, and add up
+# ### 5. Hooks that accumulate
 #
-# Suppose a cell registers a hook that doubles a gradient, and that you run the cell three times:
+# Suppose a cell registers a hook that doubles a gradient, and you run the cell three times:
 
 # %%
 counted = nn.Linear(2, 1)
@@ -469,26 +476,26 @@ for run in (1, 2, 3):
     counted.register_full_backward_hook(lambda module, grad_input, grad_output: (2 * grad_input[0],))
     (gradient,) = torch.autograd.grad(counted(x).sum(), x)
     ratio = (gradient / counted.weight.detach())[0, 0]
-    print(f"run {run}: {len(counted._backward_hooks)} hooks, the gradient is {ratio:.0f} times what it should be")
+    print(f"run {run}: hooks on the layer: {len(counted._backward_hooks)}; gradient: {ratio:.0f} times the correct one")
 
 # %% [markdown]
-# Nobody kept the handles, so the ways out are a private dictionary of PyTorch's, or a new layer. And whatever such a
-# hook keeps is kept as well, with the whole graph behind it. A `with` block takes away what it brought, also when an
-# error ends it:
+# The handles were not kept, so the only ways out are a private dictionary of PyTorch or a new layer. Any output that
+# such a hook stores also stays in memory, with its whole graph. A `with` block removes the hooks that it registered,
+# even if it ends with an error:
 
 # %%
 clean = nn.Linear(2, 1)
 for run in (1, 2, 3):
     with inspection.edit_gradients(clean, "", rules.scale(2)):
         (gradient,) = torch.autograd.grad(clean(x).sum(), x)
-    print(f"run {run}: {(gradient / clean.weight.detach())[0, 0]:.0f} times")
+    print(f"run {run}: gradient: {(gradient / clean.weight.detach())[0, 0]:.0f} times the correct one")
 print("hooks left:", len(clean._forward_hooks) + len(clean._forward_pre_hooks) + len(clean._backward_hooks))
 
 # %% [markdown]
-# ### 6. ReLUs that are no modules
+# ### 6. ReLUs that are not modules
 #
-# A hook needs a module to hang on. A ReLU that is written as a function has none, and a search for `nn.ReLU` finds
-# half of them without saying so:
+# A module hook needs a module. A ReLU that is called as a function has none, so a search for `nn.ReLU` silently misses
+# it:
 
 
 # %%
@@ -501,23 +508,24 @@ class HalfHidden(nn.Module):
 
     def forward(self, x):
         x = self.relu(self.first(x))
-        x = F.relu(self.second(x))  # no module, no hook
+        x = F.relu(self.second(x))  # not a module, so no hook
         return self.head(x.mean((2, 3)))
 
 
 torch.manual_seed(0)
 hidden = HalfHidden()
-print("modules that are ReLUs: ", sum(isinstance(module, nn.ReLU) for module in hidden.modules()))
-print("ReLUs that were called: ", saliency.GuidedBackprop(hidden).attribute(as_input("coffee"), 0).coverage)
-print("between the layers:     ", inspection.layer_table(hidden, as_input("coffee"), times=False).model.functional)
+print("nn.ReLU modules: ", sum(isinstance(module, nn.ReLU) for module in hidden.modules()))
+print("ReLU calls:      ", saliency.GuidedBackprop(hidden).attribute(as_input("coffee"), 0).coverage)
+print("functional calls:", inspection.layer_table(hidden, as_input("coffee"), times=False).model.functional)
 
 # %% [markdown]
-# Guided backpropagation in this toolkit looks for ReLUs in the graph, where every spelling leaves its trace, and the
-# layer table counts the functions that run between layers.
+# In this toolkit, guided backpropagation finds ReLUs in the autograd graph, where a function and a module look the
+# same. The layer table counts the functions that run between layers.
 #
 # ### 7. Other threads
 #
-# A hook on a module acts for everybody who uses the module. Two threads share a network; one of them watches:
+# A hook on a module acts on every call of the module, from any thread. Here two threads share a network, and one of
+# them observes it:
 
 # %%
 by_hook = []
@@ -528,14 +536,14 @@ with inspection.record(network, "0") as recording:
     other.start()
     other.join()
 handle.remove()
-print(f"calls seen by the hook: {len(by_hook)}; by the recorder of this thread: {len(recording)}")
+print(f"calls seen by the hook: {len(by_hook)}; by this thread's recorder: {len(recording)}")
 
 # %% [markdown]
-# ## What the hook manager does about it
+# ## How the hook manager avoids these pitfalls
 #
-# Whatever this toolkit hangs on a model, recorder, rules and every method, it hangs through one class, `HookManager`.
-# It owns its hooks, and takes them away when its block ends, however it ends. Here it keeps what the linear layer
-# gave, with the in-place ReLU right behind it, listens to the gradient there, and then something goes wrong:
+# The recorder, the rules and all methods of this toolkit register their hooks through one class, `HookManager`. It owns
+# its hooks and removes them when its block ends, even after an error. Here it captures the output of a linear layer
+# that is followed by an in-place ReLU. It also observes the gradient there; then an error is raised:
 
 
 # %%
@@ -544,45 +552,45 @@ def hooks_on(model):
 
 
 try:
-    with HookManager(standing=True) as hooks:  # standing: for a block of yours, and not for one call of a method
+    with HookManager(standing=True) as hooks:  # for a block of yours, not for one call of a method
         kept = hooks.capture(saving[0])
         score = saving(x).sum()
-        hooks.at_gradient(kept[0], lambda gradient: print("its gradient:       ", numbers(gradient)))
-        print("hooks in the block: ", hooks_on(saving))
-        print("kept of the layer:  ", numbers(kept[0]))
+        hooks.at_gradient(kept[0], lambda gradient: print("gradient:          ", numbers(gradient)))
+        print("hooks in the block:", hooks_on(saving))
+        print("captured output:   ", numbers(kept[0]))
         torch.autograd.grad(score, x)
         raise KeyError("no such class")
 except KeyError as error:
-    print("the block ended in: ", error)
-print("hooks after it:     ", hooks_on(saving))
-print("what the layer gave:", numbers(saving[0](x)))
+    print("error in the block:", error)
+print("hooks afterwards:  ", hooks_on(saving))
+print("layer run alone:   ", numbers(saving[0](x)))
 
 # %% [markdown]
-# **What to see.** A layer and an in-place ReLU, a value and its gradient, an error, and nothing left behind. The value
-# is what the layer gave, below zero too: a copy was kept, and a copy of that flowed on. There was one hook on the
-# model, that of `capture`. The one on the gradient is on the graph of this call, where in-place modules and bare
-# functions are as good as any, and goes with it. Another thread
-# that runs the model meanwhile meets neither.
+# **What to see.** The captured value is the layer's true output, including its negative part: one copy was stored, and
+# a second copy went on to the ReLU. The model carried one hook, that of `capture`. The gradient hook is on the autograd
+# graph of this call and is freed with it. In the graph, in-place modules and plain functions are operations like any
+# other. Other threads that run the model at the same time are not affected by either hook. After the error, no hook was
+# left.
 #
-# **What to beware of.** The manager is the toolkit's own machinery. Reach for `inspection.record` and
-# `inspection.edit_gradients` first: they are it, with names and tables.
+# **What to beware of.** The manager is internal to the toolkit. Use `inspection.record` and `inspection.edit_gradients`
+# first: they are built on it, and add names and tables.
 #
 # ## In short
 #
-# | what goes wrong | by hand | in this toolkit |
+# | pitfall | by hand | in this toolkit |
 # |---|---|---|
-# | in-place modules | an error, or `inplace = False` everywhere | `record` and `edit_gradients` work on them |
-# | `register_backward_hook` | use the *full* one | not used |
-# | a returned value replaces the output | end with `return None` | recording changes nothing, editing is asked for |
-# | an output is overwritten later | `output.clone()` | copied when it is seen |
-# | hooks stay and add up | keep every handle, remove it in `finally` | a `with` block |
-# | functions are no modules | rewrite the model | seen in the graph |
-# | other threads | ask for the thread in each hook | only the block's own thread |
+# | in-place modules | an error, or `inplace = False` everywhere | `record` and `edit_gradients` support them |
+# | `register_backward_hook` | use `register_full_backward_hook` | not used |
+# | a return value replaces the output | end with `return None` | recording changes nothing, editing is explicit |
+# | an output is overwritten later | `output.clone()` | copied when it is captured |
+# | hooks accumulate | keep every handle, remove it in `finally` | a `with` block |
+# | functions are not modules | rewrite the model | found in the graph |
+# | other threads | check the thread in each hook | only the thread of the block |
 #
 # ## The last step: guided backpropagation by hand
 #
-# The rule is one line. On its way back through a ReLU, the gradient passes where it is positive, and is cut where it is
-# negative. That is a full backward hook on each `nn.ReLU`:
+# The rule fits in one line. In the backward pass through a ReLU, positive gradients pass, and negative gradients are
+# set to zero. By hand, this is a full backward hook on each `nn.ReLU`:
 
 
 # %%
@@ -617,11 +625,11 @@ tidy = nn.Sequential(
 cat = as_input("chelsea")
 by_hand, count = guided_by_hand(tidy, cat, 3)
 by_toolkit = saliency.GuidedBackprop(tidy).attribute(cat, 3).values
-print(f"{count} ReLUs hooked; the same as saliency.GuidedBackprop: {torch.equal(by_hand, by_toolkit)}")
+print(f"{count} ReLUs hooked; equal to saliency.GuidedBackprop: {torch.equal(by_hand, by_toolkit)}")
 
 # %% [markdown]
-# On a network of tidy `nn.ReLU` modules the hooks give the right answer, bit for bit. Now a network as one finds it. In
-# EfficientNet-Lite0 the ReLUs are `nn.ReLU6`, which is no `nn.ReLU`, and they work in place:
+# On a network of plain `nn.ReLU` modules, the hooks give the correct result, bit for bit. Now we try a real network.
+# The ReLUs of EfficientNet-Lite0 are `nn.ReLU6`, which is not a subclass of `nn.ReLU`, and they work in place:
 
 # %%
 tiger_cat = model.categories.index("tiger cat")
@@ -630,24 +638,24 @@ print(f"{count} modules hooked, no error")
 try:
     guided_by_hand(model, cat, tiger_cat, kind=nn.ReLU6)
 except RuntimeError as error:
-    print("with nn.ReLU6 named:", str(error).split(". ")[0])
+    print("hooks on nn.ReLU6:", str(error).split(". ")[0])
 
 patient = deepcopy(model)
 for module in patient.modules():
     if isinstance(module, nn.ReLU6):
         module.inplace = False
 second_try, count = guided_by_hand(patient, cat, tiger_cat, kind=nn.ReLU6)
-print(f"{count} modules hooked, in a copy that is not in place")
+print(f"{count} modules hooked, in a copy without in-place ReLUs")
 
 plain = saliency.VanillaGradient(model).attribute(cat, "tiger cat").values
 guided = saliency.GuidedBackprop(model).attribute(cat, "tiger cat")
-print("the first is the plain gradient:      ", torch.equal(first_try, plain))
-print("the second is guided backpropagation: ", torch.equal(second_try, guided.values), f"({guided.coverage})")
+print("first attempt equals the plain gradient:      ", torch.equal(first_try, plain))
+print("second attempt equals guided backpropagation: ", torch.equal(second_try, guided.values), f"({guided.coverage})")
 
 # %%
 panels = {
     "photo": cat[0].permute(1, 2, 0) / 2 + 0.5,
-    "hooks on nn.ReLU:\nthe plain gradient": first_try[0].abs().amax(0),
+    "hooks on nn.ReLU:\nplain gradient": first_try[0].abs().amax(0),
     "saliency.GuidedBackprop": guided.values[0].abs().amax(0),
 }
 figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.9), layout="constrained")
@@ -658,15 +666,15 @@ for axis, (name, panel) in zip(axes, panels.items(), strict=True):
     axis.set_axis_off()
 
 # %% [markdown]
-# **What to see.** The map in the middle has eyes and nose in it as well, if with more noise. Whoever has never seen the
-# right one would believe it, and it is not what its author thinks it is.
+# **What to see.** The map in the middle also shows the eyes and the nose, with more noise. Without the correct map for
+# comparison, it looks plausible, but it is not guided backpropagation.
 #
-# **What to beware of.** It took two corrections, and a reader of the model's source to know of them. A third one, the
-# ReLU that is a function, has no cure by hooks on modules at all; "Your own model, your own method" shows a network of
-# that kind. `saliency.GuidedBackprop` is exact in all three cases, and where there is nothing to rewrite, it says so in
-# place of a map.
+# **What to beware of.** The correct result took two corrections, and both require knowledge of the model's source code.
+# A third case, the ReLU called as a function, cannot be handled by module hooks at all. "Your own model, your own
+# method" shows such a network. `saliency.GuidedBackprop` is exact in all three cases. If there is nothing to rewrite,
+# it raises an error instead of returning a map.
 #
-# With the rules of this page it can even be put together again, in place and on the model as it is:
+# `edit_gradients` can also rebuild the method on the unmodified model, with its in-place ReLUs:
 
 # %%
 with inspection.edit_gradients(model, nn.ReLU6, lambda gradient: gradient.clamp(min=0)) as editing:

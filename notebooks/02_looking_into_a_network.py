@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Looking into a network
 #
-# **What is in there, what does it do with a photo, and is it well?** This page asks a healthy pretrained network first,
-# so that you know what the answers look like. Then come four networks that are ill, each in its own way, and the same
-# tools say what they suffer from.
+# **What does a network contain, how does it process a photo, and is it healthy?** This page first inspects a healthy
+# pretrained network, so that you know what normal results look like. Then come four networks that fail to train, and
+# the same tools diagnose each of them.
 
 # %%
 # %matplotlib inline
@@ -33,19 +33,19 @@ COFFEE = PHOTOS[3]
 model = saliency.load("efficientnet_lite0")
 
 # %% [markdown]
-# ## What is in there?
+# ## What does it contain?
 #
-# `layer_table` runs the network and tells what each layer gave, holds and costs. With `depth=2` it stops at the
-# second level of the module tree; without, it goes down to the last ReLU.
+# `layer_table` runs the network and lists the output shape, parameters and cost of each layer. With `depth=2` it stops
+# at the second level of the module tree; by default it includes every level, down to the last ReLU.
 
 # %%
 table = inspection.layer_table(model, COFFEE, depth=2, times=10)
 table
 
 # %% [markdown]
-# **What to see.** The bars behind the numbers are shares of the whole. Downwards the maps get smaller, from 112 by 112
-# to 7 by 7, and the channels more, from 32 to 1280. Parameters lie at the lower end: the classifier alone holds more
-# than a quarter of them, and costs next to nothing. Where the time goes is another matter:
+# **What to see.** The bars behind the numbers are shares of the total. From top to bottom, the feature maps shrink from
+# 112 by 112 to 7 by 7. The number of channels grows from 32 to 1280. Most parameters are in the last layers. The
+# classifier alone has more than a quarter of them, at almost no cost. Time is distributed differently:
 
 # %%
 rows = [row for row in table if row.name.startswith("blocks.") or (row.depth == 1 and row.name != "blocks")]
@@ -58,39 +58,39 @@ columns = {
 }
 for axis, (title, shares), color in zip(axes, columns.items(), ("#4c78a8", "#f58518", "#54a24b"), strict=True):
     axis.barh([row.name for row in rows], [100 * share for share in shares], color=color)
-    axis.set_title(f"{title}, % of the whole", fontsize=10)
+    axis.set_title(f"{title}, % of the total", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
 axes[0].invert_yaxis()
 
 # %% [markdown]
-# **What to see.** Three different pictures of one network. The parameters lie in `blocks.5` and in the classifier, the
-# multiply-adds are spread over the blocks, and the time follows neither of them closely.
+# **What to see.** Three different views of one network. The parameters are concentrated in `blocks.5` and the
+# classifier, and the multiply-adds are spread over the blocks. The time follows neither of them closely.
 #
-# **What to beware of.** Multiply-adds are no clock: a layer that reads and writes much and computes little takes time
-# all the same. Times are of one machine and one minute, so measure on yours, and more than once. The other columns are
-# the same everywhere.
+# **What to beware of.** Multiply-adds do not measure time: a layer that moves much data and computes little is still
+# slow. Times depend on the machine and its current load, so measure on your own machine, and more than once. The other
+# columns are the same everywhere.
 #
-# ### What hides between the layers
+# ### Functions between the layers
 #
-# A function that a `forward` calls is no module, so that no hook sees it. The table counts them:
+# A function that `forward` calls is not a module, so module hooks do not see it. The table counts such functions:
 
 # %%
 full = inspection.layer_table(model, COFFEE, times=False)
 functions = Counter(full.model.functional)
 for row in full:
     functions.update(row.functional)
-print(len(full), "layers;", dict(functions))
+print(len(full), "layers; functional calls:", dict(functions))
 adding = [row.name for row in full if "add" in row.functional]
 print("blocks that add their input to their output:", ", ".join(adding))
 
 # %% [markdown]
-# The additions are the skip connections. The other three are functions too: the library that this network comes from
-# pads, convolves and normalises inside layers of its own.
+# The additions are the skip connections. The other three come from timm, the library that defines this network. Its own
+# layer classes pad, convolve and normalise by calling functions.
 #
-# ## What does it do with a photo?
+# ## How does it process a photo?
 #
-# `record` keeps what flows while you run the model. Named layers and outputs only, as copies on the CPU: that is all
-# that a look at some feature maps needs.
+# `record` stores activations and gradients while you run the model. To view some feature maps, we only need the outputs
+# of a few named layers, as copies on the CPU.
 
 # %%
 batch = torch.stack([model.preprocess(Image.open(photo)) for photo in PHOTOS])
@@ -111,24 +111,25 @@ for line, layer in zip(axes, layers, strict=True):
     line[0].set_ylabel(f"{layer}\n{maps.shape[0]} x {maps.shape[1]} x {maps.shape[2]}", fontsize=8)
 
 # %% [markdown]
-# **What to see.** The eight channels of each layer that vary most on the photo of the coffee. At the top, the photo
-# in other colours, with edges and glints. In the middle some channels still know the cup. At the bottom are 49 cells: a
-# channel says that something is *there*, and hardly what it looks like.
+# **What to see.** Each row shows the eight channels of a layer that vary most on the photo of the coffee. The first row
+# shows the photo in other colours, with edges and highlights. In the middle, some channels still show the cup. The last
+# row has only 49 cells. There a channel shows that something is *present*, and hardly what it looks like.
 #
-# **What to beware of.** Each little picture has a scale of its own, and a colour is no meaning: nothing here says what
-# a channel does for a class. Editing it, further below, does.
+# **What to beware of.** Each panel has its own colour scale, and the colours have no meaning of their own. Nothing here
+# shows how a channel affects a class. Editing the channel does, as shown further below.
 #
 # ## Zeros and dead channels
 #
-# `activation_statistics` goes through any number of batches and keeps no activation. Of the 33 ReLUs, on five photos:
+# `activation_statistics` processes any number of batches without storing activations. Here are the 33 ReLUs on five
+# photos:
 
 # %%
 activity = inspection.activation_statistics(model, PHOTOS, layers=nn.ReLU6)
 activity
 
 # %% [markdown]
-# A channel is *dead* when it was never above zero, in any place of any photo. In the worst of these layers a quarter of
-# the channels are. Is that bad? Look where they are, and what becomes of them as more photos come in:
+# A channel is *dead* if it was never above zero, at any position of any photo. In the worst of these layers, a quarter
+# of the channels are dead. Is that a problem? Look at where they are, and how their number changes with more photos:
 
 # %%
 dead = [100 * len(row.dead) / row.channels for row in activity]
@@ -148,36 +149,37 @@ names = [*(f"{count} photo{'s' * (count > 1)}" for count in range(1, 6)), "5 x n
 bars = right.bar(names, [*counts, on_noise], color=["#e45756"] * 5 + ["#888888"])
 right.bar_label(bars, fontsize=8)
 right.tick_params("x", labelrotation=45)
-right.set_title("dead channels in all layers together", loc="left", fontsize=10)
+right.set_title("dead channels in all layers", loc="left", fontsize=10)
 for axis in (left, right):
     axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# **What to see.** By and large, deeper layers have more zeros: their channels wait for something particular. And of
-# the channels that are silent on one photo, two thirds speak up by the fifth.
+# **What to see.** In general, deeper layers have more zeros, because their channels respond to more specific features.
+# Of the channels that are dead on one photo, two thirds are active on one of the next four.
 #
-# **What to beware of.** "Dead" is always *on these data*. Five photos with no dog among them say nothing about a
-# channel for dogs. And on five pictures of noise, nearly seven times as many channels look dead: ask with real data
-# before you believe it, and with many.
+# **What to beware of.** A channel is only ever dead *on these data*. Five photos without a dog say nothing about a
+# channel that detects dogs. On five images of noise, nearly seven times as many channels appear dead. Use real data
+# before you draw conclusions, and plenty of it.
 #
 # ## Gradients
 #
-# The same for what comes back. Given photos and no loss, `gradient_statistics` takes the score of the top class. It has
-# two tables, of layers and of parameters, and a figure for the eye:
+# The same statistics exist for gradients. Given photos and no loss, `gradient_statistics` uses the score of the top
+# class. It has two tables, one of layers and one of parameters, and a figure:
 
 # %%
 gradients = inspection.gradient_statistics(model, PHOTOS)
 saliency.gradient_flow(gradients, size=(10.5, 4.4))
 
 # %% [markdown]
-# **What to see.** A sawtooth, one tooth for each block, and no trend: the gradient that reaches the first layer is
-# about as strong as where it began. This is what health looks like. `.grad` of the model is as it was before.
+# **What to see.** A sawtooth with one tooth per block, and no trend: the gradient at the first layer is about as strong
+# as at the last. This is what a healthy network looks like. The `.grad` of the model's parameters is unchanged.
 #
-# ## What if this channel were not there?
+# ## What if a channel were removed?
 #
-# `edit_activations` changes what a layer gives, for as long as a block lasts. Everything inside the block, heatmaps
-# too, is of the edited network. In `bn2`, the last layer with an extent in space, which channels speak for "espresso"?
-# Behind it come an average and a linear layer, so a channel's part in the score is its mean times its weight:
+# `edit_activations` changes the output of a layer inside a `with` block. Everything computed inside the block,
+# including heatmaps, uses the edited network. Which channels of `bn2`, the last layer with spatial dimensions,
+# contribute to "espresso"? An average and a linear layer follow, so the contribution of a channel to the score is its
+# mean times its weight:
 
 # %%
 rules = inspection.rules
@@ -192,16 +194,16 @@ grad_cam = saliency.GradCAM(model, "bn2")
 
 
 def without(channels):
-    """Grad-CAM for espresso, of the network without some channels of its last layer."""
+    """Compute Grad-CAM for espresso with some channels of `bn2` set to zero."""
     with inspection.edit_activations(model, "bn2", rules.zero_channels(channels)):
         return grad_cam.attribute(COFFEE, "espresso")
 
 
 cams = {
-    "as it is": grad_cam.attribute(COFFEE, "espresso"),
-    "without the 10 loudest": without(loudest[:10]),
-    "without the 40 loudest": without(loudest[:40]),
-    "without 40 drawn at random": without(others[:40]),
+    "unchanged": grad_cam.attribute(COFFEE, "espresso"),
+    "without the top 10": without(loudest[:10]),
+    "without the top 40": without(loudest[:40]),
+    "without 40 random channels": without(others[:40]),
 }
 limit = saliency.shared_limit(list(cams.values()))
 figure, axes = plt.subplots(1, 4, figsize=(10.5, 2.6), layout="constrained")
@@ -211,13 +213,13 @@ for axis, (name, cam) in zip(axes, cams.items(), strict=True):
     axis.set_axis_off()
 
 # %% [markdown]
-# **What to see.** Forty channels of 1280 carry the espresso: without them it is gone, on the map (all four have one
-# scale) and from the answer. Forty others, drawn by lot, are hardly missed. How many does it take?
+# **What to see.** Forty of the 1280 channels carry the espresso. Without them it disappears from the map (all four
+# share one scale) and from the prediction. Removing forty random channels has hardly any effect. How many does it take?
 
 # %%
 numbers = [1, 2, 5, 10, 20, 40, 80, 160, 320]
 figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
-for name, order, color in (("the loudest first", loudest, "#e45756"), ("drawn at random", others, "#888888")):
+for name, order, color in (("largest contribution first", loudest, "#e45756"), ("random order", others, "#888888")):
     chances = []
     for number in numbers:
         with torch.no_grad(), inspection.edit_activations(model, "bn2", rules.zero_channels(order[:number])):
@@ -225,14 +227,14 @@ for name, order, color in (("the loudest first", loudest, "#e45756"), ("drawn at
     axis.semilogx(numbers, chances, "o-", label=name, color=color)
 axis.set_xticks(numbers, numbers)
 axis.minorticks_off()
-axis.set_xlabel("channels of the last layer set to zero, of 1280")
+axis.set_xlabel("channels of bn2 set to zero, of 1280")
 axis.set_title("probability of espresso, %", loc="left", fontsize=10)
 axis.legend()
 axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# A whole block can be taken out too. The nine blocks that the table found to *add* their result to their input have
-# `bn3` as their last layer; scaled by zero, only the shortcut is left. What is each block worth to each photo?
+# A whole block can be removed as well. The nine blocks that *add* their input to their output have `bn3` as their last
+# layer. If its output is scaled by zero, only the shortcut is left. How much does each block matter for each photo?
 
 # %%
 with torch.no_grad():
@@ -249,7 +251,7 @@ axis.imshow(shares, cmap="RdBu", vmin=0, vmax=200, aspect="auto")
 axis.set_yticks(range(len(adding)), adding)
 classes = [f"{model.categories[at]}\n{plain[photo, at]:.0%}" for photo, at in enumerate(best[:, 0])]
 axis.set_xticks(range(5), classes)
-axis.set_title("probability of the top class without the block, % of what it was", loc="left", fontsize=10)
+axis.set_title("probability of the top class without the block, % of the original", loc="left", fontsize=10)
 for block, photo in torch.cartesian_prod(torch.arange(len(adding)), torch.arange(5)).tolist():
     axis.text(
         photo,
@@ -261,14 +263,15 @@ for block, photo in torch.cartesian_prod(torch.arange(len(adding)), torch.arange
     )
 
 # %% [markdown]
-# **What to see.** Where the network is sure, with the tripod and the espresso, no single block is missed: most cells
-# are close to 100. Where it guesses, as with the helmet and the missile, taking one block out can more than halve the
-# probability or nearly double it (blue). Neither is the truth about a block: it is what *this* photo makes of it.
+# **What to see.** Where the network is confident, as with the tripod and the espresso, no single block is essential:
+# most cells are close to 100. Where it is uncertain, as with the helmet and the missile, removing one block can more
+# than halve the probability or nearly double it (blue). Neither is a general property of the block: it holds for *this*
+# photo.
 #
-# ## Four networks that are ill
+# ## Four networks that fail to train
 #
-# The patient: twenty layers of 64, and a task that is easy for it. Is a point of the plane in one of the red quarters,
-# or in a blue one? From case to case the weights begin in another way, and little else differs.
+# The test network has twenty layers of 64 neurons, and its task is easy. Is a point of the plane in a red or in a blue
+# quadrant? The cases differ in the initial weights and in little else.
 
 # %%
 random = torch.Generator().manual_seed(0)
@@ -278,7 +281,7 @@ loss = nn.CrossEntropyLoss()
 
 
 def deep(activation=nn.ReLU, *, std=None, bias=0.0, between=nn.Identity):
-    """Twenty layers of 64; by default with He's initialisation, a deviation of sqrt(2 / inputs)."""
+    """Build twenty layers of 64, by default with He initialisation: standard deviation sqrt(2 / inputs)."""
     torch.manual_seed(0)
     layers = []
     for depth in range(20):
@@ -290,39 +293,40 @@ def deep(activation=nn.ReLU, *, std=None, bias=0.0, between=nn.Identity):
 
 
 def flow(network):
-    """The figure of its gradients."""
+    """Plot the gradients of a network by layer."""
     gradients = inspection.gradient_statistics(network, [(points, labels)], loss)
     return saliency.gradient_flow(gradients, size=(10.5, 3.3))
 
 
 # %% [markdown]
-# ### The first: sigmoids and small weights
+# ### 1. Sigmoids and small weights
 
 # %%
 vanishing = deep(nn.Sigmoid, std=0.1)
 flow(vanishing)
 
 # %% [markdown]
-# **Diagnosis: vanishing gradients.** A sigmoid passes a quarter of the gradient at most, and these weights take their
-# part. The gradient comes from the right and loses some four fifths with each layer; what the first one gets is no
-# number that a step could be made of. Forth it is no better. Whatever point goes in, the same comes out:
+# **Diagnosis: vanishing gradients.** A sigmoid passes a quarter of the gradient at most, and the small weights reduce
+# it further. From right to left, each layer reduces the gradient by about four fifths. At the first layer it is too
+# small for any useful step. The forward pass fails as well: the output is nearly the same for every point.
 
 # %%
 with torch.no_grad(), inspection.record(vanishing, nn.Sigmoid, keep="cpu", parts=("outputs",)) as recording:
     vanishing(points)
 for call in recording[::6]:
-    print(f"{call.layer:3} differs from point to point by {call.output.std(0).mean():.1e}")
+    print(f"{call.layer:3} standard deviation over the points {call.output.std(0).mean():.1e}")
 
 # %% [markdown]
-# ### The second: large weights
+# ### 2. Large weights
 
 # %%
 exploding = deep(std=0.5)
 flow(exploding)
 
 # %% [markdown]
-# **Diagnosis: exploding gradients.** Each layer multiplies by nearly three, forth and back. After twenty of them, the
-# first gets a gradient a hundred million times as strong as the last. The activations and the loss tell of it too:
+# **Diagnosis: exploding gradients.** Each layer multiplies the activations by nearly three in the forward pass, and the
+# gradient likewise in the backward pass. After twenty layers, the first gradient is a hundred million times as strong
+# as the last. The activations and the loss show it too:
 
 # %%
 activity = inspection.activation_statistics(exploding, points, layers=nn.ReLU)
@@ -331,13 +335,13 @@ for row in activity[::5]:
 print(f"loss {inspection.gradient_statistics(exploding, [(points, labels)], loss).loss:.2e}")
 
 # %% [markdown]
-# **First aid** is clipping the gradient. With milder weights, a deviation of 0.25, training ends in NaN all the same.
-# `edit_gradients` shortens the gradient of each weight to a length of 1 at most, before the optimiser sees it:
+# **First aid** is gradient clipping. Here we use smaller weights, with a standard deviation of 0.25, but training still
+# ends in NaN. `edit_gradients` clips the gradient of each weight to a norm of 1 at most, before the optimiser sees it:
 
 
 # %%
 def train(network, steps=200):
-    """The loss in each step of plain gradient descent."""
+    """Train by plain gradient descent and return the loss of each step."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02)
     losses = []
     for _ in range(steps):
@@ -350,14 +354,14 @@ def train(network, steps=200):
 
 
 losses = train(deep(std=0.25))
-print(f"as it is: loss {losses[0]:.3g} at first, {losses[-1]:.3g} at last")
+print(f"without clipping: first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}")
 patient = deep(std=0.25)
 with inspection.edit_gradients(patient, "*.weight", rules.clip_norm(1.0)) as editing:
     losses = train(patient)
-print(f"clipped:  loss {losses[0]:.3g} at first, {losses[-1]:.3g} at last; {sum(editing.edits.values())} edits")
+print(f"with clipping:    first loss {losses[0]:.3g}, last loss {losses[-1]:.3g}; {sum(editing.edits.values())} edits")
 
 # %% [markdown]
-# ### The third: a negative bias
+# ### 3. A negative bias
 
 # %%
 dying, healthy = deep(bias=-1.0), deep()
@@ -376,16 +380,16 @@ axis.spines[["top", "right"]].set_visible(False)
 flow(dying)
 
 # %% [markdown]
-# **Diagnosis: dead channels.** The bias keeps more channels below zero with each layer, and from the sixth ReLU on all
-# 64 are. Nothing of the point gets through, so nothing of the gradient comes back: below the last ReLU it is exactly
-# zero, and no training will change that.
+# **Diagnosis: dead channels.** With each layer, the bias keeps more channels below zero, and from the sixth ReLU on all
+# 64 are dead. No information about the point gets through, so no gradient comes back. Before the last ReLU the gradient
+# is exactly zero, and training cannot change that.
 #
-# **What to beware of.** The network with a bias of 0 has dead channels as well, nearly half of a layer at worst, and is
-# healthy, as we shall see. A share of dead channels is a question, a whole layer of them is an answer.
+# **What to beware of.** The network with a bias of 0 also has dead channels, nearly half of a layer at worst. Yet it is
+# healthy, as shown below. A share of dead channels is a reason to look closer; a whole dead layer is a diagnosis.
 #
-# ### The fourth: NaN
+# ### 4. NaN
 #
-# To help that network, somebody put a normalisation of their own behind each ReLU:
+# To repair this network, suppose a hand-written normalisation is inserted after each ReLU:
 
 
 # %%
@@ -400,34 +404,34 @@ class Standardize(nn.Module):
 
 broken = deep(bias=-1.0, between=Standardize)
 activity = inspection.activation_statistics(broken, points)
-print("the first layer with NaN or infinity:", activity.first_nonfinite)
+print("first layer with NaN or infinity:", activity.first_nonfinite)
 activity[:6]
 
 # %% [markdown]
-# **Diagnosis: 0 / 0.** The loss alone would say "NaN" and not where from. `first_nonfinite` names the layer, "2", and
-# the table shows the cause in the line above it: the ReLU "1" has a dead channel. Its deviation is 0, by which
-# `Standardize` divides. That makes 512 NaN, one for each point; one layer on, everything is NaN. Is it the same
-# channel?
+# **Diagnosis: 0 / 0.** The loss alone would be NaN, without its origin. `first_nonfinite` names the layer, "2", and the
+# table shows the cause in the line above it: the ReLU "1" has a dead channel. Its standard deviation is 0, and
+# `Standardize` divides by it. The result is 512 NaN, one for each point. One layer later, everything is NaN. Is it the
+# same channel?
 
 # %%
 with torch.no_grad(), inspection.record(broken, "2", keep="cpu", parts=("outputs",)) as recording:
     broken(points)
 spoiled = recording["2"][0].output.isnan().any(0).nonzero()[:, 0].tolist()
-print("channels with NaN:", spoiled, " dead channels before:", list(activity["1"].dead))
+print("channels with NaN:", spoiled, " dead channels of the ReLU:", list(activity["1"].dead))
 
 # %% [markdown]
-# ### The cure
+# ### The remedy
 #
-# A ReLU throws half of its input away. He's initialisation makes up for that half: weights with a deviation of
-# sqrt(2 / inputs), and no bias. And a normalisation adds a little to what it divides by, here 0.00001.
+# A ReLU discards half of its input. He initialisation compensates for that half: weights with a standard deviation of
+# sqrt(2 / inputs), and zero biases. The normalisation adds a small constant to its divisor, here 0.00001.
 
 # %%
 repaired = deep(between=lambda: Standardize(1e-5))
 flow(healthy)
 
 # %% [markdown]
-# The gradient arrives about as strong as it set out, from the twentieth layer to the first. Does it help? All of them
-# are trained in the same way, for two hundred steps:
+# The gradient has about the same strength from the twentieth layer to the first. Does it help? All networks are trained
+# in the same way, for two hundred steps:
 
 # %%
 cases = {
@@ -435,8 +439,8 @@ cases = {
     "bias -1": (dying, "#222222", 2, "--"),
     "large weights": (exploding, "#b279a2", 2, "-"),
     "NaN": (broken, "#e45756", 2, "-"),
-    "He's initialisation": (healthy, "#4c78a8", 2, "-"),
-    "the same, with the repaired normalisation": (repaired, "#54a24b", 2, "-"),
+    "He initialisation": (healthy, "#4c78a8", 2, "-"),
+    "He initialisation, repaired normalisation": (repaired, "#54a24b", 2, "-"),
 }
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8), layout="constrained", width_ratios=(1, 2))
 left.scatter(*points.T, c=labels, cmap="coolwarm", s=8)
@@ -444,19 +448,20 @@ left.set_aspect("equal")
 left.set_title("the task", loc="left", fontsize=10)
 for name, (network, color, width, style) in cases.items():
     losses = train(network)
-    print(f"{name:42} loss {losses[0]:8.3g} at first, {losses[-1]:8.3g} at last")
+    print(f"{name:42} first loss {losses[0]:8.3g}, last loss {losses[-1]:8.3g}")
     right.semilogy(losses, color=color, linewidth=width, linestyle=style, label=name)
 right.set_ylim(5e-3, 30)
 right.set_xlabel("step")
-right.set_title("loss (two cases have none that could be drawn)", loc="left", fontsize=10)
+right.set_title("loss (not shown: too large or NaN in two cases)", loc="left", fontsize=10)
 right.legend(fontsize=8, loc="upper center", ncols=2)
 for axis in (left, right):
     axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# **What to see.** The two healthy networks learn the task. The orange and the black line are flat: 0.693 is the loss of
-# a coin, log 2. The large weights begin at forty million and are NaN after one step. The fourth begins with NaN.
+# **What to see.** The two healthy networks learn the task. The orange and the black curves are flat: 0.693 is log 2,
+# the loss of a coin toss. The network with large weights starts at a loss of forty million and is NaN after one step.
+# The fourth one starts with NaN.
 #
-# **In short.** When a network does not learn, look before you turn knobs: `activation_statistics` for what goes forth,
-# `gradient_flow` for what comes back, `first_nonfinite` for where it broke. Each takes a line, and leaves the network
-# as it was.
+# **In short.** When a network does not learn, inspect it before you tune it. Use `activation_statistics` for the
+# forward pass, `gradient_flow` for the backward pass, and `first_nonfinite` for the origin of a NaN. Each takes one
+# line and leaves the network unchanged.
