@@ -552,7 +552,7 @@ def hooks_on(model):
 
 
 try:
-    with HookManager(standing=True) as hooks:  # for a block of yours, not for one call of a method
+    with HookManager(persistent=True) as hooks:  # for a block of yours, not for one call of a method
         kept = hooks.capture(saving[0])
         score = saving(x).sum()
         hooks.at_gradient(kept[0], lambda gradient: print("gradient:          ", numbers(gradient)))
