@@ -1,7 +1,7 @@
-"""A folder of JPEGs to a folder of Grad-CAM overlays: our command against its own stages and against others' ways.
+"""A folder of JPEGs to a folder of Grad-CAM overlays: a run against its own stages and against other toolkits.
 
-The stages are measured alone, on one thread: reading and preprocessing, the network at the size of batch that the run
-settles on, drawing and writing. Were they overlapped perfectly, a run would take their sum over the cores.
+The stages are measured alone, on one thread: reading and preprocessing, the network at the run's batch
+size, drawing and writing. Were they overlapped perfectly, a run would take their sum over the cores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,14 @@ from torch import nn
 
 import saliency
 from benchmarks.timing import Timing, verdict
-from saliency.batch import Look, batch
-from saliency.batch.drawing import Task, draw
-from saliency.batch.engine_local import cores
-from saliency.batch.image_entry import names
-from saliency.batch.loading import prepare
-from saliency.batch.network import Network
+from saliency.batch import OverlayStyle, batch
+from saliency.batch.drawing import write_results
+from saliency.batch.engine_local import count_cores
+from saliency.batch.listing import with_names
+from saliency.batch.network import Network, Task
 from saliency.batch.output_folder import LISTING
-from saliency.batch.run_options import Job
-from saliency.batch.sources import find
+from saliency.batch.run_options import RunOptions
+from saliency.batch.sources import find_images
 from saliency.engine.allocator import keep_memory
 from saliency.io.image_io import open_picture
 
@@ -70,28 +68,26 @@ def ours(source: Path, out: Path, model: nn.Module, methods: tuple[str, ...] = (
 def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, float]:
     """The CPU seconds of each stage over all photos, alone and on one thread."""
     out.mkdir(parents=True, exist_ok=True)
-    job = Job(model=model)
-    network = Network(job, model)
-    listed = find([source])
-    tasks = [
-        Task(at, replace(photo, name=name), job.methods)
-        for at, (photo, name) in enumerate(zip(listed, names(listed), strict=True))
-    ]
+    options = RunOptions(model=model)
+    network = Network(options, model)
+    images = with_names(find_images([source]))
+    tasks = [Task(index, image, ("grad_cam",)) for index, image in enumerate(images)]
     marks = [time.process_time()]
-    prepared = [prepare(task.photo, network.preprocess) for task in tasks]
+    loaded = [network.load(image) for image in images]
     marks.append(time.process_time())
-    found = [one for at in range(0, len(prepared), size) for one in network.explain(prepared[at : at + size])]
+    results = [
+        result for start in range(0, len(loaded), size) for result in network.explain(loaded[start : start + size])
+    ]
     marks.append(time.process_time())
-    for task, ready, maps in zip(tasks, prepared, found, strict=True):
-        draw(out, job, task, ready, maps)
+    for each in zip(tasks, loaded, results, strict=True):
+        list(write_results(options, out, *each))
     marks.append(time.process_time())
     return dict(zip(("read", "network", "draw"), np.diff(marks).tolist(), strict=True))
 
 
-def settled(out: Path) -> int:
-    """The size of batch of most photos of a run."""
-    about = json.loads((out / "manifest.json").read_text())
-    return int(about["batch_size"] or max(size for _, size in about["batches"]))
+def batch_size(out: Path) -> int:
+    """Return the batch size of a run."""
+    return int(json.loads((out / "manifest.json").read_text())["batch_size"])
 
 
 def grad_cam(source: Path, out: Path, model: nn.Module) -> None:
@@ -148,29 +144,29 @@ def timed(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 def overlapping(folder: Path, count: int, rounds: int) -> None:
     """Print a run against its stages and, on resnet50, against the others; and five methods against one."""
     source = photos(folder / "in", count)
-    print(f"## A folder: {count} JPEGs of about 1000x750, Grad-CAM, {cores()} cores\n")
+    print(f"## A folder: {count} JPEGs of about 1000x750, Grad-CAM, {count_cores()} cores\n")
     print("| model | what | seconds (wall) | CPU seconds | ratio (wall) | target |\n|---|---|---|---|---|---|")
     for name, weights in MODELS.items():
         model = saliency.load(name, weights=weights)
         out = folder / "out"
-        jpg = Look(format="jpg")
+        jpg = OverlayStyle(format="jpg")
         contenders: dict[str, Callable[[], object]] = {
             "ours": partial(ours, source, out, model),
-            "ours, one CAM to JPEG": partial(ours, source, out, model, look=jpg),
-            "ours, five CAMs to JPEG": partial(ours, source, out, model, FIVE, look=jpg),
+            "ours, one CAM to JPEG": partial(ours, source, out, model, style=jpg),
+            "ours, five CAMs to JPEG": partial(ours, source, out, model, FIVE, style=jpg),
         }
         if name == "resnet50":
             contenders["grad-cam's way"] = partial(grad_cam, source, folder / "g", model)
             contenders["torchcam's README"] = partial(torchcam, source, folder / "t", model)
         timings = timed(contenders, rounds)
         ours(source, out, model)
-        size = settled(out)
+        size = batch_size(out)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         stages(source, folder / "s", model, size)
         alone = stages(source, folder / "s", model, size)
         torch.set_num_threads(threads)
-        best = sum(alone.values()) / cores()
+        best = sum(alone.values()) / count_cores()
         parts = ", ".join(f"{stage} {1000 * seconds / count:.1f}" for stage, seconds in alone.items())
         line(name, f"stages / cores (ms CPU per photo: {parts}; batch {size})", best, sum(alone.values()))
         one = timings["ours"]
@@ -237,7 +233,7 @@ def finished(folder: Path, count: int) -> list[str]:
         rows.append(json.dumps({**row, **files, "index": number}))
     (out / LISTING).write_text("\n".join(listing) + "\n")
     (out / "manifest.jsonl").write_text("\n".join(rows) + "\n")
-    about |= {"counts": {"photos": count, "rows": count, "failed": 0}, "batches": [[0, 8]]}
+    about |= {"counts": {"photos": count, "rows": count, "failed": 0}}
     (out / "manifest.json").write_text(json.dumps(about))
     return words
 

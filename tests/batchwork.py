@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from saliency import Preprocess
 from saliency.batch import Summary, batch
-from saliency.batch.engine_local import Local
-from saliency.batch.manifest_writer import Committer
+from saliency.batch.engine_local import LocalEngine
 from saliency.batch.report import report
 
-IMPORTED: list[object] = [cv2, mpl, Committer, Local, report]
+IMPORTED: list[object] = [cv2, mpl, LocalEngine, report]
 """What a run imports when it needs it: processes that are to be killed at work have it from the start."""
 with suppress(ImportError):
     IMPORTED.append(importlib.import_module("pyarrow.parquet"))

@@ -1,33 +1,31 @@
-"""A folder of photos becomes a folder of overlays, whatever is wrong with some, however often it is interrupted.
+"""Explain folders of images: overlays, saved maps, a manifest and a page. A run resumes after any interruption.
 
-    batch           the call; `saliency batch` only wraps it
-    again           overlays in other colours, from the maps that a run has kept
+    batch           the run; the command `saliency batch` wraps it
+    redraw          draw overlays from saved maps in another style
 
-The folder: overlays/, photos/ and heat/ (what the page shows), maps/ (with `maps=True`), manifest.jsonl (a row per
-photo and method), manifest.json (the run), manifest.parquet, listing.jsonl (the photos by number) and index.html.
+The output folder: overlays/, photos/ and heat/ (images of the page), maps/ (with `maps=True`), manifest.jsonl (a row
+per image and method), manifest.json (the run), manifest.parquet, listing.jsonl (the numbered images) and index.html.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..validation import check_whole_number
+from ..validation import check_choice, check_whole_number
 from .errors import BatchError, StoppedError, unwritable
-from .output_folder import Folder, locked
-from .progress import Orders, Progress, Summary
-from .run import Run
-from .run_options import FORMATS, SIGNS, Job, Look
-from .sources import find
+from .output_folder import locked
+from .run import Engine, Run
+from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary
+from .sources import find_images
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .work_group import Engine
-
-__all__ = ["FORMATS", "SIGNS", "BatchError", "Look", "Progress", "StoppedError", "Summary", "batch"]
+__all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
 def batch(
@@ -42,7 +40,7 @@ def batch(
     target: int | str | None = None,
     targets: str | os.PathLike[str] | None = None,
     recursive: bool = False,
-    look: Look | None = None,
+    style: OverlayStyle | None = None,
     maps: bool = False,
     engine: Literal["local", "ray"] = "local",
     device: str = "auto",
@@ -55,63 +53,61 @@ def batch(
     command: Sequence[str] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Explain every photo of some sources by every method, into a folder.
+    """Explain the images of some sources with several methods, into a folder.
 
-    The same call again does what is missing, and nothing where nothing is. A photo that cannot be explained is a row of
-    the manifest with the reason, and costs no other photo anything. Meanwhile PyTorch runs with one thread per worker.
+    The same call resumes: it writes what is missing, byte for byte what an undisturbed run writes. An image that cannot
+    be explained is a row of the manifest with the reason, and never affects the others. PyTorch runs with one thread
+    per worker until the call returns.
 
     Args:
-        sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and perhaps a target per row,
+        sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
             and WebDataset shards (.tar).
-        out: The folder; made where it is not there yet.
-        model: A name that `saliency.load` takes, or a model with a `preprocess`, which is run where it is.
-        methods: Names in the registry; they share what they can.
+        out: The output folder; created if it does not exist.
+        model: A name that `saliency.load` accepts, or a model with a `preprocess`.
+        methods: Names in the registry; they share forward passes where possible.
         weights: As for `saliency.load`.
-        layer: For the methods that read one.
-        options: Of the methods, each for those that have it.
-        target: A class index or name, for all photos that name none; None for each photo's top class.
-        targets: A list of paths and targets, for photos that are found otherwise.
-        recursive: Whether folders inside of folders are searched too.
-        look: How the overlays are drawn.
-        maps: Whether the raw values are kept too.
-        engine: "local", this machine; or "ray", a cluster: the one that `RAY_ADDRESS` names or that is connected to,
-            else one of this machine's own. Both make the same files.
-        device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1": a copy of the model on each.
-        workers: Threads that read and draw, and on processors networks side by side; by default one per core.
-        batch_size: How many photos go through the network at once; None to find the best while running.
-        restart: Whether what an earlier run made in the folder is removed first; files of others never are.
-        retry: Whether photos that failed in an earlier run are tried again.
-        limit: How many photos are done, of the first ones in the listing.
-        strict: Whether the first photo that fails stops the run.
-        command: What was typed, for the manifest.
-        on_progress: Called with a `Progress` as photos are done.
+        layer: Layer for the methods that read one.
+        options: Options of the methods, applied to each method that has them.
+        target: Class index or name for all images without their own target; None for the top class of each image.
+        targets: List of paths and targets, for images found otherwise.
+        recursive: Whether subfolders are searched.
+        style: How overlays are drawn.
+        maps: Whether the values are saved, in float16.
+        engine: "local" for this machine; "ray" for the cluster that is connected or that `RAY_ADDRESS` names, else one
+            started on this machine. Both write the same files.
+        device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. By default, a
+            model that is not given by name runs where it is.
+        workers: Threads that load and draw, and on processors networks side by side; by default one per core.
+        batch_size: Images per batch; by default 8 on processors and 64 on accelerators. If the first batch does not fit
+            into memory, the size is halved before anything is written. A resumed run keeps its size unless a smaller
+            one is given.
+        restart: Whether the files of an earlier run in the folder are removed first; other files never are.
+        retry: Whether images that failed in an earlier run are tried again.
+        limit: Number of images to explain, in the order of the listing.
+        strict: Whether the first failure stops the run.
+        command: The command line, for the manifest.
+        on_progress: Called with a `Progress` after every image.
 
     Raises:
-        BatchError: There is no photo, the folder is in use or holds something else, or an option makes no sense.
+        BatchError: There is no image, the folder is in use or holds something else, or an option is invalid.
         StoppedError: A full disk, a folder that cannot be written to, or a failure with `strict`.
-        SaliencyError: The model, a method, a layer or the target of all photos does not exist.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM where its handler is `signal.default_int_handler`, as on the command line;
-            what was under way is done and kept.
+        SaliencyError: The model, a method, a layer or the target of all images does not exist.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM if its handler is `signal.default_int_handler`, as on the command line.
+            Finished images are kept.
     """
-    batch_size = _whole("batch_size", batch_size)
-    workers = _whole("workers", workers)
-    limit = _whole("limit", limit)
-    if engine not in ("local", "ray"):
-        raise BatchError(f"engine={engine!r} is neither 'local' nor 'ray'")
-    words = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    methods_named: object = methods
-    names = (methods_named,) if isinstance(methods_named, str) else tuple(methods)
-    job = Job(
+    check_choice("engine", engine, ("local", "ray"), error=BatchError)
+    if workers is not None:
+        workers = check_whole_number("workers", workers, error=BatchError)
+    named: object = methods
+    run_options = RunOptions(
         model=model,
         weights=weights,
-        methods=names,
+        methods=(named,) if isinstance(named, str) else tuple(methods),
         layer=layer,
         options=dict(options or {}),
         target=target,
-        look=look or Look(),
+        style=style or OverlayStyle(),
         maps=maps,
-    )
-    orders = Orders(
         batch_size=batch_size,
         restart=restart,
         retry=retry,
@@ -122,50 +118,36 @@ def batch(
     )
     folder = Path(out)
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
-        raise BatchError(f"{folder} is a file; the overlays need a folder: choose another one for --out")
-    found = find(words, recursive=recursive, targets=targets, out=folder)
+        raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
+    images = find_images(
+        [sources] if isinstance(sources, str | os.PathLike) else sources,
+        recursive=recursive,
+        targets=targets,
+        out=folder,
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    with locked(folder):
-        run = _opened(job, found, folder, orders)
-        try:
-            return _carried_out(run, engine, device, workers)
-        finally:
-            run.manifest.close()
-
-
-def _opened(job: Job, found: Sequence[Any], folder: Path, orders: Orders) -> Run:
-    try:
-        return Run(job, found, Folder(folder), orders)
+        with locked(folder):
+            run = Run(run_options, images, folder)
+            try:
+                if run.is_new or not run.is_complete():
+                    with _open_engine(engine, model, device, workers) as opened:
+                        run.execute(opened)
+                return run.finish()
+            finally:
+                run.manifest.close()
     except OSError as error:
         raise unwritable(folder, error) from error
 
 
-def _carried_out(run: Run, engine: str, device: str, workers: int | None) -> Summary:
-    if run.is_complete() and not run.fresh:
-        return run.summary(run.finish())
+def _open_engine(
+    engine: str, model: str | nn.Module, device: str, workers: int | None
+) -> AbstractContextManager[Engine]:
     if engine == "ray":
-        from .engine_ray import on_ray
+        from .engine_ray import open_ray
 
-        with on_ray(device, workers) as cluster:
-            return _worked(run, cluster, cluster.lanes, cluster.most)
-    from .engine_local import Local, devices_of, most_at_once
+        return open_ray(device, workers)
+    from .engine_local import LocalEngine
+    from .network import find_devices
 
-    devices = devices_of(device) if isinstance(run.job.model, str) or device != "auto" else [""]
-    local = Local(devices, workers)
-    on_processor = all(each in ("", "cpu") for each in devices)
-    return _worked(run, local, local.lanes(on_processor), most_at_once(devices))
-
-
-def _worked(run: Run, engine: Engine, lanes: int, most: int) -> Summary:
-    fresh, failures, interrupted = run.work(engine, lanes, most)
-    if interrupted:
-        done = run.summary(None)
-        raise KeyboardInterrupt(f"{done.done} of {done.photos} photos are done; the same command goes on from there")
-    return run.summary(run.finish(), fresh, failures)
-
-
-def _whole(name: str, number: int | None) -> int | None:
-    return None if number is None else check_whole_number(name, number, error=BatchError)
+    return nullcontext(LocalEngine(find_devices(device, model), workers))

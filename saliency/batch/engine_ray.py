@@ -1,243 +1,338 @@
-"""The engine of a cluster: Ray Data hands the groups to actors that hold the model.
+"""Run on a Ray cluster: Ray Data maps the batches over actors that hold the model.
 
-Groups go out one by one as results come back, through a feeder: the plan learns from each while the next are made, and
-memory does not grow with the number of photos. The actors write the files, into a folder that all machines share; the
-rows come back here, to the one process that writes the manifest.
+The actors write the files into a folder that all machines share. The rows come back to the one process that writes the
+manifest. Ray restarts an actor that has died, and repeats its batch.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+import re
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .drawing import Made
-from .engine_local import MOST_AHEAD, most_at_once
-from .errors import BatchError, StoppedError
+from ..engine.allocator import keep_memory
+from .drawing import write_results
+from .engine_local import count_cores, seconds_per_row
+from .errors import BatchError, StoppedError, printable
+from .manifest import Row
+from .network import BATCH_ACCELERATOR, BATCH_CPU, Network, PictureBuffer, Task, load_model
 from .output_folder import LOCK
-from .ray_cluster import Share, both_ends, connected, library
-from .ray_feeder import Feeder, feed
-from .ray_worker import Done, Worker
-from .run_options import Job
-from .work_group import Group, Work
+from .run_options import RunOptions
 
-MOST_TRIES = 4
-"""Workers that may die of the same group before it is given up."""
+MAX_TRIES = 4
+"""Actors that may die of the same batch before the run stops."""
+MAX_CPUS = 8
+"""Processors of an actor with a GPU, for loading and drawing."""
+OBJECT_STORE = 256 << 20
+"""Bytes of shared memory of a Ray started here: only a model without a name is large, and Ray spills it to disk."""
+SETTINGS = {"enable_progress_bars": False, "print_on_execution_start": False, "execution_no_progress_timeout_s": -1}
 
-_SETTINGS = {
-    "target_max_block_size": 1,  # bytes: each group is a block of its own, and is handed on as soon as it is there
-    "enable_progress_bars": False,
-    "print_on_execution_start": False,
-    "execution_no_progress_timeout_s": -1,  # a method may take its time
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What the actors use of a cluster.
+
+    Attributes:
+        actors: Number of actors.
+        cpus: Processors of each.
+        gpus: GPUs of each.
+        calls: Batches of each at once: one is loaded and one drawn while a GPU works.
+    """
+
+    actors: int
+    cpus: int = 1
+    gpus: int = 0
+    calls: int = 1
+
+    @classmethod
+    def of(cls, available: dict[str, float], device: str, workers: int | None) -> Resources:
+        """Choose one actor per GPU if there are any, else one per processor.
+
+        Args:
+            available: Resources of the cluster, as Ray names them.
+            device: "auto", "cpu" or "cuda".
+            workers: Number of actors; None for all that fit.
+
+        Raises:
+            BatchError: The cluster has no such device, or too few.
+        """
+        cpus, gpus = int(available.get("CPU", 0)), int(available.get("GPU", 0))
+        if device not in ("auto", "cpu", "cuda"):
+            raise BatchError(f'device "{device}": on Ray each worker has a GPU of its own; use auto, cpu or cuda')
+        if device == "cuda" and not gpus:
+            raise BatchError('device "cuda": the Ray cluster has no GPU; use cpu or auto')
+        on_gpu = gpus > 0 and device != "cpu"
+        most = gpus if on_gpu else cpus
+        if (workers or 1) > most:
+            raise BatchError(f"{workers or 1} workers: the Ray cluster has {cpus} processors and {gpus} GPUs")
+        if not on_gpu:
+            return cls(actors=workers or most)
+        return cls(actors=workers or most, cpus=max(1, min(MAX_CPUS, cpus // gpus)), gpus=1, calls=2)
 
 
 @contextmanager
-def on_ray(device: str = "auto", workers: int | None = None) -> Iterator[OnRay]:
-    """An engine on the cluster that this process is connected to, on that of RAY_ADDRESS, or on a Ray of its own.
-
-    What was connected before stays so; what is started here is ended with the block.
+def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEngine]:
+    """Connect to the cluster of this process, to that of RAY_ADDRESS, or to a Ray started here until the block ends.
 
     Args:
         device: "auto", "cpu" or "cuda".
-        workers: How many actors hold the model; by default one per GPU, or one per processor where there are none.
+        workers: Number of actors; by default one per GPU, or one per processor without GPUs.
 
     Raises:
-        BatchError: Ray is not installed or not to be reached, or has no such device.
+        BatchError: Ray is not installed or not reachable, or has no such device.
     """
-    with connected(workers) as ray:
-        yield OnRay(ray, Share.of(ray.cluster_resources(), device, workers))
+    ray = _import("ray")
+    _import("ray.data")
+    with ExitStack() as undo:
+        for name, level in (("ray.data", logging.WARNING), ("ray.data._internal.progress", logging.ERROR)):
+            undo.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
+            logging.getLogger(name).setLevel(level)
+        if not ray.is_initialized():
+            _connect(ray, workers, undo)
+        yield RayEngine(ray, Resources.of(ray.cluster_resources(), device, workers))
 
 
-class OnRay:
-    """The engine of a cluster; made by `on_ray`.
+def _connect(ray: Any, workers: int | None, undo: ExitStack) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or start one on this machine."""
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"address": address}
+    if not address:
+        options = {"address": "local", "num_cpus": workers or count_cores(), "include_dashboard": False}
+        options["object_store_memory"] = OBJECT_STORE
+        if "RAY_USAGE_STATS_ENABLED" not in os.environ:
+            os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+            undo.callback(os.environ.pop, "RAY_USAGE_STATS_ENABLED", None)
+    undo.callback(ray.shutdown)
+    # Ray replaces the handler of SIGTERM, by which a run is interrupted.
+    handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    try:
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f"the cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray cannot be started"
+        raise BatchError(f"{where}: {_in_one_line(error)}; check that it runs, or use --engine local") from error
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        install = 'pip install "saliency-toolkit[ray]"'
+        raise BatchError(f'--engine ray (engine="ray") needs Ray: {_in_one_line(error)}; {install}') from error
+
+
+class RayEngine:
+    """Run on a cluster; created by `open_ray`.
 
     Args:
         ray: The library, connected.
-        share: What the actors take.
+        resources: What the actors use.
     """
 
-    def __init__(self, ray: Any, share: Share) -> None:
-        self._ray, self._share = ray, share
+    def __init__(self, ray: Any, resources: Resources) -> None:
+        self._ray, self._resources = ray, resources
 
-    @property
-    def lanes(self) -> int:
-        """How many groups are done at once."""
-        return self._share.actors * self._share.calls
+    def batch_size(self, images: int) -> int:
+        """Return the images per batch: small enough that all actors have work."""
+        most = BATCH_ACCELERATOR if self._resources.gpus else BATCH_CPU
+        return max(1, min(most, images // self._resources.actors))
 
-    @property
-    def most(self) -> int:
-        """The largest batch that is tried."""
-        return most_at_once([self._share.device])
-
-    def __call__(self, work: Work) -> Iterator[Sequence[Made]]:
-        """What was made of each group, as it is done.
+    def execute(
+        self, options: RunOptions, out: Path, model: nn.Module, groups: Iterator[Sequence[Task]], is_first: bool
+    ) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images. See `Engine.execute`.
 
         Raises:
-            StoppedError: Ray has failed, or workers died of the same photos again and again.
-            Exception: What no photo is to blame for.
+            StoppedError: Ray failed, or several actors died of the same images.
         """
-        feeder = self._ray.remote(num_cpus=0)(Feeder).remote()
+        pickle = self._ray.cloudpickle
+        items = [{"group": pickle.dumps(group)} for group in groups]
+        results = self._results(items, self._share(options), out, is_first) if items else iter(())
         try:
-            with closing(iter(self._results(work, feeder))) as results:
-                driver = _Driver(self._ray, work, feeder, self.lanes)
-                try:
-                    yield from driver.run(results)
-                except (Exception, GeneratorExit):
-                    driver.end(results)
-                    raise
-        finally:
-            self._ray.kill(feeder)
+            for table in results:
+                for result in map(pickle.loads, table["result"].to_pylist()):
+                    if isinstance(result, Exception):
+                        raise result
+                    yield result
+        except self._ray.exceptions.RayError as error:
+            raise StoppedError(
+                f"Ray failed: {_in_one_line(error)}; finished images are kept, and the same call resumes"
+            ) from error
 
-    def _results(self, work: Work, feeder: Any) -> Any:
-        """The results of all groups, as they come."""
-        data = library("ray.data")
-        share = self._share
-        told = {
-            "job": self._sent(work.job),
-            "out": os.path.abspath(work.out),  # noqa: PTH100 - keeps links, which may lead elsewhere on each machine
-            "holder": (work.out / LOCK).read_bytes(),
-            "feeder": feeder,
-            "device": share.device,
-            "threads": share.cpus,
-            "tries": MOST_TRIES,
-        }
-        with _set(data.DataContext.get_current(), _SETTINGS):
-            source = data.from_items([{"at": 0}], override_num_blocks=1)
-            # With as many processors as the actors, both would be made one step, and groups be read by every actor.
-            groups = source.map_batches(
-                feed,
-                fn_kwargs={"feeder": feeder},
-                batch_size=1,
-                batch_format="pyarrow",
-                compute=data.TaskPoolStrategy(size=1),
-                num_cpus=0,
-            )
-            # Ray Data restarts an actor that has died, and hands its groups to others.
-            made = groups.map_batches(
-                Worker,
-                fn_constructor_kwargs={"told": told},
-                batch_size=1,
+    def _results(self, items: list[dict[str, bytes]], options: Any, out: Path, is_first: bool) -> Iterator[Any]:
+        """Map the batches over the actors, and return a table per batch, in order."""
+        data = _import("ray.data")
+        with _temporarily(data.DataContext.get_current()):
+            # A block per batch, so that its rows come back as soon as it is done.
+            source = data.from_items(items, override_num_blocks=len(items))
+            mapped = source.map_batches(
+                Actor,
+                fn_constructor_kwargs={
+                    "options": options,
+                    "out": os.path.abspath(out),  # noqa: PTH100 - keeps links, which may differ on each machine
+                    "holder": (out / LOCK).read_bytes(),
+                    "threads": self._resources.cpus,
+                    "on_gpu": self._resources.gpus > 0,
+                    "is_first": is_first,
+                    "max_tries": MAX_TRIES,
+                },
+                batch_size=None,
                 batch_format="pyarrow",
                 compute=data.ActorPoolStrategy(
-                    min_size=1,
-                    max_size=share.actors,
-                    initial_size=share.actors,
-                    max_concurrent_calls_per_actor=share.calls,
-                    enable_true_multi_threading=share.calls > 1,
+                    size=self._resources.actors,
+                    max_concurrent_calls_per_actor=self._resources.calls,
+                    enable_true_multi_threading=self._resources.calls > 1,
                 ),
-                num_cpus=share.cpus,
-                num_gpus=share.gpus,
+                num_cpus=self._resources.cpus,
+                num_gpus=self._resources.gpus,
             )
-            return made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+            yield from mapped.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
-    def _sent(self, job: Job) -> Any:
-        """The job in the memory that the cluster shares, once, with the model where it has no name."""
-        if isinstance(job.model, nn.Module) and any(each.device.type != "cpu" for each in _tensors(job.model)):
-            job = replace(job, model=copy.deepcopy(job.model).cpu())
+    def _share(self, options: RunOptions) -> Any:
+        """Put the options, with a model that has no name, into the memory that the cluster shares."""
+        options = replace(options, on_progress=None)
+        if isinstance(options.model, nn.Module):
+            options = replace(options, model=copy.deepcopy(options.model).cpu())
         try:
-            return self._ray.put(job)
+            return self._ray.put(options)
         except (TypeError, AttributeError, ValueError) as error:
-            why = str(error).strip().partition("\n")[0]
-            raise BatchError(f"{job.model_name} cannot be sent to the workers: {why}; pass a model by name") from error
+            raise BatchError(
+                f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; pass a model by name"
+            ) from error
 
 
-@dataclass(slots=True)
-class _Driver:
-    """Groups out, results in, all in the thread of the run."""
+class Actor:
+    """Process that holds the model, and explains the batches that it is given.
 
-    ray: Any
-    work: Work
-    feeder: Any
-    lanes: int
-    under: dict[int, Group] = field(default_factory=dict)  # by the number that each was handed out under
-    number: int = 0
-    ended: bool = False
+    Args:
+        options: Reference to the options of the run.
+        out: Folder of the run.
+        holder: Content of its lock.
+        threads: Threads that load and draw, and on processors run the network.
+        on_gpu: Whether the model runs on the GPU of this actor.
+        is_first: Whether nothing has been written yet.
+        max_tries: Actors that may die of a batch.
+    """
 
-    def run(self, results: Iterator[Any]) -> Iterator[Sequence[Made]]:
-        while True:
-            while not self.ended and self._has_room():
-                self._hand_out()
-            if not self.under:
-                return
-            for done in self._come(results):
-                yield self._taken(done)
-
-    def end(self, results: Iterator[Any]) -> None:
-        """Wait until no worker writes any more: none begins another group."""
-        with suppress(StoppedError):
-            self._told(self.feeder.stop.remote())
-            while self.under:
-                for done in self._come(results):
-                    self.under.pop(done.number, None)
-
-    def _has_room(self) -> bool:
-        """Whether another group may be handed out: one for each lane, one that waits for it, and not too far ahead."""
-        oldest = next(iter(self.under), self.number)
-        return len(self.under) < 2 * self.lanes + 2 and self.number - oldest < MOST_AHEAD * (self.lanes + 1)
-
-    def _hand_out(self) -> None:
-        group = None if self.work.stopping() else next(self.work.groups, None)
-        if group is None:
-            self.ended = True
-            self._told(self.feeder.end.remote())
-            return
-        self.under[self.number] = group
-        self._told(self.feeder.put.remote(self.number, self.ray.cloudpickle.dumps(group)))
-        self.number += 1
-
-    def _told(self, answer: Any) -> None:
-        """Wait until the feeder has it: calls that are under way at once may overtake each other."""
+    def __init__(
+        self, options: Any, out: str, holder: bytes, threads: int, on_gpu: bool, is_first: bool, max_tries: int
+    ) -> None:
+        self._pickle = importlib.import_module("ray").cloudpickle
+        self._out, self._is_first, self._max_tries = Path(out), is_first, max_tries
+        self._buffer = PictureBuffer()
+        self._io = ThreadPoolExecutor(threads, "saliency-io", torch.set_num_threads, (1,))
+        self._threads = 1 if on_gpu else threads
+        self._error: Exception | None = None
+        # This process is the actor's alone.
+        keep_memory()
+        importlib.import_module("cv2").setNumThreads(1)
         try:
-            self.ray.get(answer)
-        except self.ray.exceptions.RayError as error:
-            raise _failed(both_ends(error)) from error
+            self._require_shared(holder)
+            self._options: RunOptions = importlib.import_module("ray").get(options)
+            self._network = Network(self._options, load_model(self._options).to("cuda" if on_gpu else "cpu"))
+        except Exception as error:  # noqa: BLE001 - raised by the run; here, Ray would create the actor again and again
+            self._error = error
 
-    def _come(self, results: Iterator[Any]) -> list[Done]:
-        """The next results. Raises StoppedError where Ray gives none any more."""
+    def __call__(self, table: Any) -> Any:
+        """Return the rows of each image of a table of batches, pickled; an error in the place of rows."""
+        arrow = importlib.import_module("pyarrow")
+        results: list[list[Row] | Exception] = []
+        for group in map(self._pickle.loads, table["group"].to_pylist()):
+            try:
+                results += self._explain(group)
+            except Exception as error:  # noqa: BLE001 - raised by the run
+                results.append(error)
+        return arrow.table({"result": arrow.array(map(self._packed, results), arrow.binary())})
+
+    def _explain(self, group: Sequence[Task]) -> list[list[Row]]:
+        if self._error is not None:
+            raise self._error
+        first = group[0].index
+        # Counts the actors that began this batch; the next run removes it with other temporary files.
+        attempts = self._out / f".{first:032x}.part"
+        with attempts.open("ab") as file:
+            file.write(b".")
+        if attempts.stat().st_size > self._max_tries:
+            raise _deadly(group, self._max_tries)
+        torch.set_num_threads(self._threads)
+        loaded = list(self._io.map(lambda task: self._network.load(task.image, self._buffer), group))
+        start = time.perf_counter()
+        results = self._network.explain(loaded, may_split=not (self._is_first and first == 0))
+        share = seconds_per_row(group, time.perf_counter() - start)
+
+        def write(task: Task, image: Any, found: Any) -> list[Row]:
+            try:
+                return list(write_results(self._options, self._out, task, image, found, share))
+            finally:
+                self._buffer.release(image)
+
+        rows = list(self._io.map(write, group, loaded, results))
+        attempts.unlink(missing_ok=True)
+        return [row for row in rows if row]
+
+    def _packed(self, result: list[Row] | Exception) -> bytes:
         try:
-            table = next(results)
-        except Exception as error:
-            why = "it ended before all was done" if isinstance(error, StopIteration) else both_ends(error)
-            raise _failed(why) from error
-        return [self.ray.cloudpickle.loads(each) for each in table["done"].to_pylist()]
+            packed: bytes = self._pickle.dumps(result)
+            self._pickle.loads(packed)
+        except Exception:  # noqa: BLE001 - some errors cannot be sent; their text can
+            packed = self._pickle.dumps(BatchError(f"{type(result).__name__}: {result}"))
+        return packed
 
-    def _taken(self, done: Done) -> Sequence[Made]:
-        """What was made; the plan is told of it first."""
-        group = self.under.pop(done.number)
-        if done.error is not None:
-            raise done.error
-        self.feeder.forget.remote(done.number)
-        for numbers in done.halved:
-            self.work.plan.halve(numbers)
-        if not done.halved:
-            self.work.plan.measured(len(group), done.seconds)
-        return done.made
+    def _require_shared(self, holder: bytes) -> None:
+        """Raise BatchError if this machine sees another folder than the run."""
+        try:
+            is_shared = (self._out / LOCK).read_bytes() == holder
+        except OSError:
+            is_shared = False
+        if not is_shared:
+            raise BatchError(
+                f"{self._out} on {os.uname().nodename} is not the folder of this run; choose one for --out that all "
+                "machines share, at the same path"
+            )
 
 
-def _failed(why: str) -> StoppedError:
-    return StoppedError(f"Ray has failed: {why}; what is done is kept, and the same command goes on from there")
+def _deadly(group: Sequence[Task], actors: int) -> StoppedError:
+    names = [printable(task.image.source) for task in group if task.methods]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return StoppedError(
+        f"{actors} workers died of the same images: {names[0]}{more}; finished images are kept: check the memory of "
+        "the workers, use a smaller --batch-size, or leave these images out, and re-run to resume"
+    )
 
 
 @contextmanager
-def _set(settings: Any, wanted: dict[str, Any]) -> Iterator[None]:
-    """Settings as wanted within the block, as far as this version of Ray has them."""
-    before = {name: getattr(settings, name) for name in wanted if hasattr(settings, name)}
+def _temporarily(context: Any) -> Iterator[None]:
+    """Set Ray Data's settings for the block, as far as this version has them, and keep the order of batches."""
+    before = {name: getattr(context, name) for name in SETTINGS if hasattr(context, name)}
+    order = context.execution_options.preserve_order
     try:
         for name in before:
-            setattr(settings, name, wanted[name])
+            setattr(context, name, SETTINGS[name])
+        context.execution_options.preserve_order = True
         yield
     finally:
         for name, value in before.items():
-            setattr(settings, name, value)
+            setattr(context, name, value)
+        context.execution_options.preserve_order = order
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _in_one_line(error: BaseException) -> str:
+    """Return the first and the last line of an error: of Ray's, the first says what ended, the last often why."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__

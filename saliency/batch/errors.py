@@ -1,4 +1,4 @@
-"""What may go wrong with a folder of photos: what stops the run, and what costs one photo."""
+"""Errors of batch runs: those that stop the run, and the failure of one image."""
 
 from __future__ import annotations
 
@@ -7,43 +7,50 @@ import os
 from dataclasses import dataclass
 
 from ..errors import SaliencyError
-from .image_entry import Photo, shown
 
 
 class BatchError(SaliencyError, RuntimeError):
-    """The folder of overlays cannot be made, or not be gone on with as asked."""
+    """The output folder cannot be created or resumed as requested."""
 
 
 class StoppedError(BatchError):
-    """The run has stopped on its way; what it made is kept, and the same call goes on from there."""
+    """The run stopped early. Finished images are kept; the same call resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no overlay of a photo, as it stands in the manifest."""
+    """Why an image has no overlay, as written to the manifest."""
 
-    kind: str  # the error's class
+    kind: str  # the class of the error
     reason: str  # one line
 
     @classmethod
-    def of(cls, error: BaseException, photo: Photo) -> Failure:
-        """An error in words, without the name of the photo, which stands beside it."""
+    def of(cls, error: BaseException, *names: str) -> Failure:
+        """Describe an error in one line, without the names of image and method at its beginning."""
         text = " ".join(str(error).split())
-        for beginning in (repr(photo.path), repr(photo.source), photo.path, photo.source):
-            text = text.removeprefix(beginning).removeprefix(":").strip()
+        for name in names:
+            text = text.removeprefix(repr(name)).removeprefix(name).removeprefix(":").strip()
         if not isinstance(error, SaliencyError):
             text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        return cls(type(error).__name__, shown(text))
+        return cls(type(error).__name__, printable(text))
 
 
-def stops_everything(error: BaseException) -> bool:
-    """Whether an error in writing is the folder's and not the photo's: a full disk rather than an odd picture."""
-    # Encoders raise OSError too, without a number, for a picture that their format does not take.
+def printable(text: str) -> str:
+    """Return the text in valid UTF-8: undecodable bytes of a file name become escapes."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # JSON can hold surrogates that no file name can
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def stops_run(error: BaseException) -> bool:
+    """Return whether a write error concerns the folder, such as a full disk, rather than one image."""
+    # Encoders raise OSError without a number for an image that their format cannot hold.
     return isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG)
 
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
-    """A disk or a folder that takes no more, as an error that says what to do."""
+    """Return the error of a folder that cannot be written to, with its cure."""
     cures = {
         errno.ENOSPC: "make room",
         errno.EDQUOT: "make room",
@@ -52,8 +59,7 @@ def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
         errno.EACCES: "give yourself permission to write there",
         errno.EPERM: "give yourself permission to write there",
     }
-    cure = cures.get(error.errno or 0, "see what is wrong with it")
-    why = error.strerror or str(error)
     return StoppedError(
-        f"{os.fspath(folder)} cannot be written to: {why}; what is done is kept: {cure}, and the same command goes on"
+        f"{os.fspath(folder)} cannot be written to: {error.strerror or error}; finished images are kept: "
+        f"{cures.get(error.errno or 0, 'check the folder')}, and re-run to resume"
     )

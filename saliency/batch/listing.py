@@ -1,83 +1,242 @@
-"""The listing of a run that goes on: numbers and names stay, what is new comes behind, and changes are noticed."""
+"""The images of a run: where each is stored, what its files are called, and how a listing is resumed."""
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import stat
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from .errors import BatchError
-from .image_entry import Photo, exists, names, stamp_of
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+LONGEST = 160
+"""Bytes of a file name. File systems allow 255, which must also hold method, suffix and number."""
+
+_FORBIDDEN = frozenset('\\/:*?"<>|')
+_RESERVED = frozenset(
+    ("con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10)))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEntry:
+    """One image of the listing.
+
+    Attributes:
+        path: Absolute path of the file that contains the image.
+        source: The path as the user named it.
+        name: Stem of the files of this image below the folders of the run: "SUB/cat".
+        folder: Folders below the source in which it was found.
+        label: Its file name.
+        target: Class to explain, by index or name; None for the target of the run.
+        problem: Why there is no image to open; empty if there may be one.
+        offset: First byte of the image in the file; None for the whole file.
+        size: Number of bytes from there.
+        stamp: Size and modification time (ns) of the file when it was listed; empty if there was none.
+    """
+
+    path: str
+    source: str
+    name: str = ""
+    folder: tuple[str, ...] = ()
+    label: str = ""
+    target: int | str | None = None
+    problem: str = ""
+    offset: int | None = None
+    size: int = 0
+    stamp: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What identifies the image in a later listing."""
+        return self.path, self.offset
+
+    def to_json(self) -> str:
+        """Return the entry as one line of ASCII; file names with undecodable bytes survive."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> ImageEntry:
+        """Read what `to_json` wrote. Raises ValueError or TypeError for anything else."""
+        fields = json.loads(line)
+        if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in ("path", "source")):
+            raise ValueError("an entry without a path")
+        name = fields.get("name", "")
+        if not isinstance(name, str) or leads_out(name):
+            raise ValueError(f"an entry that leads out of the folder: {name!r}")
+        return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
+
+    def open(self) -> Image.Image:
+        """Open the image, upright and in RGB. Raises ImageError if it cannot be read."""
+        from ..errors import ImageError
+        from ..io.image_io import decode, open_picture
+
+        if self.problem:
+            raise ImageError(self.problem)
+        if self.offset is None:
+            return open_picture(self.path)
+        try:
+            with open(self.path, "rb") as file:  # noqa: PTH123 - a path may hold undecodable bytes
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except OSError as error:
+            raise ImageError(f"{self.source!r} cannot be read: {error.strerror or error}") from error
+        if len(data) < self.size:
+            raise ImageError(f"{self.source!r} is cut off: the shard ends {self.size - len(data)} bytes too early")
+        return decode(io.BytesIO(data), self.source)
+
+    def current_stamp(self) -> tuple[int, ...]:
+        """Return the stamp that the file has now; empty if there is none."""
+        try:
+            status = os.stat(self.path)  # noqa: PTH116 - called for every image
+        except (OSError, ValueError):
+            return ()
+        return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) and not self.problem else ()
+
+    def exists(self) -> bool:
+        """Return whether its path exists, of whatever kind."""
+        return not self.problem and os.path.lexists(self.path)
+
+
+def leads_out(name: str) -> bool:
+    """Return whether a name below a folder points outside of it. No name of a run does."""
+    return os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")  # noqa: PTH117
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The photos of a run.
+    """The numbered images of a run.
 
     Attributes:
-        photos: Those of earlier runs, then those that are new, all with names and with the stamps of now.
-        changed: The numbers of those whose file is another one than when it was listed.
-        removed: What those are called whose file is not there any more; they keep their numbers and stamps.
+        images: Those of earlier runs, then new ones, with names and current stamps.
+        changed: Numbers of the images whose file has changed since it was listed.
+        removed: Sources of the images that no longer exist; they keep numbers and stamps.
         is_new: Whether it differs from the listing of earlier runs.
     """
 
-    photos: list[Photo]
+    images: list[ImageEntry]
     changed: frozenset[int]
     removed: tuple[str, ...]
     is_new: bool
 
 
-def joined(listed: Sequence[Photo], found: Sequence[Photo]) -> Listing:
-    """The photos of earlier runs, then those that are new.
+def merge_listing(listed: Sequence[ImageEntry], found: Sequence[ImageEntry]) -> Listing:
+    """Append the images that sources give now to the listing of earlier runs, and find those that changed.
 
     Args:
-        listed: The listing of earlier runs; empty where a run begins.
-        found: What the sources lead to now.
+        listed: Listing of earlier runs; empty for a new run.
+        found: Images that the sources give now.
 
     Raises:
-        BatchError: There is no photo at all, the folder holds a run over others, or a photo's target has changed.
+        BatchError: There is no image, the folder holds a run over other images, or the target of an image changed.
     """
     if not listed:
-        if not any(map(exists, found)):
+        if not any(image.exists() for image in found):
             first = found[0] if found else None
             why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was named"
-            raise BatchError(f"there is no photo: {why}")
-        return Listing(_new(found, names(found)), frozenset(), (), True)
-    known = {key: photo for photo, key in zip(listed, _keys(listed), strict=True)}
-    new: list[Photo] = []
-    for photo, key in zip(found, _keys(found), strict=True):
+            raise BatchError(f"there is no image: {why}")
+        return Listing(with_names(found), frozenset(), (), True)
+    known = dict(zip(_keys(listed), listed, strict=True))
+    new: list[ImageEntry] = []
+    for image, key in zip(found, _keys(found), strict=True):
         earlier = known.get(key)
-        if earlier is None:
-            # What has no photos now, or is gone, is no photo that is new.
-            if exists(photo):
-                new.append(photo)
-        elif earlier.target != photo.target:
+        if earlier is not None and earlier.target != image.target:
             raise BatchError(
-                f"the target of {photo.source} was {earlier.target!r} and is {photo.target!r}; choose another folder, "
-                "or begin anew with --restart (restart=True)"
+                f"the target of {image.source} was {earlier.target!r} and is {image.target!r}; choose another folder, "
+                "or start anew with --restart (restart=True)"
             )
+        if earlier is None and image.exists():
+            new.append(image)
     if new and len(new) == len(found):
         raise BatchError(
-            f"the folder holds a run over other photos, beginning with {listed[0].source}; choose another folder, or "
-            "begin anew with --restart (restart=True)"
+            f"the folder holds a run over other images, beginning with {listed[0].source}; choose another folder, or "
+            "start anew with --restart (restart=True)"
         )
-    now = [stamp_of(photo) for photo in listed]
-    changed = frozenset(at for at, photo in enumerate(listed) if now[at] and now[at] != photo.stamp)
-    removed = tuple(photo.source for at, photo in enumerate(listed) if photo.stamp and not now[at])
-    known_now = [replace(photo, stamp=now[at]) if at in changed else photo for at, photo in enumerate(listed)]
-    given = _new(new, names(new, [photo.name for photo in listed]))
-    return Listing([*known_now, *given], changed, removed, bool(new or changed))
+    stamps = [image.current_stamp() for image in listed]
+    changed = frozenset(index for index, image in enumerate(listed) if stamps[index] and stamps[index] != image.stamp)
+    removed = tuple(image.source for index, image in enumerate(listed) if image.stamp and not stamps[index])
+    current = [replace(image, stamp=stamps[index]) if index in changed else image for index, image in enumerate(listed)]
+    return Listing([*current, *with_names(new, listed)], changed, removed, bool(new or changed))
 
 
-def _new(photos: Sequence[Photo], given: Sequence[str]) -> list[Photo]:
-    return [replace(photo, name=name, stamp=stamp_of(photo)) for photo, name in zip(photos, given, strict=True)]
-
-
-def _keys(photos: Sequence[Photo]) -> list[tuple[object, ...]]:
-    """What tells each photo from the others; a list may name one several times."""
+def _keys(images: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
+    """Return what identifies each image; a list may contain one several times."""
     times: Counter[tuple[object, ...]] = Counter()
     keys: list[tuple[object, ...]] = []
-    for photo in photos:
-        times[photo.key] += 1
-        keys.append((*photo.key, times[photo.key]))
+    for image in images:
+        times[image.key] += 1
+        keys.append((*image.key, times[image.key]))
     return keys
+
+
+def with_names(images: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
+    """Return the images with stamps, and with unique names for their files: "SUB/cat", without the suffix.
+
+    Images of one folder that differ only in their suffix keep it: a.jpg beside a.png are "a.jpg" and "a.png". Others
+    are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as on some file systems.
+
+    Args:
+        images: The images, in order.
+        listed: Images of earlier runs, whose names are taken.
+    """
+    folders = ["/".join(_safe(part).replace(".", "_") for part in image.folder) for image in images]
+    stems = [_safe(os.path.splitext(image.label)[0] or image.label) for image in images]  # noqa: PTH122
+    labels = [_safe(image.label) for image in images]
+    same_stem = Counter(map(_folded, map(_joined, folders, stems)))
+    same_label = Counter(map(_folded, map(_joined, folders, labels)))
+    used = {_folded(image.name) for image in listed}
+    numbers: Counter[str] = Counter()
+    named = []
+    for image, folder, stem, label in zip(images, folders, stems, labels, strict=True):
+        name, longer = _joined(folder, stem), _joined(folder, label)
+        alike = same_label[_folded(longer)]
+        if same_stem[_folded(name)] != alike or (alike == 1 and _folded(name) in used):
+            name = longer
+        base = _folded(name)
+        unique = name
+        while _folded(unique) in used:
+            numbers[base] = max(numbers[base], 1) + 1
+            unique = f"{name}-{numbers[base]}"
+        used.add(_folded(unique))
+        named.append(replace(image, name=unique, stamp=image.current_stamp()))
+    return named
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _safe(text: str) -> str:
+    """Return a file name without characters that a file system or a page rejects, composed, and not too long."""
+    composed = unicodedata.normalize("NFC", text)
+    plain = "".join(c if c.isprintable() and c not in _FORBIDDEN else "_" for c in composed)
+    plain = plain.encode("utf-8", "replace")[:LONGEST].decode("utf-8", "ignore").strip(" ")
+    if plain.startswith((".", "~")):
+        plain = f"_{plain[1:]}"
+    if plain.endswith("."):
+        plain = f"{plain[:-1]}_"
+    if plain.split(".")[0].casefold() in _RESERVED:
+        plain = f"_{plain}"
+    return plain or "_"
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path with nothing resolved; unlike Path, it keeps links and undecodable bytes."""
+    return os.path.abspath(path)  # noqa: PTH100
+
+
+def label_of(path: str) -> str:
+    """Return the file name at the end of a path."""
+    return os.path.basename(path) or path  # noqa: PTH119

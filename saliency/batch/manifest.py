@@ -1,7 +1,8 @@
-"""The manifest of a run: one line per photo and method, only ever whole, in the order of the photos."""
+"""The manifest: one row per image and method, as JSON lines and as Parquet."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -9,7 +10,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import compress
+from importlib.util import find_spec
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,162 +20,178 @@ from ..io.atomic_write import atomic_write
 Row = dict[str, Any]
 
 MANIFEST = "manifest.jsonl"
-SYNCED_EVERY = 2.0
-"""Seconds between two waits for the disk: a power cut costs no more than that."""
+PARQUET = "manifest.parquet"
+SYNC_INTERVAL = 2.0
+"""Seconds between two syncs to disk: a power cut loses no more rows than that."""
+PARQUET_ROWS = 10_000
+"""Rows per Parquet row group."""
 
-KEYS = (
-    *("index", "source", "id", "method", "target", "name", "probability", "score", "layer"),
-    *("width", "height", "input_width", "input_height", "box", "settings", "sign", "units", "limit"),
-    *("overlay", "photo", "heat", "map", "colormap", "seconds", "error", "error_kind"),
-    *("overlay_bytes", "photo_bytes", "heat_bytes", "map_bytes"),
-)
 FILES = ("overlay", "photo", "heat", "map")
-WHOLE = ("index", "target", "width", "height", "input_width", "input_height", *(f"{each}_bytes" for each in FILES))
-NUMBERS = ("probability", "score", "limit", "seconds")
+COLUMNS: dict[str, type] = {
+    "index": int,
+    "source": str,
+    "id": str,
+    "method": str,
+    "target": int,
+    "name": str,
+    "probability": float,
+    "score": float,
+    "layer": str,
+    "width": int,
+    "height": int,
+    "input_width": int,
+    "input_height": int,
+    "box": list,
+    "settings": dict,
+    "sign": str,
+    "units": str,
+    "limit": float,
+    **dict.fromkeys(FILES, str),
+    "colormap": str,
+    "seconds": float,
+    "error": str,
+    "error_kind": str,
+    **{f"{name}_bytes": int for name in FILES},
+}
+"""The columns and their types; every value may be None."""
 
 
-def row(**known: Any) -> Row:
-    """A row with all its keys, None where nothing is known."""
-    return {key: known.get(key) for key in KEYS}
+def make_row(**known: Any) -> Row:
+    """Return a row with all columns, None where nothing is known."""
+    return {column: known.get(column) for column in COLUMNS}
 
 
 @dataclass(slots=True)
-class Standing:
-    """What a manifest says is done.
+class ManifestState:
+    """What a manifest contains.
 
     Attributes:
-        done: The methods of each photo that have a row, as bits; -1 where one row speaks for all.
-        rows: How many rows there are.
-        failed: How many photos have an error, and why.
-        lost: Whether there are rows to leave out: their files are gone, or they are to be tried again.
-        ordered: Whether the rows stand in the order of the photos and methods.
-        end: The bytes of the whole lines.
+        done: The methods of each image that have a row, as bits; -1 if one row stands for all.
+        rows: Number of rows.
+        failed: Numbers of the images with an error.
+        kinds: Number of failed rows by class of error.
+        is_sorted: Whether the rows are in the order of images and methods.
+        end: Bytes of the complete lines.
+        last: Image number and method index of the last row.
     """
 
     done: dict[int, int] = field(default_factory=dict)
     rows: int = 0
     failed: set[int] = field(default_factory=set)
     kinds: Counter[str] = field(default_factory=Counter)
-    lost: bool = False
-    ordered: bool = True
+    is_sorted: bool = True
     end: int = 0
     last: tuple[int, int] = (-1, -1)
 
-    def add(self, row: Row, place: int) -> None:
-        """Take note of a row; `place` is its method's place among the methods, -1 for all."""
+    def add(self, row: Row, method: int) -> None:
+        """Count a row; `method` is the index of its method, -1 for all methods."""
         index = int(row["index"])
-        self.done[index] = self.done.get(index, 0) | (-1 if place < 0 else 1 << place)
+        self.done[index] = self.done.get(index, 0) | (-1 if method < 0 else 1 << method)
         self.rows += 1
         if row["error"] is not None:
             self.failed.add(index)
             self.kinds[str(row["error_kind"])] += 1
-        self.ordered = self.ordered and (index, place) > self.last
-        self.last = (index, place)
+        self.is_sorted = self.is_sorted and (index, method) > self.last
+        self.last = (index, method)
 
-    def is_done(self, index: int, place: int) -> bool:
-        """Whether a photo has a row of a method."""
-        return bool(self.done.get(index, 0) >> place & 1)
+    def is_done(self, index: int, method: int) -> bool:
+        """Return whether an image has a row of a method."""
+        return bool(self.done.get(index, 0) >> method & 1)
 
 
 class Manifest:
-    """The file with the rows.
+    """The file of rows.
 
     Args:
-        folder: The folder of the run.
-        methods: The names of the run's methods, in their order.
-        photos: How many photos the run has; None for any number.
+        folder: Folder of the run.
+        methods: Names of the methods, in order.
+        images: Number of images; None for any.
     """
 
-    def __init__(self, folder: Path, methods: Sequence[str], photos: int | None = None) -> None:
+    def __init__(self, folder: Path, methods: Sequence[str], images: int | None = None) -> None:
         self.path = folder / MANIFEST
         self._folder = folder
-        self._places = {name: place for place, name in enumerate(methods)}
-        self._photos = photos
+        self._methods = {name: index for index, name in enumerate(methods)}
+        self._images = images
         self._file = -1
         self._synced = time.monotonic()
-        self.standing = Standing()
+        self.state = ManifestState()
 
-    def place(self, row: Row) -> int:
-        """The place of a row's method among the run's methods; -1 for a row that speaks for all of them."""
-        return self._places.get(str(row["method"]), -1)
+    def _method(self, row: Row) -> int:
+        """Return the index of a row's method; -1 for a row that stands for all methods."""
+        return self._methods.get(str(row["method"]), -1)
 
-    def read(self, *, again: bool = False, changed: Container[int] = ()) -> None:
-        """Read what is there, and leave out what has to be done again, what is none of the run's, and what is damaged.
+    def read(self, *, retry: bool = False, changed: Container[int] = ()) -> None:
+        """Read the file, and remove damaged rows, rows of other runs and rows whose files are missing.
 
         Args:
-            again: Whether rows with errors are left out too.
-            changed: Photos whose rows are left out, because they tell of another file.
+            retry: Whether rows with errors are removed too.
+            changed: Images whose rows are removed.
         """
-        self.standing = standing = Standing()
-        seen: dict[str, int] = {}
-        told: set[tuple[int, int]] = set()
-        kept = bytearray()
-        for found, end in self._whole():
-            standing.end = end
-            good = self._is_ours(found) and not (again and found["error"] is not None) and self._has_files(found, seen)
-            good = good and found["index"] not in changed
-            kept.append(good and (found["index"], self.place(found)) not in told)
-            if kept[-1]:
-                told.add((found["index"], self.place(found)))
-                standing.add(found, self.place(found))
-        standing.lost = not all(kept)
-        if standing.lost:
-            self._rewrite(compress(self.rows(), kept))
-        elif self.path.is_file() and self.path.stat().st_size != standing.end:
-            os.truncate(self.path, standing.end)
+        self.state = state = ManifestState()
+        sizes: dict[str, int] = {}
+        seen: set[tuple[int, int]] = set()
+        keep = bytearray()
+        for row, end in self._complete():
+            state.end = end
+            is_good = self._is_valid(row) and not (retry and row["error"] is not None) and self._has_files(row, sizes)
+            key = row["index"], self._method(row)
+            keep.append(is_good and row["index"] not in changed and key not in seen)
+            if keep[-1]:
+                seen.add(key)
+                state.add(row, key[1])
+        if not all(keep):
+            self._rewrite(compress(self.rows(), keep))
+        elif self.path.is_file() and self.path.stat().st_size != state.end:
+            os.truncate(self.path, state.end)
 
     def open(self) -> None:
-        """Open it for more rows, and cut off what a crash left of a line."""
-        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        self._file = os.open(self.path, flags, 0o666)
-        if os.fstat(self._file).st_size != self.standing.end:
-            os.ftruncate(self._file, self.standing.end)
+        """Open the file for appending, after its last complete line."""
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        self._rewind()
+
+    def _rewind(self) -> None:
+        os.ftruncate(self._file, self.state.end)
         os.lseek(self._file, 0, os.SEEK_END)
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Add rows: all of them, or none where the disk is full. Raises OSError then."""
+        """Append rows: all of them, or none with OSError if the disk is full."""
         rows = list(rows)
-        data = b"".join(map(encoded, rows))
+        data = b"".join(map(encode, rows))
+        view = memoryview(data)
         try:
-            _write(self._file, data)
+            while view:
+                view = view[os.write(self._file, view) :]
         except BaseException:
             with suppress(OSError):
-                os.ftruncate(self._file, self.standing.end)
-                os.lseek(self._file, 0, os.SEEK_END)
+                self._rewind()
             raise
-        self.standing.end += len(data)
-        for each in rows:
-            self.standing.add(each, self.place(each))
-        if time.monotonic() - self._synced > SYNCED_EVERY:
-            self.sync()
-
-    def sync(self) -> None:
-        """Wait until the disk has it."""
-        os.fsync(self._file)
-        self._synced = time.monotonic()
+        self.state.end += len(data)
+        for row in rows:
+            self.state.add(row, self._method(row))
+        if time.monotonic() - self._synced > SYNC_INTERVAL:
+            os.fsync(self._file)
+            self._synced = time.monotonic()
 
     def sort(self) -> None:
-        """Bring the rows into the order of the photos, where what was done again stands behind; no more can follow."""
+        """Close the file, and sort its rows by image and method: those of a retry were appended."""
         self.close()
-        if self.standing.ordered:
-            return
-        rows = [row for row, _ in self._whole()]
-        rows.sort(key=lambda row: (int(row["index"]), self.place(row)))
-        self._rewrite(rows)
-        self.standing.ordered = True
+        if not self.state.is_sorted:
+            self._rewrite(sorted(self.rows(), key=lambda row: (int(row["index"]), self._method(row))))
+            self.state.is_sorted = True
 
     def close(self) -> None:
-        """No more rows come."""
+        """Close the file."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
 
     def rows(self) -> Iterator[Row]:
-        """The rows, one by one."""
-        return (row for row, _ in self._whole())
+        """Return the rows."""
+        return (row for row, _ in self._complete())
 
-    def _whole(self) -> Iterator[tuple[Row, int]]:
-        """The rows up to the first that is not whole, each with the number of bytes to its end."""
+    def _complete(self) -> Iterator[tuple[Row, int]]:
+        """Return the rows before the first damaged line, with the number of bytes to the end of each."""
         end = 0
         try:
             file = self.path.open("rb")
@@ -182,82 +200,85 @@ class Manifest:
         with file:
             for line in file:
                 end += len(line)
-                found = _parsed(line)
-                if found is None:
+                try:
+                    row = json.loads(line, parse_constant=_refuse)
+                except (ValueError, RecursionError):
                     return
-                yield found, end
+                if not line.endswith(b"\n") or not isinstance(row, dict):
+                    return
+                if not row.keys() >= {"index", "method", "error", "error_kind"}:
+                    return
+                yield row, end
 
     def _rewrite(self, rows: Iterable[Row]) -> None:
         with atomic_write(self.path) as temporary, temporary.open("wb") as file:
-            for each in rows:
-                file.write(encoded(each))
+            for row in rows:
+                file.write(encode(row))
             file.flush()
             os.fsync(file.fileno())
-        self.standing.end = self.path.stat().st_size
+        self.state.end = self.path.stat().st_size
 
-    def _is_ours(self, row: Row) -> bool:
-        """Whether a row is of this run, and such as a run writes; others were put there by hand."""
-        if any(key not in row or not _fits(key, row[key]) for key in KEYS) or row["index"] is None:
+    def _is_valid(self, row: Row) -> bool:
+        """Return whether a run could have written a row."""
+        if row["index"] is None or any(name not in row or not _fits(kind, row[name]) for name, kind in COLUMNS.items()):
             return False
-        # Only a photo that could not be read has a row without a method.
-        is_named = row["method"] in self._places if row["method"] is not None else row["error"] is not None
-        return is_named and row["index"] >= 0 and (self._photos is None or row["index"] < self._photos)
+        # Only an image that could not be read has a row without a method.
+        is_named = row["method"] in self._methods if row["method"] is not None else row["error"] is not None
+        return is_named and row["index"] >= 0 and (self._images is None or row["index"] < self._images)
 
-    def _has_files(self, row: Row, seen: dict[str, int]) -> bool:
-        """Whether the files that a row names are there as they were written. The photo of many is looked up once."""
+    def _has_files(self, row: Row, sizes: dict[str, int]) -> bool:
+        """Return whether the files of a row are present as written. A preview that rows share is looked up once."""
         for key in FILES:
             name = row[key]
             if name is None:
                 continue
-            size = seen[name] if name in seen else _size(f"{self._folder}/{name}")
-            if key == "photo":
-                seen[name] = size
+            size = sizes.get(name)
+            if size is None:
+                try:
+                    size = os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116 - called for every file
+                except OSError:
+                    size = -1
+                if key == "photo":
+                    sizes[name] = size
             if size != row[f"{key}_bytes"]:
                 return False
         return True
 
 
-def encoded(row: Row) -> bytes:
-    """A row as a line."""
+def encode(row: Row) -> bytes:
+    """Return a row as a line."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _parsed(line: bytes) -> Row | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        found = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and found.keys() >= {"index", "method", "error", "error_kind"} else None
-
-
 def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
-def _fits(key: str, value: object) -> bool:
-    """Whether a value of a row is of the kind that its key has."""
+def _fits(kind: type, value: object) -> bool:
+    """Return whether a value of a row has the type of its column."""
     if value is None:
         return True
-    if key in WHOLE:
-        return type(value) is int
-    if key in NUMBERS:
-        return type(value) in (int, float)
-    if key == "box":
-        return isinstance(value, list) and len(value) == 4 and all(type(each) in (int, float) for each in value)
-    return isinstance(value, dict if key == "settings" else str)
+    if kind is list:
+        return isinstance(value, list) and len(value) == 4 and all(type(edge) in (int, float) for edge in value)
+    return type(value) in ((int, float) if kind is float else (kind,))
 
 
-def _size(path: str) -> int:
-    """The bytes of a file; -1 where there is none."""
-    try:
-        return os.stat(path).st_size  # noqa: PTH116 - tens of thousands of them
-    except OSError:
-        return -1
+def write_parquet(rows: Iterable[Row], path: Path) -> bool:
+    """Write rows as a Parquet table, if pyarrow is installed, and return whether they were written.
 
-
-def _write(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
+    Its columns are those of a row; `box` is a list of four numbers, `settings` is JSON.
+    """
+    if find_spec("pyarrow") is None:
+        return False
+    arrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    types = {int: arrow.int64(), float: arrow.float64(), list: arrow.list_(arrow.float64())}
+    schema = arrow.schema([(name, types.get(kind, arrow.string())) for name, kind in COLUMNS.items()])
+    plain = (
+        row if row["settings"] is None else row | {"settings": json.dumps(row["settings"], sort_keys=True)}
+        for row in rows
+    )
+    with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+        while group := list(islice(plain, PARQUET_ROWS)):
+            writer.write_table(arrow.Table.from_pylist(group, schema=schema))
+    return True

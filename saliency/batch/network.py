@@ -1,14 +1,17 @@
-"""The network's part: a group of prepared photos in; an explanation of each by each method out, or why not."""
+"""From image files to explanations: decoding, preprocessing, and the methods on a batch of images."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, explain_together
@@ -16,196 +19,309 @@ from ..attribution.explanation import Explanation
 from ..attribution.registry import get_method
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
 from ..hooks.model_state import is_out_of_memory, reference_tensor
+from ..io.crop_detection import Box
 from ..targets.class_names import Categories, class_index, class_scores
-from ..targets.targets import ClassScore, TargetLike
-from .errors import Failure
-from .loading import Prepared
-from .run_options import Job
+from ..targets.targets import ClassScore
+from ..zoo import load
+from .errors import BatchError, Failure
+from .listing import ImageEntry
+from .run_options import RunOptions
 
-Found = Mapping[str, Explanation | Failure]
-"""What each method found on one photo."""
+Results = Mapping[str, Explanation | Failure]
+"""Result of every method for one image."""
+
+CHUNK_CPU, CHUNK_ACCELERATOR = 8, 64
+"""Passes of one image that run at once, if the options do not say: fixed, so that resumed runs write equal bytes."""
+BATCH_CPU, BATCH_ACCELERATOR = 8, 64
+"""Images per batch, if the options do not say. Larger ones gain nothing on processors."""
+BUFFER_BYTES = 256 << 20
+"""Decoded images that wait to be drawn on; further ones are decoded again."""
 
 
-CHUNK_ON_A_PROCESSOR, CHUNK_ON_AN_ACCELERATOR = 8, 64
-"""How many passes of one photo run at once, where the job does not say."""
-
-
-class TooLargeError(MemoryError):
-    """Memory has no room for a batch of this size."""
+class BatchTooLargeError(MemoryError):
+    """The first batch of a run does not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClassOfEach(ClassScore):
-    """The score of a class per image, where None is the image's top class."""
+class Task:
+    """One image of a group.
+
+    Attributes:
+        index: Its number in the listing.
+        image: The image.
+        methods: Methods without a row; none for an image that only keeps its position in the batch.
+    """
+
+    index: int
+    image: ImageEntry
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedImage:
+    """A decoded and preprocessed image.
+
+    Attributes:
+        entry: The image in the listing.
+        failure: Why it cannot be explained.
+        tensor: (C, H, W) input of the model; None after a failure.
+        size: (w, h) of the picture.
+        box: Where the input lies on the picture.
+        picture: The picture, if the buffer has room for it.
+    """
+
+    entry: ImageEntry
+    failure: Failure | None = None
+    tensor: Tensor | None = None
+    size: tuple[int, int] = (0, 0)
+    box: Box = (0.0, 0.0, 0.0, 0.0)
+    picture: Image.Image | None = None
+
+
+class PictureBuffer:
+    """Bytes of decoded pictures that may wait at once, so that memory does not grow with their size."""
+
+    def __init__(self, size: int = BUFFER_BYTES) -> None:
+        self._left = size
+        self._lock = threading.Lock()
+
+    def has_room(self, picture: Image.Image) -> bool:
+        """Reserve room for a picture, and return whether there is any."""
+        with self._lock:
+            fits = 3 * picture.width * picture.height <= self._left
+            self._left -= 3 * picture.width * picture.height * fits
+            return fits
+
+    def release(self, loaded: LoadedImage) -> None:
+        """Free the room of a picture."""
+        if loaded.picture is not None:
+            with self._lock:
+                self._left += 3 * loaded.size[0] * loaded.size[1]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPerImage(ClassScore):
+    """The score of one class per image, where None is the image's top class."""
 
     def resolve(self, images: int, categories: Categories) -> ClassScore:
-        """Itself: what was named is resolved photo by photo, so that a wrong one costs its photo only."""
+        """Return itself: the class of each image is looked up before, so that a wrong one fails only its image."""
         return self
 
     def resolve_from(self, output: Any) -> ClassScore:
-        """With the top class, where none was named."""
+        """Replace None by the top class."""
         top = class_scores(output).detach().argmax(1).tolist()
-        return ClassScore(
-            tuple(own if each is None else each for each, own in zip(self.classes, top, strict=True))
-        ).resolve_from(output)
+        classes = (best if index is None else index for index, best in zip(self.classes, top, strict=True))
+        return ClassScore(tuple(classes)).resolve_from(output)
 
 
 class Network:
-    """A model with the methods of a job. May be used by several threads at once.
+    """A model with the methods of a run, for use by several threads at once.
 
     Args:
-        job: What is to be done.
-        model: The model, where it is to be run.
+        options: Options of the run.
+        model: The model, on its device.
 
     Raises:
-        MethodError: No such method, or an option that it does not take.
-        LayerError: No such layer.
-        TargetError: The target of all photos does not exist.
+        BatchError: The model has no preprocessing.
+        MethodError: There is no such method, or it does not take an option.
+        LayerError: There is no such layer.
+        TargetError: The target of all images does not exist.
     """
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
-        self.methods = _built(job, model)
-        self.preprocess = self.methods[0].preprocess
-        self.categories = self.methods[0].categories
+    def __init__(self, options: RunOptions, model: nn.Module) -> None:
         like = reference_tensor(model)
         self.device = torch.device("cpu") if like is None else like.device
         self._dtype = torch.float32 if like is None else like.dtype
-        self._target = resolved(job.target, self.categories)
-        self._alone: frozenset[str] = frozenset()
+        self.methods = _create_methods(options, model, CHUNK_CPU if self.device.type == "cpu" else CHUNK_ACCELERATOR)
+        preprocess = self.methods[0].preprocess
+        if preprocess is None:
+            raise BatchError(f"{options.model_name} has no preprocessing; set model.preprocess, as saliency.load does")
+        self.preprocess = preprocess
+        self.categories = self.methods[0].categories
+        self._target = find_class(options.target, self.categories)
+        self._separate: frozenset[str] = frozenset()
 
-    def explain(self, batch: Sequence[Prepared]) -> list[Found]:
-        """What each method finds on each photo, in the order of the photos.
+    def load(self, entry: ImageEntry, buffer: PictureBuffer | None = None) -> LoadedImage:
+        """Decode and preprocess an image; an error becomes its `failure`."""
+        try:
+            picture = entry.open()
+            box, tensor = self.preprocess.box(picture.size), self.preprocess(picture)
+            kept = picture if buffer is None or buffer.has_room(picture) else None
+            return LoadedImage(entry, None, tensor, picture.size, box, kept)
+        except Exception as error:  # noqa: BLE001 - any error in a file or a preprocessing is this image's failure
+            return LoadedImage(entry, Failure.of(error, entry.path, entry.source))
 
-        A photo that could not be prepared leaves a hole in the batch, so that the others keep their places. What fails
-        is tried again in parts, down to one method on one photo.
+    def explain(self, batch: Sequence[LoadedImage], *, may_split: bool = True) -> list[Results]:
+        """Run all methods on a batch, and return the results of each image, in order.
+
+        An image that could not be loaded leaves its row empty, so that the others keep their positions. Whatever fails
+        is repeated in parts, down to one method on one image.
+
+        Args:
+            batch: The images.
+            may_split: Whether a batch that does not fit into memory is run in halves.
 
         Raises:
-            TooLargeError: Memory has no room for more than one photo at once.
+            BatchTooLargeError: The batch does not fit into memory, and may not be split.
         """
-        found: list[dict[str, Explanation | Failure]] = [{} for _ in batch]
+        results: list[dict[str, Explanation | Failure]] = [{} for _ in batch]
         targets: list[int | None] = [None] * len(batch)
-        sound: list[int] = []
-        for at, each in enumerate(batch):
-            if each.tensor is None:
+        shapes: dict[int, torch.Size] = {}  # of the inputs that can be explained
+        for index, image in enumerate(batch):
+            if image.tensor is None:
                 continue
             try:
-                wanted = each.photo.target
-                targets[at] = self._target if wanted is None else resolved(wanted, self.categories)
-                sound.append(at)
+                target = image.entry.target
+                targets[index] = self._target if target is None else find_class(target, self.categories)
+                shapes[index] = image.tensor.shape
             except TargetError as error:
-                found[at] = {one.name: Failure.of(error, each.photo) for one in self.methods}
-        shapes = list(dict.fromkeys(tuple(each.tensor.shape) for at in sound if (each := batch[at]).tensor is not None))
-        for shape in shapes:
-            # Photos of one size run as the group stands; otherwise those of each size run together.
-            rows = range(len(batch)) if len(shapes) == 1 else [at for at in sound if _has_shape(batch[at], shape)]
-            here = [at for at in rows if at in sound]
-            x = torch.stack([_tensor(batch[at], shape, at in here) for at in rows]).to(
-                self.device, self._dtype
-            )  # (N, C, H, W)
-            for name, results in self._by_all(x, [targets[at] for at in rows]).items():
-                for at, result in zip(rows, results, strict=True):
-                    if at in here:
-                        one = result if isinstance(result, Explanation) else Failure.of(result, batch[at].photo)
-                        found[at][name] = one
-        return [{each.name: row[each.name] for each in self.methods if each.name in row} for row in found]
+                results[index] = {method.name: Failure.of(error) for method in self.methods}
+        for shape in dict.fromkeys(shapes.values()):
+            # Images of one size keep their positions in the batch; otherwise those of each size run together.
+            is_only = len(set(shapes.values())) == 1
+            rows = [index for index in range(len(batch)) if is_only or shapes.get(index) == shape]
+            tensors = [batch[index].tensor if index in shapes else None for index in rows]
+            empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
+            x = torch.stack([empty if tensor is None else tensor for tensor in tensors])  # (N, C, H, W)
+            x = x.to(self.device, self._dtype)
+            for name, found in self._explain_all(x, [targets[index] for index in rows], may_split).items():
+                for index, result in zip(rows, found, strict=True):
+                    if index in shapes:
+                        entry = batch[index].entry
+                        if isinstance(result, Exception):
+                            results[index][name] = Failure.of(result, entry.path, entry.source, name)
+                        else:
+                            results[index][name] = result
+        return [{method.name: row[method.name] for method in self.methods if method.name in row} for row in results]
 
-    def _by_all(self, x: Tensor, targets: list[int | None]) -> dict[str, list[Explanation | Exception]]:
-        alone = self._alone
-        together = [each for each in self.methods if each.name not in alone]
+    def _explain_all(
+        self, x: Tensor, targets: list[int | None], may_split: bool
+    ) -> dict[str, list[Explanation | Exception]]:
+        separate = self._separate
+        groups = [[method for method in self.methods if method.name not in separate]]
+        groups += [[method] for method in self.methods if method.name in separate]
         found: dict[str, list[Explanation | Exception]] = {}
-        for some in (together, *([each] for each in self.methods if each.name in alone)):
-            if some:
-                found |= self._attempt(some, x, targets)
-        failed = {name for name, results in found.items() if all(isinstance(each, Exception) for each in results)}
-        # What failed on all photos is asked for by itself the next time, so that the others share their passes again.
-        if failed - alone and len(failed) < len(found):
-            self._alone = alone | failed
+        for methods in filter(None, groups):
+            found |= self._attempt(methods, x, targets, may_split)
+        failed = {name for name, results in found.items() if all(isinstance(result, Exception) for result in results)}
+        # A method that failed on all images runs separately from then on, so that the others share their passes again.
+        if failed - separate and len(failed) < len(found):
+            self._separate = separate | failed
         return found
 
     def _attempt(
-        self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None]
+        self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None], may_split: bool
     ) -> dict[str, list[Explanation | Exception]]:
-        """What some methods find on the rows of a batch; each row by itself where the batch fails."""
+        """Run some methods on a batch; in parts if that fails."""
         error = None
         try:
-            made = explain_together(methods, x, _target(targets))
-            return {one.name: list(each.to("cpu")) for one, each in zip(methods, made, strict=True)}
-        except Exception as caught:  # noqa: BLE001 - whatever a model raises is told of its photo, and the next is due
-            error = _without_frames(caught)
-        # Behind the handler, whose traceback holds on to the memory of the pass.
-        if is_out_of_memory(error):
-            _release(x)
-            if len(x) > 1:
-                raise TooLargeError(f"{len(x)} photos at once")
-        if len(methods) > 1:
-            return {name: rows for one in methods for name, rows in self._attempt([one], x, targets).items()}
-        if len(x) > 1 and not isinstance(error, NotApplicableError | LayerError | MethodError):
-            singles = [self._attempt(methods, x[at : at + 1], targets[at : at + 1]) for at in range(len(x))]
-            return {methods[0].name: [single[methods[0].name][0] for single in singles]}
-        return {methods[0].name: [error] * len(x)}
+            target = None if all(index is None for index in targets) else TargetPerImage(tuple(targets))
+            explanations = explain_together(methods, x, target)
+            return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
+        except Exception as caught:  # noqa: BLE001 - any error of the model is a failure of its images
+            error = caught
+        # Outside of the handler, and without tracebacks: they hold the memory of the pass.
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.__traceback__ = None
+            cause = cause.__cause__ or cause.__context__
+        is_too_large = is_out_of_memory(error) and len(x) > 1
+        if is_out_of_memory(error) and x.is_cuda:
+            torch.cuda.empty_cache()
+        if is_too_large and not may_split:
+            raise BatchTooLargeError(f"{len(x)} images at once")
+        if len(methods) > 1 and not is_too_large:
+            return {k: v for method in methods for k, v in self._attempt([method], x, targets, may_split).items()}
+        if len(x) == 1 or isinstance(error, NotApplicableError | LayerError | MethodError):
+            return {method.name: [error] * len(x) for method in methods}
+        size = (len(x) + 1) // 2 if is_too_large else 1
+        parts = [
+            self._attempt(methods, x[start : start + size], targets[start : start + size], may_split)
+            for start in range(0, len(x), size)
+        ]
+        return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
 
 
-def resolved(target: int | str | None, categories: Categories) -> int | None:
-    """The index of a class by index or name. Raises TargetError where there is none, as far as the names tell."""
+def find_class(target: int | str | None, categories: Categories) -> int | None:
+    """Return the index of a class given by index or name. Raises TargetError if the class names do not contain it."""
     if isinstance(target, str) and not (categories is not None and target in categories):
         target = int(target) if re.fullmatch(r"[+-]?\d+", target) else target
     return None if target is None else class_index(target, categories)
 
 
-def _target(targets: list[int | None]) -> TargetLike:
-    if all(each is None for each in targets):
-        return None
-    return ClassOfEach(tuple(targets))
+def load_model(options: RunOptions) -> nn.Module:
+    """Return the model of a run, on the CPU if it is given by name."""
+    return load(options.model, weights=options.weights) if isinstance(options.model, str) else options.model
 
 
-def _has_shape(each: Prepared, shape: tuple[int, ...]) -> bool:
-    return each.tensor is not None and tuple(each.tensor.shape) == shape
+def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
+    """Return the devices of a text such as "auto", "cpu" or "cuda:0,cuda:1".
+
+    "auto" is where the model is; for the name of a model, a GPU if there is one, else the CPU.
+
+    Raises:
+        BatchError: There is no such device.
+    """
+    if names == "auto":
+        like = None if isinstance(model, str) else reference_tensor(model)
+        has_gpu = isinstance(model, str) and torch.cuda.is_available()
+        return [torch.device("cuda" if has_gpu else "cpu") if like is None else like.device]
+    devices = []
+    for name in names.split(","):
+        try:
+            device = torch.device(name.strip())
+        except RuntimeError as error:
+            raise BatchError(f'no device "{name}"; try auto, cpu, cuda, cuda:1, mps or cuda:0,cuda:1') from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise BatchError(f"device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; try cpu")
+        devices.append(device)
+    return devices
 
 
-def _tensor(each: Prepared, shape: tuple[int, ...], sound: bool) -> Tensor:
-    return each.tensor if sound and each.tensor is not None else torch.zeros(shape, dtype=torch.float32, device="cpu")
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device. Raises BatchError if the device cannot be used."""
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BatchError(f"the device {device} cannot be used: {reason}; try cpu") from error
 
 
-def _without_frames(error: Exception) -> Exception:
-    """An error that holds on to none of the variables of the code that it came through."""
-    at: BaseException | None = error
-    while at is not None:
-        at.__traceback__ = None
-        at = at.__cause__ or at.__context__
-    return error
+def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
+    """Return a network per device. The first is the model itself, if it was loaded by name or is there already."""
+    like = reference_tensor(model)
+    here = torch.device("cpu") if like is None else like.device
+    replicas = []
+    for index, device in enumerate(devices):
+        replica = model if index == 0 and (isinstance(options.model, str) or device == here) else copy.deepcopy(model)
+        replicas.append(replica if device == here else move_model(replica, device))
+    return [Network(options, replica) for replica in replicas]
 
 
-def _release(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.empty_cache()
-
-
-def _built(job: Job, model: nn.Module) -> list[Attribution]:
-    """The methods of a job on a model, each with the options that it has."""
-    classes = [get_method(name) for name in job.methods]
+def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[Attribution]:
+    """Create the methods of a run, each with the options that it has."""
+    classes = [get_method(name) for name in options.methods]
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
-    for name in job.options:
+    for name in options.options:
         if name not in known:
             hint = did_you_mean(name, known) or (f"; there are {', '.join(known)}" if known else "")
-            raise MethodError(f'no option "{name}" of {", ".join(job.methods)}{hint}')
-    places = [_layer_options(cls, job.layer) for cls in classes]
-    if job.layer is not None and not any(places):
-        raise MethodError(f'layer="{job.layer}": no layer is read by {", ".join(job.methods)}; leave it out')
-    # "auto" settles the chunk size by the clock, and so the last bits of a map; a resumed run makes the same files.
-    options = {"chunk": CHUNK_ON_A_PROCESSOR if _on_a_processor(model) else CHUNK_ON_AN_ACCELERATOR, **job.options}
-    own = [{name: value for name, value in options.items() if name in cls.options()} for cls in classes]
-    try:
-        return [cls(model, **place, **options) for cls, place, options in zip(classes, places, own, strict=True)]
-    except TypeError as error:
-        raise MethodError(f"an option is not taken: {error}") from error
+            raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{hint}')
+    layers = [_layer_option(cls, options.layer) for cls in classes]
+    if options.layer is not None and not any(layers):
+        raise MethodError(f'layer="{options.layer}": no layer is read by {", ".join(options.methods)}; leave it out')
+    # A tuned chunk size would depend on timing, and the last bits of the values on it. A run has a bar of its own.
+    values = {"chunk": chunk, "progress": False, **options.options}
+    methods = []
+    for cls, layer in zip(classes, layers, strict=True):
+        given = layer | {name: value for name, value in values.items() if name in cls.options()}
+        try:
+            methods.append(cls(model, **given))
+        except TypeError as error:
+            raise MethodError(f"{cls.name} does not take {given}: {error}") from error
+    return methods
 
 
-def _on_a_processor(model: nn.Module) -> bool:
-    like = reference_tensor(model)
-    return like is None or like.device.type == "cpu"
-
-
-def _layer_options(cls: type[Attribution], layer: str | None) -> dict[str, Any]:
+def _layer_option(cls: type[Attribution], layer: str | None) -> dict[str, Any]:
     parameters = inspect.signature(cls.__init__).parameters
     if layer is None:
         return {}

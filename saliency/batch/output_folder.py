@@ -1,4 +1,4 @@
-"""The folder of a run: what it is called, what earlier runs left in it, and how it is cleared."""
+"""The output folder of a run: its lock, its head and listing, the names of its files, and how it is cleared."""
 
 from __future__ import annotations
 
@@ -7,23 +7,35 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..io.atomic_write import atomic_write
 from .errors import BatchError, unwritable
-from .image_entry import Photo, absolute
-from .manifest import MANIFEST, Manifest
+from .listing import ImageEntry, absolute
+from .manifest import MANIFEST, PARQUET, Manifest
 from .run_options import FORMATS
 
 LOCK = ".lock"
+FORMAT = "saliency batch 1"
+ABOUT = "manifest.json"
+LISTING = "listing.jsonl"
+PAGE = "index.html"
+
+OVERLAYS, PREVIEWS, HEAT, MAPS = "overlays", "photos", "heat", "maps"
+FOLDERS = (OVERLAYS, PREVIEWS, HEAT, MAPS)
+FILES = (PAGE, PARQUET, MANIFEST, LISTING, ABOUT)
+MAP_SUFFIX = "safetensors"
+
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
+_HEAD_TYPES = {"fingerprint": dict, "counts": dict, "methods": list, "finished": bool}
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder, held against other runs until the block or the process ends, however it ends.
+    """Lock the folder against other runs until the block or the process ends.
 
     Raises:
         BatchError: Another run holds it, or it cannot be written to.
@@ -34,9 +46,21 @@ def locked(folder: Path) -> Iterator[None]:
         raise unwritable(folder, error) from error
     with file:
         try:
-            _hold(file)
+            if sys.platform == "win32":
+                import msvcrt
+
+                file.seek(1 << 30)  # far from the process id, which others read
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise _refusal(folder, error) from error
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                raise BatchError(f"{folder} cannot be locked: {error.strerror}; choose a local folder") from error
+            holder = (folder / LOCK).read_bytes().decode("ascii", "replace").strip()
+            who = f"process {holder}" if holder else "another process"
+            raise BatchError(f"{folder} is in use by another run ({who}); wait for it, or choose another") from error
         try:
             file.truncate(0)
             file.write(str(os.getpid()).encode())
@@ -46,86 +70,74 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _hold(file: BinaryIO) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        file.seek(1 << 30)  # far from the number of the process, which others read
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _refusal(folder: Path, error: OSError) -> BatchError:
-    if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-        return BatchError(f"{folder} cannot be locked against other runs: {error.strerror}; choose a local folder")
-    holder = (folder / LOCK).read_bytes().decode("ascii", "replace").strip()
-    who = f"process {holder}" if holder else "another process"
-    return BatchError(f"{folder} is being written to by another run ({who}); wait for it, or choose another folder")
+def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:
+    """Return the path of each file of an image and method, relative to the folder."""
+    name = f"{image.name}.{method}"
+    return {
+        "overlay": f"{OVERLAYS}/{name}.{format}",
+        "heat": f"{HEAT}/{name}.webp",
+        "map": f"{MAPS}/{name}.{MAP_SUFFIX}",
+        "photo": f"{PREVIEWS}/{image.name}.jpg",
+    }
 
 
-FORMAT = "saliency batch 1"
-ABOUT = "manifest.json"
-LISTING = "listing.jsonl"
-PARQUET = "manifest.parquet"
-PAGE = "index.html"
-
-OVERLAYS, PHOTOS, HEAT, MAPS = "overlays", "photos", "heat", "maps"
-FOLDERS = (OVERLAYS, PHOTOS, HEAT, MAPS)
-FILES = (PAGE, PARQUET, MANIFEST, LISTING, ABOUT)
-PREVIEW_SUFFIX, HEAT_SUFFIX, MAP_SUFFIX = "jpg", "webp", "safetensors"
-
-_LEFT_OVER = re.compile(r"\.[0-9a-f]{32}\.part")
+def _all_names(images: Iterable[ImageEntry], methods: Sequence[str]) -> Iterator[str]:
+    for image in images:
+        names = (file_names(image, method, suffix) for method in methods for suffix in FORMATS)
+        yield from dict.fromkeys(name for each in names for name in each.values())
 
 
-class Folder:
-    """The folder of a run.
+class OutputFolder:
+    """The output folder of a run.
 
     Args:
-        path: Where it is, or is to be.
+        path: The folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def about(self, *, damaged: bool = False) -> dict[str, Any] | None:
-        """What `manifest.json` says; None where there is no run yet.
+    def read_head(self, *, damaged: bool = False) -> dict[str, Any] | None:
+        """Return the content of `manifest.json`; None if there is no run.
 
         Args:
-            damaged: Whether one that is damaged is taken too, for the run to be cleared, with the methods of its rows.
+            damaged: Whether a damaged head is accepted, to clear its run; it then has the methods of the rows.
 
         Raises:
-            BatchError: It is no manifest of ours, or of another format, or damaged.
+            BatchError: It is not a manifest of this format, or is damaged.
         """
         try:
-            found = json.loads((self.path / ABOUT).read_bytes())
+            head = json.loads((self.path / ABOUT).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
-            found = {"format": FORMAT} if self.listing(damaged=True) else None  # what lies beside it is ours
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise BatchError(f"{self.path / ABOUT} is none of this version of saliency batch; choose another folder")
-        if _is_whole(found):
-            return found
+            head = {"format": FORMAT} if self.read_listing(damaged=True) else None  # the listing beside it is ours
+        if not isinstance(head, dict) or head.get("format") != FORMAT:
+            raise BatchError(f"{self.path / ABOUT} is not of this version of saliency batch; choose another folder")
+        size = head.get("batch_size")
+        if (
+            all(isinstance(head.get(name), kind) for name, kind in _HEAD_TYPES.items())
+            and all(isinstance(method, dict) and isinstance(method.get("name"), str) for method in head["methods"])
+            and (type(size) is int and size >= 1)
+        ):
+            return head
         if not damaged:
             raise BatchError(
-                f"{self.path / ABOUT} is damaged; choose another folder, or begin anew with --restart (restart=True)"
+                f"{self.path / ABOUT} is damaged; choose another folder, or start anew with --restart (restart=True)"
             )
-        named = {row["method"] for row in Manifest(self.path, ()).rows()} - {None}
-        return {"methods": [{"name": name} for name in named]}
+        return {
+            "methods": [{"name": name} for name in {row["method"] for row in Manifest(self.path, ()).rows()} - {None}]
+        }
 
-    def write_about(self, about: dict[str, Any]) -> None:
-        """Replace `manifest.json`."""
-        with atomic_write(self.path / ABOUT) as temporary:
-            temporary.write_text(json.dumps(about, indent=1, ensure_ascii=True) + "\n", "utf-8", newline="\n")
+    def write_head(self, head: dict[str, Any]) -> None:
+        """Replace `manifest.json`. Raises StoppedError if it cannot be written."""
+        self._replace(ABOUT, json.dumps(head, indent=1) + "\n")
 
-    def listing(self, *, damaged: bool = False) -> list[Photo]:
-        """The photos that earlier runs have numbered.
+    def read_listing(self, *, damaged: bool = False) -> list[ImageEntry]:
+        """Return the numbered images of earlier runs.
 
         Args:
-            damaged: Whether lines that are none are passed over.
+            damaged: Whether damaged lines are skipped.
 
         Raises:
             BatchError: The file is damaged.
@@ -134,151 +146,101 @@ class Folder:
             lines = (self.path / LISTING).read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        found = []
+        images = []
         for line in lines:
             try:
-                found.append(Photo.from_json(line))
+                images.append(ImageEntry.from_json(line))
             except (TypeError, ValueError) as error:
                 if not damaged:
-                    raise BatchError(f"{self.path / LISTING} is damaged: {error}; begin anew with --restart") from error
-        return found
+                    raise BatchError(f"{self.path / LISTING} is damaged: {error}; start anew with --restart") from error
+        return images
 
-    def write_listing(self, photos: Sequence[Photo]) -> None:
-        """Replace the listing."""
-        with atomic_write(self.path / LISTING) as temporary:
-            temporary.write_text("".join(f"{photo.to_json()}\n" for photo in photos), "ascii", newline="\n")
+    def write_listing(self, images: Sequence[ImageEntry]) -> None:
+        """Replace the listing. Raises StoppedError if it cannot be written."""
+        self._replace(LISTING, "".join(f"{image.to_json()}\n" for image in images))
+
+    def _replace(self, name: str, text: str) -> None:
+        try:
+            with atomic_write(self.path / name) as temporary:
+                temporary.write_text(text, "ascii", newline="\n")
+        except OSError as error:
+            raise unwritable(self.path, error) from error
 
     def has_rows(self) -> bool:
-        """Whether a run has got as far as its first row."""
+        """Return whether a run has written its first row."""
         path = self.path / MANIFEST
         return path.is_file() and path.stat().st_size > 0
 
-    def tidy(self) -> None:
-        """Remove what writers that were killed have left under temporary names."""
+    def remove_temporary_files(self) -> None:
+        """Remove the temporary files of writers that were killed."""
         for folder, _, files in self._walk():
-            for name in files:
-                if _LEFT_OVER.fullmatch(name):
-                    (Path(folder) / name).unlink(missing_ok=True)
+            for name in filter(_TEMPORARY.fullmatch, files):
+                (Path(folder) / name).unlink(missing_ok=True)
 
-    def clear(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
-        """Remove what a run has made, or may have made when it was stopped, and nothing else."""
-        self.remove(photos, methods)
-        for folder, _, _ in reversed(list(self._walk())):
-            if Path(folder) != self.path:
-                with suppress(OSError):  # what is not empty holds files of others
-                    Path(folder).rmdir()
+    def clear(self, images: Sequence[ImageEntry], methods: Sequence[str]) -> None:
+        """Remove everything that a run writes, and nothing else."""
+        self.remove(images, methods)
+        for folder, _, _ in reversed(list(self._walk())[1:]):
+            with suppress(OSError):  # a folder that is not empty holds files of others
+                Path(folder).rmdir()
         # The head goes last: a run that is stopped before can be cleared again.
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
 
-    def remove(self, photos: Iterable[Photo], methods: Sequence[str]) -> None:
-        """Remove what was made of some photos."""
-        for photo in photos:
-            for name in _all_names(photo, methods):
-                with suppress(OSError):
-                    os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - as many as there are files
+    def remove(self, images: Iterable[ImageEntry], methods: Sequence[str]) -> None:
+        """Remove the files of some images."""
+        for name in _all_names(images, methods):
+            with suppress(OSError):
+                os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - called for every file
 
-    def require_free(self, photos: Sequence[Photo], methods: Sequence[str]) -> None:
-        """Raise BatchError where a new run would replace a file that is not its own."""
-        there = [each for each in FOLDERS if (self.path / each).is_dir()]
-        names: Iterator[str] = (name for photo in photos for name in _all_names(photo, methods)) if there else iter(())
-        for name in (*FILES, *names):
+    def require_free(self, images: Sequence[ImageEntry], methods: Sequence[str]) -> None:
+        """Raise BatchError if a new run would replace a file that is not its own."""
+        is_used = any((self.path / name).is_dir() for name in FOLDERS)
+        for name in (*FILES, *(_all_names(images, methods) if is_used else ())):
             if os.path.lexists(f"{self.path}/{name}"):
                 raise BatchError(
-                    f"{self.path} holds files of others: {name} would be replaced; choose another folder for --out"
+                    f"{self.path} holds other files: {name} would be replaced; choose another folder for --out"
                 )
 
     def _walk(self) -> Iterator[tuple[str, list[str], list[str]]]:
-        yield str(self.path), [], [each.name for each in os.scandir(self.path)]
+        yield str(self.path), [], [entry.name for entry in os.scandir(self.path)]
         for name in FOLDERS:
             yield from os.walk(self.path / name)
 
 
-class Own:
-    """What the run itself has made, or is to make.
+def output_test(out: Path | None) -> Callable[[str], bool]:
+    """Return a function that tells whether the run in `out` wrote a path.
 
-    Args:
-        out: The folder of the run; None for none.
+    That function raises BatchError for files that exist where a new run would write: later they could not be told
+    from its own.
     """
+    top = None if out is None else os.path.realpath(out)
+    is_resumed = top is not None and os.path.lexists(f"{top}/{ABOUT}")
 
-    def __init__(self, out: Path | None) -> None:
-        self._out = None if out is None else os.path.realpath(out)
-        self._goes_on = self._out is not None and os.path.lexists(f"{self._out}/{ABOUT}")
-
-    def has_made(self, path: str) -> bool:
-        """Whether the run has made a file or a folder.
-
-        Raises:
-            BatchError: It has not, but would write there, so that later its files could not be told from what is there.
-        """
-        if self._out is None:
+    def is_own(path: str) -> bool:
+        if top is None:
             return False
-        inside = os.path.relpath(os.path.realpath(path), self._out)
+        inside = os.path.relpath(os.path.realpath(path), top)
         first = next(iter(Path(inside).parts), "")
-        if first in FOLDERS and not self._goes_on and os.path.lexists(path):
+        if first in FOLDERS and not is_resumed and os.path.lexists(path):
             raise BatchError(
-                f"{os.path.join(self._out, first)} is there already, and the run would write there; "  # noqa: PTH118
-                "choose another folder for --out"
+                f"{os.path.join(top, first)} exists, and the run would write there; choose another folder for --out"  # noqa: PTH118
             )
-        return self._goes_on and (first in FOLDERS or inside in FILES)
+        return is_resumed and (first in FOLDERS or inside in FILES)
+
+    return is_own
 
 
-def is_made(path: str, named: str) -> bool:
-    """Whether some run has made a file or a folder, as far as the folders below `named` tell."""
-    top = absolute(named)
-    inside = absolute(path)
+def is_run_output(path: str, top: str) -> bool:
+    """Return whether any run wrote a file or folder, judging by the folders below `top`."""
+    end, inside = absolute(top), absolute(path)
     is_last = True
-    while inside != top:
+    while inside != end and os.path.dirname(inside) != inside:  # noqa: PTH120
         folder, name = os.path.split(inside)
-        if folder == inside:
-            break
-        if (name in FOLDERS or (is_last and name in FILES)) and _holds_a_run(folder):
+        if (name in FOLDERS or (is_last and name in FILES)) and all(
+            os.path.isfile(f"{folder}/{each}")  # noqa: PTH113
+            for each in (ABOUT, LISTING)
+        ):
             return True
         inside, is_last = folder, False
     return False
-
-
-def overlay_file(photo: Photo, method: str, format: str) -> str:
-    """Where the overlay of a photo lies in the folder."""
-    return f"{OVERLAYS}/{photo.name}.{method}.{format}"
-
-
-def preview_file(photo: Photo) -> str:
-    """Where the plain photo lies, small."""
-    return f"{PHOTOS}/{photo.name}.{PREVIEW_SUFFIX}"
-
-
-def heat_file(photo: Photo, method: str) -> str:
-    """Where the map alone lies, in colours."""
-    return f"{HEAT}/{photo.name}.{method}.{HEAT_SUFFIX}"
-
-
-def map_file(photo: Photo, method: str) -> str:
-    """Where the raw values lie."""
-    return f"{MAPS}/{photo.name}.{method}.{MAP_SUFFIX}"
-
-
-def _all_names(photo: Photo, methods: Sequence[str]) -> Iterator[str]:
-    yield preview_file(photo)
-    for method in methods:
-        yield heat_file(photo, method)
-        yield map_file(photo, method)
-        yield from (overlay_file(photo, method, each) for each in FORMATS)
-
-
-def _is_whole(about: dict[str, Any]) -> bool:
-    """Whether a head has all that a run reads of it."""
-    kinds = {"fingerprint": dict, "counts": dict, "batches": list, "methods": list, "finished": bool}
-    if not all(isinstance(about.get(name), kind) for name, kind in kinds.items()):
-        return False
-    pieces = all(
-        isinstance(each, list) and len(each) == 2 and all(type(number) is int and number >= 0 for number in each)
-        for each in about["batches"]
-    )
-    size = about.get("batch_size", 0)
-    methods = all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in about["methods"])
-    return pieces and methods and (size is None or (type(size) is int and size >= 1))
-
-
-def _holds_a_run(folder: str) -> bool:
-    return all(os.path.isfile(f"{folder}/{name}") for name in (ABOUT, LISTING))  # noqa: PTH113

@@ -1,278 +1,307 @@
-"""A run from its beginning to its end: what is missing in the folder is made, and told of in the photos' order."""
+"""A run from beginning to end: whatever is missing in the folder is written, in the order of the images."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .batch_size import Plan
-from .errors import BatchError, unwritable
-from .image_entry import Photo
-from .listing import joined
-from .manifest import Manifest
-from .output_folder import FORMAT, LISTING, PAGE, PARQUET, Folder
-from .progress import Orders, Progress, Summary, interrupts
-from .run_options import Job, differences
+from .errors import BatchError, Failure, StoppedError, unwritable
+from .listing import ImageEntry, merge_listing
+from .manifest import PARQUET, Manifest, Row, write_parquet
+from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
+from .run_options import Progress, RunOptions, Summary
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
-    from .drawing import Made
-    from .manifest_writer import Committer
-    from .work_group import Engine, Group
+    from .network import Task
 
 DISTRIBUTION = "saliency-toolkit"
+FAILURES_SHOWN = 20
+"""Failures that a summary lists."""
+
+
+class Engine(Protocol):
+    """Where a run is executed."""
+
+    def batch_size(self, images: int) -> int:
+        """Return the images per batch for a run that does not say."""
+
+    def execute(
+        self, options: RunOptions, out: Path, model: nn.Module, groups: Iterator[Sequence[Task]], is_first: bool
+    ) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images.
+
+        Args:
+            options: Options of the run.
+            out: Folder of the run.
+            model: The model, on the CPU if it was loaded by name.
+            groups: The batches. An image without methods only keeps its position.
+            is_first: Whether nothing has been written yet.
+
+        Raises:
+            BatchTooLargeError: The first group of a folder without rows does not fit into memory.
+            StoppedError: The folder cannot be written to, or the engine failed.
+        """
 
 
 class Run:
-    """One run in a folder that is locked.
+    """One run in a locked folder.
 
     Args:
-        job: What is done to each photo.
-        found: The photos that the sources lead to now.
+        options: Options of the run.
+        found: Images that the sources give now.
         folder: The folder.
-        orders: How it goes about.
     """
 
-    def __init__(self, job: Job, found: Sequence[Photo], folder: Folder, orders: Orders) -> None:
-        self.job, self.folder, self.orders = job, folder, orders
-        self._began = time.monotonic()
-        self._noted = 0
-        folder.tidy()
-        about = folder.about(damaged=orders.restart)
-        if about is not None and (orders.restart or not folder.has_rows()):
-            folder.clear(folder.listing(damaged=True), [each["name"] for each in about["methods"]] or job.methods)
-            about = None
-        listed = folder.listing() if about is not None else []
-        if about is not None and not listed:
-            raise BatchError(f"{folder.path / LISTING} is missing or empty; begin anew with --restart (restart=True)")
-        self.fresh = about is None
-        self.listing = joined(listed, found)
-        self.photos = self.listing.photos
-        if about is None:
-            folder.require_free(self.photos, job.methods)
-        self.about = self._checked(about)
-        self.manifest = Manifest(folder.path, job.methods, len(self.photos))
-        # The rows go first and the stamps are written last: wherever this is cut short, changes are noticed again.
-        self.manifest.read(again=orders.retry, changed=self.listing.changed)
-        folder.remove([self.photos[at] for at in self.listing.changed], job.methods)
+    def __init__(self, options: RunOptions, found: Sequence[ImageEntry], folder: Path) -> None:
+        self.options, self.folder = options, OutputFolder(folder)
+        self._start = time.monotonic()
+        self._fresh = 0
+        self._failures: list[tuple[str, str, str]] = []
+        self.folder.remove_temporary_files()
+        head = self.folder.read_head(damaged=options.restart)
+        if head is not None and (options.restart or not self.folder.has_rows()):
+            methods = [method["name"] for method in head["methods"]] or options.methods
+            self.folder.clear(self.folder.read_listing(damaged=True), methods)
+            head = None
+        listed = self.folder.read_listing() if head is not None else []
+        if head is not None and not listed:
+            raise BatchError(f"{folder / LISTING} is missing or empty; start anew with --restart (restart=True)")
+        self.is_new = head is None
+        self.listing = merge_listing(listed, found)
+        self.images = self.listing.images
+        if head is None:
+            self.folder.require_free(self.images, options.methods)
+        self.head = self._new_head() if head is None else self._checked_head(head)
+        limit = options.limit
+        self.total = len(self.images) if limit is None else min(limit, len(self.images))
+        self.manifest = Manifest(folder, options.methods, len(self.images))
+        # Rows first, stamps last: wherever this is interrupted, changes are noticed again.
+        self.manifest.read(retry=options.retry, changed=self.listing.changed)
+        self.folder.remove([self.images[index] for index in self.listing.changed], options.methods)
 
-    def _checked(self, about: dict[str, Any] | None) -> dict[str, Any]:
-        """The manifest's head, of this run or the one that it goes on with."""
-        fingerprint = self.job.fingerprint()
-        if about is None:
-            return {
-                "format": FORMAT,
-                "versions": _versions(),
-                "model": {"name": self.job.model_name, "weights": fingerprint["weights"]},
-                "command": list(self.orders.command),
-                "fingerprint": fingerprint,
-                "batch_size": None,
-                "batches": [],
-                "counts": {},
-                "methods": [],
-                "categories": None,
-                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "finished": False,
-            }
-        different = differences(about["fingerprint"], fingerprint)
+    def _new_head(self) -> dict[str, Any]:
+        fingerprint = self.options.fingerprint()
+        versions = {"python": sys.version.split()[0]}
+        for name, distribution in (("saliency", DISTRIBUTION), ("torch", "torch"), ("torchvision", "torchvision")):
+            with suppress(PackageNotFoundError):
+                versions[name] = version(distribution)
+        return {
+            "format": FORMAT,
+            "versions": versions,
+            "model": {"name": self.options.model_name, "weights": fingerprint["weights"]},
+            "command": list(self.options.command),
+            "fingerprint": fingerprint,
+            "batch_size": self.options.batch_size,
+            "counts": {},
+            "methods": [],
+            "categories": None,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "finished": False,
+        }
+
+    def _checked_head(self, head: dict[str, Any]) -> dict[str, Any]:
+        old, new = head["fingerprint"], self.options.fingerprint()
+        different = [
+            f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
+            for name in dict.fromkeys([*old, *new])
+            if old.get(name) != new.get(name)
+        ]
         if different:
             raise BatchError(
-                f"{self.folder.path} holds a run of another kind: {'; '.join(different)}; choose another folder, or "
-                "begin anew with --restart (restart=True), which removes what that run made"
+                f"{self.folder.path} holds a run with other options: {'; '.join(different)}; choose another folder, or "
+                "start anew with --restart (restart=True), which removes the files of that run"
             )
-        return about
-
-    @property
-    def last(self) -> int:
-        """The number of photos that are to be done."""
-        limit = self.orders.limit
-        return len(self.photos) if limit is None else min(limit, len(self.photos))
-
-    def missing(self, index: int) -> tuple[str, ...]:
-        """The methods of a photo that have no row."""
-        if index >= self.last:
-            return ()
-        standing = self.manifest.standing
-        return tuple(name for place, name in enumerate(self.job.methods) if not standing.is_done(index, place))
+        return head
 
     def is_complete(self) -> bool:
-        """Whether nothing is missing."""
-        everything = (1 << len(self.job.methods)) - 1
-        done = self.manifest.standing.done
-        return all(done.get(index, 0) & everything == everything for index in range(self.last))
+        """Return whether nothing is missing."""
+        everything = (1 << len(self.options.methods)) - 1
+        done = self.manifest.state.done
+        return all(done.get(index, 0) & everything == everything for index in range(self.total))
 
-    def work(self, engine: Engine, lanes: int, most: int) -> tuple[int, tuple[tuple[str, str, str], ...], bool]:
-        """Do what is missing: how many photos were done, the first failures, and whether it was interrupted.
+    def execute(self, engine: Engine) -> None:
+        """Write what is missing.
 
-        Args:
-            engine: Where it is done.
-            lanes: How many groups it does at once.
-            most: The largest batch that is tried.
+        Raises:
+            KeyboardInterrupt: Ctrl-C, or SIGTERM where it does the same; images under way are finished first.
+            StoppedError: Nothing can be written any more, or an image failed in a strict run.
         """
-        from .manifest_writer import Committer
-        from .work_group import Work, loaded
+        from .network import Network, load_model
 
-        model = loaded(self.job)
-        self._begin(model)
-        plan = self._plan(lanes, most)
-        committer = Committer(self.folder.path, self.manifest, strict=self.orders.strict)
-        with interrupts() as stopping:
-            work = Work(self.job, self.folder.path, model, plan, self._groups(plan, committer), stopping)
-            with closing(_generator(engine(work))) as results:
-                for made in results:
-                    self._require_sense(made)
-                    self._note(plan)
-                    for each in made:
-                        committer.add(each)
-                    self._tell(committer)
-        return committer.fresh, tuple(committer.failures), stopping()
+        options = self.options
+        model = load_model(options)
+        self._check_and_describe(Network(options, model))
+        # A resumed run keeps the size of its batches; only a smaller one is taken, for a lack of memory.
+        known = [size for size in (options.batch_size, self.head["batch_size"]) if size is not None]
+        size = min(known, default=engine.batch_size(len(self.images)))
+        self.head |= {"batch_size": size, "finished": False}
+        with interruption() as is_interrupted:
+            try:
+                # The head first: without one, a listing counts as a file of others.
+                self.folder.write_head(self.head)
+                if self.listing.is_new:
+                    self.folder.write_listing(self.images)
+                self.manifest.open()
+                while not self._is_executed(engine, model, is_interrupted):
+                    # The first batch is too large, and nothing is written yet: start with batches of half its size.
+                    self.head["batch_size"] = (self.head["batch_size"] + 1) // 2
+                    self.folder.write_head(self.head)
+            except OSError as error:
+                raise unwritable(self.folder.path, error) from error
+            if is_interrupted():
+                raise KeyboardInterrupt(f"{self._done()} of {self.total} images are done; re-run to resume")
 
-    def _plan(self, lanes: int, most: int) -> Plan:
-        """The groups: those that have rows as they were, the others as they come."""
-        done = self.manifest.standing.done
-        pieces = [(int(start), int(size)) for start, size in self.about["batches"]]
-        return Plan(
-            len(self.photos),
-            self.orders.batch_size,
-            most=most,
-            lanes=lanes,
-            pieces=pieces,
-            fixed=max(done, default=-1) + 1,
-            settled=self.about["batch_size"],
-        )
+    def _is_executed(self, engine: Engine, model: nn.Module, is_interrupted: Callable[[], bool]) -> bool:
+        """Run the engine, and return whether the size of the batches fits into memory."""
+        from .network import BatchTooLargeError
 
-    def _groups(self, plan: Plan, committer: Committer) -> Iterator[Group]:
-        """The groups in which something is missing, each written down before it is handed out."""
-        from .drawing import Task
+        groups = self._groups(self.head["batch_size"], is_interrupted)
+        is_first = not self.manifest.state.rows
+        with closing(engine.execute(self.options, self.folder.path, model, groups, is_first)) as rows_of_images:
+            try:
+                for rows in rows_of_images:
+                    self._add(rows)
+            except BatchTooLargeError:
+                return False
+        return True
 
-        while (numbers := plan.next()) is not None and numbers.start < self.last:
-            wanted = [self.missing(index) for index in numbers]
-            self._note(plan)
-            if any(wanted):
-                committer.expect(numbers, wanted)
-                yield [Task(index, self.photos[index], its) for index, its in zip(numbers, wanted, strict=True)]
+    def _check_and_describe(self, network: Any) -> None:
+        """Add methods and classes to the head. Raises BatchError for a colormap that does not exist."""
+        if self.options.style.colormap is not None:
+            from ..render.colors import table
 
-    def _note(self, plan: Plan) -> None:
-        """Write down the groups where they are others than the manifest's head says."""
-        if plan.changes != self._noted:
-            self._noted = plan.changes
-            self.about["batches"] = [list(piece) for piece in plan.pieces]
-            self.about["batch_size"] = plan.settled
-            self._write_about()
-
-    def _begin(self, model: nn.Module) -> None:
-        """Write the listing and the head of the manifest. Raises what is wrong with the model or its methods."""
-        from ..render.colors import table
-        from .network import Network
-
-        network = Network(self.job, model)
-        if network.preprocess is None:
-            raise BatchError(
-                f"{self.job.model_name} carries no preprocessing; set model.preprocess, as saliency.load does"
-            )
-        if self.job.look.colormap is not None:
-            table(self.job.look.colormap)
-        self.about["methods"] = [
-            {"name": each.name, "settings": dict(each.settings), "sign": each.sign, "units": each.units}
-            for each in network.methods
+            table(self.options.style.colormap)
+        self.head["methods"] = [
+            {"name": method.name, "settings": dict(method.settings), "sign": method.sign, "units": method.units}
+            for method in network.methods
         ]
-        self.about["categories"] = None if network.categories is None else len(network.categories)
-        self.about["finished"] = False
-        try:
-            # The head first: a listing without one is taken for a file of others, a head without rows for nothing.
-            self.folder.write_about(self.about)
-            if self.listing.is_new:
-                self.folder.write_listing(self.photos)
-            self.manifest.open()
-        except OSError as error:
-            raise unwritable(self.folder.path, error) from error
+        self.head["categories"] = None if network.categories is None else len(network.categories)
 
-    def _require_sense(self, group: Sequence[Made]) -> None:
-        """Raise what is wrong with the call rather than with a photo, as long as nothing was made."""
-        rows = [row for made in group for row in made.rows]
-        blamed = {"MethodError"} | ({"TargetError"} if self.job.target is not None else set())
-        blamed |= {"LayerError"} if self.job.layer is not None else set()
-        targets = {self.photos[made.index].target for made in group}
-        nothing_yet = self.manifest.standing.rows == 0 and targets == {None}
-        if nothing_yet and rows and all(row["error_kind"] in blamed for row in rows):
-            raise BatchError(rows[0]["error"])
+    def _groups(self, size: int, is_interrupted: Callable[[], bool]) -> Iterator[Sequence[Task]]:
+        """Yield the batches in which something is missing. The batch of an image is its number divided by the size."""
+        from .network import Task
 
-    def _write_about(self) -> None:
-        try:
-            self.folder.write_about(self.about)
-        except OSError as error:
-            raise unwritable(self.folder.path, error) from error
+        for start in range(0, self.total, size):
+            if is_interrupted():
+                return
+            group = range(start, min(start + size, len(self.images)))
+            missing = [
+                tuple(
+                    name
+                    for method, name in enumerate(self.options.methods)
+                    if index < self.total and not self.manifest.state.is_done(index, method)
+                )
+                for index in group
+            ]
+            if any(missing):
+                yield [Task(index, self.images[index], methods) for index, methods in zip(group, missing, strict=True)]
 
-    def _tell(self, committer: Committer) -> None:
-        if self.orders.on_progress is not None:
-            failed = len(self.manifest.standing.failed)
-            self.orders.on_progress(Progress(self._begun(), self.last, committer.fresh, failed))
+    def _add(self, rows: list[Row]) -> None:
+        """Append the rows of an image to the manifest."""
+        options, state = self.options, self.manifest.state
+        failed = [row for row in rows if row["error"] is not None]
+        if state.rows == sum(state.kinds.values()) and self.images[rows[0]["index"]].target is None:
+            require_sensible_options(
+                options, [Failure(row["error_kind"], row["error"]) if row["error"] else None for row in rows]
+            )
+        if failed and options.strict:
+            method = f" by {failed[0]['method']}" if failed[0]["method"] else ""
+            reason = f"{failed[0]['source']}{method}: {failed[0]['error']}"
+            raise StoppedError(f"{reason}; --strict (strict=True) stops at the first failure")
+        self.manifest.append(rows)
+        self._fresh += 1
+        self._failures += [(row["source"], row["method"] or "", row["error"]) for row in failed]
+        del self._failures[FAILURES_SHOWN:]
+        if options.on_progress is not None:
+            options.on_progress(Progress(self._done(), self.total, self._fresh, len(state.failed)))
 
-    def _begun(self) -> int:
-        """How many of the photos that are to be done have a row; an earlier run may have done others."""
-        done = self.manifest.standing.done
-        return len(done) if self.last == len(self.photos) else sum(index < self.last for index in done)
+    def _done(self) -> int:
+        """Return how many of the images up to the limit have a row; an earlier run may have done others."""
+        done = self.manifest.state.done
+        return len(done) if self.total == len(self.images) else sum(index < self.total for index in done)
 
-    def finish(self) -> Path:
-        """Bring the manifests to their final form, and make the page; its path."""
-        standing, complete = self.manifest.standing, self.is_complete()
-        counts = {"photos": len(self.photos), "rows": standing.rows, "failed": len(standing.failed)}
-        same = standing.ordered and self.about["counts"] == counts and self.about["finished"] == complete
-        page = self.folder.path / PAGE
+    def finish(self) -> Summary:
+        """Sort the manifest, write the table and the page, and return the summary."""
+        state, complete = self.manifest.state, self.is_complete()
+        counts = {"photos": len(self.images), "rows": state.rows, "failed": len(state.failed)}
+        is_same = state.is_sorted and self.head["counts"] == counts and self.head["finished"] == complete
+        page, table = self.folder.path / PAGE, self.folder.path / PARQUET
         try:
             self.manifest.sort()
-            if not same:
-                self.about |= {"counts": counts, "finished": complete}
-                self._write_about()
-            from .parquet import write_parquet
+            if not is_same:
+                self.head |= {"counts": counts, "finished": complete}
+                self.folder.write_head(self.head)
+            if not (is_same and table.is_file()):
+                write_parquet(self.manifest.rows(), table)
+            if not (is_same and page.is_file()):
+                from .report import report
 
-            if not (same and (self.folder.path / PARQUET).is_file()):
-                write_parquet(self.manifest.rows(), self.folder.path / PARQUET)
-            if not (same and page.is_file()):
-                return _page(self.folder.path)
+                report(self.folder.path)
         except OSError as error:
             raise unwritable(self.folder.path, error) from error
-        return page
-
-    def summary(self, page: Path | None, fresh: int = 0, failures: Sequence[tuple[str, str, str]] = ()) -> Summary:
-        """What became of the run."""
-        standing = self.manifest.standing
         return Summary(
             self.folder.path,
             page,
-            self.last,
-            self._begun(),
-            fresh,
-            len(standing.failed),
-            Counter(standing.kinds),
-            tuple(failures),
-            time.monotonic() - self._began,
+            self.total,
+            self._done(),
+            self._fresh,
+            len(state.failed),
+            Counter(state.kinds),
+            tuple(self._failures),
+            time.monotonic() - self._start,
             len(self.listing.changed),
             self.listing.removed,
         )
 
 
-def _page(folder: Path) -> Path:
-    from .report import report
+def require_sensible_options(options: RunOptions, failures: Sequence[Failure | None]) -> None:
+    """Raise BatchError if the options are to blame for the failures of the first image, None where a method succeeded.
 
-    return report(folder)
+    Otherwise every image of the run would fail for the same reason.
+    """
+    blamed = [failure for failure in failures if failure is not None and failure.kind in ("MethodError", "TargetError")]
+    layers = [failure for failure in failures if failure is not None and failure.kind == "LayerError"]
+    if options.layer is not None and layers:
+        raise BatchError(layers[0].reason)
+    if failures and len(blamed) == len(failures):
+        raise BatchError(blamed[0].reason)
 
 
-def _generator(results: Iterator[Any]) -> Any:
-    """The results as what can be closed: an engine is ended where the run stops on its way."""
-    yield from results
+@contextmanager
+def interruption() -> Iterator[Callable[[], bool]]:
+    """Return a function that tells whether Ctrl-C was pressed, or SIGTERM came where it does the same.
 
+    The first interruption ends the run after the images under way; a second one does not wait.
+    """
+    pressed = False
 
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name, distribution in (("saliency", DISTRIBUTION), ("torch", "torch"), ("torchvision", "torchvision")):
-        with suppress(PackageNotFoundError):
-            found[name] = version(distribution)
-    return found
+    def note(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if is_main and signal.getsignal(number) is signal.default_int_handler
+    ]
+    for number in handled:
+        signal.signal(number, note)
+    try:
+        yield lambda: pressed
+    finally:
+        for number in handled:
+            signal.signal(number, signal.default_int_handler)

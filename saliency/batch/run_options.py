@@ -1,16 +1,17 @@
-"""What a run does to each photo: everything that its files depend on, besides the photos."""
+"""Options of a run, and the fingerprint of those that its files depend on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..validation import real_number
+from ..validation import check_choice, check_whole_number, real_number
 from .errors import BatchError
 
 if TYPE_CHECKING:
@@ -23,16 +24,64 @@ FORMATS: tuple[Format, ...] = ("png", "jpg", "webp")
 SIGNS: tuple[Sign, ...] = ("positive", "signed", "absolute")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """How the overlays are drawn; see `saliency.overlay`.
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is.
 
     Attributes:
-        format: Of the overlays: "png" loses nothing, "jpg" is a seventh of its size and several times faster.
-        opacity: 0..1, or "map".
-        colormap: Any name of matplotlib; None for the usual ones.
-        sign: How the values are read: "positive", "signed" or "absolute"; None as the method's authors do.
-        percentile: Where colours saturate.
+        done: Number of images with results, from this run and earlier ones.
+        total: Number of images.
+        fresh: Number of images explained by this run.
+        failed: Number of images with an error.
+    """
+
+    done: int
+    total: int
+    fresh: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Result of a run.
+
+    Attributes:
+        folder: The output folder.
+        page: The gallery page.
+        images: Number of images of the run.
+        done: Number of images with results, from this run and earlier ones.
+        fresh: Number of images explained by this run.
+        failed: Number of images with an error.
+        kinds: Number of failed rows by class of error.
+        failures: First failures of this run: (source, method, reason).
+        seconds: Duration of this run.
+        changed: Number of images that changed since they were listed and were explained again.
+        removed: Sources of the images that no longer exist; their overlays are kept.
+    """
+
+    folder: Path
+    page: Path
+    images: int
+    done: int
+    fresh: int
+    failed: int
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: tuple[tuple[str, str, str], ...] = ()
+    seconds: float = 0.0
+    changed: int = 0
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlayStyle:
+    """How overlays are drawn; see `saliency.overlay`.
+
+    Attributes:
+        format: File format. "png" is lossless; "jpg" is about a seventh of its size and several times faster.
+        opacity: A number in 0..1, or "map".
+        colormap: Name of a matplotlib colormap; None for inferno, or RdBu_r for signed maps.
+        sign: "positive", "signed" or "absolute"; None for the method's default.
+        percentile: Percentile of the values at full colour.
     """
 
     format: Format = "png"
@@ -42,40 +91,55 @@ class Look:
     percentile: float | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise BatchError(f'format "{self.format}" is not one of {", ".join(FORMATS)}')
+        check_choice("format", self.format, FORMATS, error=BatchError)
+        if self.sign is not None:
+            check_choice("sign", self.sign, SIGNS, error=BatchError)
         if self.opacity != "map":
             real_number("opacity", self.opacity, least=0, most=1, hint=', or "map"', error=BatchError)
         if self.percentile not in (None, "auto"):
             hint = ', "auto" or None'
             real_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)
-        if self.sign not in (None, *SIGNS):
-            raise BatchError(f'sign "{self.sign}" is not one of {", ".join(SIGNS)}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A model, methods and a look.
+class RunOptions:
+    """Options of a run. Those up to `maps` determine the content of its files.
 
     Attributes:
-        model: A name that `saliency.load` takes, or a model.
-        weights: As for `saliency.load`; of no meaning where the model is one.
+        model: A name that `saliency.load` accepts, or a model.
+        weights: As for `saliency.load`; ignored if `model` is a model.
         methods: Names in the registry.
-        layer: For the methods that read one; None for the one that is found by itself.
-        options: Options of the methods, each for those that have it.
-        target: A class index or name for all photos that name none; None for each photo's top class.
-        look: How the overlays are drawn.
-        maps: Whether the values are kept too.
+        layer: Layer for the methods that read one; None for their default.
+        options: Options of the methods, applied to each method that has them.
+        target: Class index or name for all images without their own target; None for the top class of each image.
+        style: How overlays are drawn.
+        maps: Whether the values are saved.
+        batch_size: Number of images per batch; None for the default of the device.
+        restart: Whether the results of an earlier run are removed first.
+        retry: Whether images that failed in an earlier run are tried again.
+        limit: Number of images to explain, in the order of the listing.
+        strict: Whether the first failure stops the run.
+        command: The command line, for the manifest.
+        on_progress: Called after every image.
+        with_manifest: Whether the files of the manifest and its page are written; else only overlays and values.
     """
 
     model: str | nn.Module
     weights: str | None = "default"
-    methods: tuple[str, ...] = ("grad_cam",)
+    methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     target: int | str | None = None
-    look: Look = field(default_factory=Look)
+    style: OverlayStyle = field(default_factory=OverlayStyle)
     maps: bool = False
+    batch_size: int | None = None
+    restart: bool = False
+    retry: bool = False
+    limit: int | None = None
+    strict: bool = False
+    command: Sequence[str] = ()
+    on_progress: Callable[[Progress], None] | None = None
+    with_manifest: bool = True
 
     def __post_init__(self) -> None:
         methods: object = self.methods
@@ -83,34 +147,33 @@ class Job:
             raise BatchError(f"methods={methods!r}: expected a list of names, such as ['grad_cam']")
         if len(set(methods)) < len(methods):
             raise BatchError(f"methods={list(methods)}: a method is named twice")
+        for name in ("batch_size", "limit"):
+            if getattr(self, name) is not None:
+                check_whole_number(name, getattr(self, name), error=BatchError)
 
     @property
     def model_name(self) -> str:
-        """What the model is called."""
+        """The name of the model, or of its class."""
         return self.model if isinstance(self.model, str) else type(self.model).__name__
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the files depend on, as JSON: two runs with the same one may go on with each other's folder."""
-        look = self.look
-        found = {
+        """Return the options that the files depend on, as JSON. Runs with equal fingerprints resume each other."""
+        style = {name: getattr(self.style, name) for name in ("format", "opacity", "colormap", "sign", "percentile")}
+        values = {
             "model": self.model_name,
             "weights": self._weights(),
             "methods": list(self.methods),
             "layer": self.layer,
             "options": dict(sorted(self.options.items())),
             "target": self.target,
-            "format": look.format,
-            "opacity": look.opacity,
-            "colormap": look.colormap,
-            "sign": look.sign,
-            "percentile": look.percentile,
+            **style,
             "maps": self.maps,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))  # as it comes back from the file
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # equal to what the file gives back
         return plain
 
     def _weights(self) -> str | None:
-        """The weights by name, or by what they are where they come from a file or are in memory."""
+        """Return the name of the weights, or a digest of a file or a model in memory."""
         if not isinstance(self.model, str):
             return f"sha256:{_digest(self.model)}"
         if self.weights is None or not os.path.isfile(self.weights):  # noqa: PTH113 - unlike Path, never raises
@@ -119,24 +182,15 @@ class Job:
             return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What is not the same in two fingerprints, in words."""
-    return [
-        f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
-    ]
-
-
 def _digest(model: nn.Module) -> str:
     import torch
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        found.update(name.encode())
+        digest.update(name.encode())
         if isinstance(value, torch.Tensor):
-            found.update(_bytes(value))
-    return found.hexdigest()[:16]
+            digest.update(_bytes(value))
+    return digest.hexdigest()[:16]
 
 
 def _bytes(values: Tensor) -> memoryview:
@@ -145,8 +199,8 @@ def _bytes(values: Tensor) -> memoryview:
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _plain(value: object) -> str:
-    """An option that JSON does not take; a tensor by all its values, of which its text leaves out most."""
+def _describe(value: object) -> str:
+    """Describe an option that JSON does not hold. A tensor's text omits most of its values, so they are digested."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..batch import FORMATS, SIGNS, Look
+from ..batch import FORMATS, SIGNS, OverlayStyle
 from ..errors import did_you_mean
 
 MODEL = "efficientnet_lite0"
@@ -86,10 +86,10 @@ class Parser(argparse.ArgumentParser):
 # From words to values ------------------------------------------------------------------------------------------
 
 
-def overlay_style(arguments: argparse.Namespace) -> Look:
+def overlay_style(arguments: argparse.Namespace) -> OverlayStyle:
     """Return how overlays are drawn."""
     names = ("format", "opacity", "colormap", "sign", "percentile")
-    return Look(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})
+    return OverlayStyle(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})
 
 
 def _number(text: str, least: float, most: float, expected: str) -> float:
@@ -246,7 +246,7 @@ OPTIONS: dict[str, list[Option]] = {
             "cpu, cuda:1, mps, auto; for batch also several: cuda:0,cuda:1 (default: auto)",
             default="auto",
         ),
-        _option("--batch-size", "N", "photos per forward pass (default: auto, which tunes it)", type=_batch_size),
+        _option("--batch-size", "N", "photos per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
         _option("--workers", "N", "number of threads (default: one per core)", type=_whole),
     ],
 }

@@ -13,7 +13,6 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..errors import SaliencyError
 from .console import GAP, Screen, as_typed, one_line, visible
 
 
@@ -27,8 +26,8 @@ class Outcome:
         target: The explained class in words.
         probability: Its probability.
         layer: The layer that the method read.
-        file: The overlay; None if there is an error.
-        error: Why there is no overlay.
+        file: The overlay; None if there is none.
+        reason: Why there is no overlay.
         expected: With `--method all`, the method does not apply to the model, which is not a failure.
     """
 
@@ -38,25 +37,13 @@ class Outcome:
     probability: str = ""
     layer: str | None = None
     file: Path | None = None
-    error: Exception | None = None
+    reason: str = ""
     expected: bool = False
-
-    @property
-    def reason(self) -> str:
-        """The error in words, without the names that the table shows beside it."""
-        text = str(self.error)
-        for prefix in (f"{os.fspath(self.photo)!r}", f"{self.method}:"):
-            text = text.removeprefix(prefix).removeprefix(":").strip()
-        if isinstance(self.error, OSError):
-            text = f"cannot be written: {self.error.strerror or text}"
-        elif not isinstance(self.error, SaliencyError):
-            text = f"{type(self.error).__name__}: {text}"
-        return as_typed(one_line(text))
 
     @property
     def result(self) -> Text:
         """The file, or the error in words."""
-        return Text(visible(self.file)) if self.file else Text(self.reason, "dim" if self.expected else "red")
+        return Text(visible(self.file)) if self.file else Text(as_typed(self.reason), "dim" if self.expected else "red")
 
     @property
     def about(self) -> tuple[str, str, str]:
@@ -68,7 +55,7 @@ def print_summary(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, sc
     """Print the table, where the files are, and which layer was read; errors on stderr unless the table shows them."""
     if screen.quiet or not screen.is_terminal:
         for outcome in outcomes:
-            if outcome.error and not outcome.expected:
+            if outcome.reason and not outcome.expected:
                 subject = " by ".join(part for part in (visible(outcome.photo), outcome.method) if part)
                 screen.error(f"{subject}: {outcome.reason}")
     if not outcomes:
@@ -96,7 +83,7 @@ def _print_by_photo(outcomes: Sequence[Outcome], screen: Screen) -> None:
 
 def _print_totals(outcomes: Sequence[Outcome], out: Path, sheet: Path | None, screen: Screen) -> None:
     written = [outcome for outcome in outcomes if outcome.file]
-    failures = sum(outcome.error is not None and not outcome.expected for outcome in outcomes)
+    failures = sum(outcome.reason != "" and not outcome.expected for outcome in outcomes)
     screen.say()
     if written:
         photos = len({outcome.photo for outcome in written})

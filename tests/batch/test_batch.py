@@ -17,16 +17,14 @@ from PIL import Image
 
 import saliency
 from saliency import GradCAM, ImageError, TargetError, overlay
-from saliency.batch import BatchError, Look, Progress, StoppedError, batch
-from saliency.batch import engine_local as pipeline
+from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch
 from saliency.batch import run as running
-from saliency.batch import work_group as unit
-from saliency.batch.drawing import Made, Task, draw
-from saliency.batch.image_entry import Photo, open_photo
-from saliency.batch.loading import prepare
-from saliency.batch.manifest import KEYS
-from saliency.batch.manifest import row as a_row
-from saliency.batch.run_options import Job
+from saliency.batch.drawing import write_results
+from saliency.batch.engine_local import LocalEngine
+from saliency.batch.listing import ImageEntry
+from saliency.batch.manifest import COLUMNS, Row, make_row
+from saliency.batch.network import Task, replicate
+from saliency.batch.run_options import RunOptions
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
 BOTH = ("grad_cam", "vanilla_gradient")
@@ -48,7 +46,7 @@ def pixels(path: Path) -> Any:
 
 def test_every_photo_gets_what_the_library_draws_for_it_alone(source: Path, tmp_path: Path) -> None:
     summary = quick(source, tmp_path / "out", methods=BOTH, batch_size=1)
-    assert (summary.photos, summary.done, summary.fresh, summary.failed) == (10, 10, 10, 0)
+    assert (summary.images, summary.done, summary.fresh, summary.failed) == (10, 10, 10, 0)
     for name in ("00", "07"):
         for method in BOTH:
             alone = saliency.METHODS[method](Tiny()).attribute(source / f"{name}.png")
@@ -60,7 +58,7 @@ def test_a_row_says_what_the_explanation_says(source: Path, tmp_path: Path) -> N
     quick(source, tmp_path / "out", batch_size=1)
     alone = GradCAM(Tiny()).attribute(source / "03.png")
     row = rows(tmp_path / "out")[3]
-    assert tuple(row) == KEYS
+    assert tuple(row) == tuple(COLUMNS)
     assert (row["index"], row["id"], row["method"], row["error"]) == (3, "03", "grad_cam", None)
     assert row["source"] == str(source / "03.png")
     assert (row["target"], row["name"], row["layer"]) == (alone.target[0], alone.target_names[0], alone.layer)
@@ -75,7 +73,7 @@ def test_a_row_says_what_the_explanation_says(source: Path, tmp_path: Path) -> N
 
 def test_the_folder_is_the_one_that_the_page_expects(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    summary = quick(source, out, methods=BOTH, look=Look(format="jpg"))
+    summary = quick(source, out, methods=BOTH, style=OverlayStyle(format="jpg"))
     assert summary.page == out / "index.html"
     assert (out / "index.html").is_file()
     for row in rows(out):
@@ -106,14 +104,14 @@ def test_the_heat_lies_where_the_network_looked_and_nowhere_else(tmp_path: Path)
 
 
 def test_the_heat_fades_with_the_map_where_the_overlay_does(source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "out", look=Look(opacity="map"), methods=("vanilla_gradient",))
+    quick(source, tmp_path / "out", style=OverlayStyle(opacity="map"), methods=("vanilla_gradient",))
     heat = pixels(tmp_path / "out" / "heat" / "00.vanilla_gradient.webp")
     assert len(np.unique(heat[..., 3])) > 4
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_each_format_is_written_as_what_it_says(source: Path, tmp_path: Path, suffix: Any) -> None:
-    quick(source, tmp_path / "out", look=Look(format=suffix), limit=1)
+    quick(source, tmp_path / "out", style=OverlayStyle(format=suffix), limit=1)
     with Image.open(tmp_path / "out" / "overlays" / f"00.grad_cam.{suffix}") as picture:
         assert picture.format == {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}[suffix]
 
@@ -183,8 +181,8 @@ def test_a_finished_run_is_found_finished_without_a_model(
     def refuse(*arguments: object) -> None:
         raise AssertionError("nothing is missing")
 
-    monkeypatch.setattr(unit, "loaded", refuse)
-    monkeypatch.setattr(running.Run, "work", refuse)
+    monkeypatch.setattr("saliency.batch.network.load_model", refuse)
+    monkeypatch.setattr(running.Run, "execute", refuse)
     again = quick(source, tmp_path / "out")
     assert (again.done, again.fresh, again.page) == (10, 0, tmp_path / "out" / "index.html")
     assert contents(tmp_path / "out") == before
@@ -207,7 +205,7 @@ def test_what_is_lost_is_made_again_and_nothing_else(source: Path, tmp_path: Pat
 
 def test_a_limit_is_gone_on_from(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "whole")
-    assert quick(source, tmp_path / "out", limit=3).photos == 3
+    assert quick(source, tmp_path / "out", limit=3).images == 3
     assert len(rows(tmp_path / "out")) == 3
     assert quick(source, tmp_path / "out", limit=3).fresh == 0
     assert quick(source, tmp_path / "out").fresh == 7
@@ -221,7 +219,7 @@ def test_photos_that_are_new_come_behind_and_the_others_keep_numbers_and_names(s
     noise(source / "000.png", 51)
     (source / "05.png").unlink()
     summary = quick(source, tmp_path / "out")
-    assert (summary.photos, summary.fresh) == (12, 2)
+    assert (summary.images, summary.fresh) == (12, 2)
     new = rows(tmp_path / "out")
     assert new[:10] == old
     assert [row["id"] for row in new[10:]] == ["00.bmp", "000"]
@@ -245,7 +243,7 @@ def test_a_run_of_another_kind_is_refused_and_says_what_differs(source: Path, tm
     with pytest.raises(BatchError, match="weights was 'sha256:"):
         quick(source, tmp_path / "out", model=other)
     noise(tmp_path / "elsewhere" / "x.png", 1)
-    with pytest.raises(BatchError, match="over other photos, beginning with"):
+    with pytest.raises(BatchError, match="over other images, beginning with"):
         quick(tmp_path / "elsewhere", tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
@@ -257,9 +255,9 @@ def test_restart_removes_what_the_run_made_and_no_file_of_others(source: Path, t
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    quick(source, out, look=Look(format="jpg"), restart=True)
+    quick(source, out, style=OverlayStyle(format="jpg"), restart=True)
     assert all(path.read_text() == "mine" for path in mine)
-    quick(source, tmp_path / "fresh", look=Look(format="jpg"))
+    quick(source, tmp_path / "fresh", style=OverlayStyle(format="jpg"))
     for path in mine:
         path.unlink()
     mine[2].parent.rmdir()
@@ -281,15 +279,17 @@ def test_a_file_of_others_is_never_replaced(source: Path, tmp_path: Path, name: 
 def test_what_failed_stays_so_until_it_is_tried_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(photo: Photo) -> Image.Image:
-        if photo.label == "04.png":
+    real = ImageEntry.open
+
+    def fail(image: ImageEntry) -> Image.Image:
+        if image.label == "04.png":
             raise ImageError("the server is away")
-        return open_photo(photo)
+        return real(image)
 
     quick(source, tmp_path / "whole")
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("saliency.batch.loading.open_photo", fail)
+        patch.setattr(ImageEntry, "open", fail)
         assert quick(source, out).failed == 1
     again = quick(source, out)
     assert (again.fresh, again.failed) == (0, 1)
@@ -323,7 +323,7 @@ def test_photos_that_have_changed_are_explained_again_and_no_others(source: Path
     assert quick(source, out, methods=BOTH, maps=True).failed == 0
 
 
-@pytest.mark.parametrize("step", ["remove", "write_about", "write_listing"])
+@pytest.mark.parametrize("step", ["remove", "write_head", "write_listing"])
 def test_changes_are_noticed_again_wherever_a_run_is_cut_short(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -334,7 +334,7 @@ def test_changes_are_noticed_again_wherever_a_run_is_cut_short(
     quick(source, tmp_path / "out")
     change(source)
     with monkeypatch.context() as patch:
-        patch.setattr(f"saliency.batch.output_folder.Folder.{step}", cut_short)
+        patch.setattr(f"saliency.batch.output_folder.OutputFolder.{step}", cut_short)
         with pytest.raises(KeyboardInterrupt):
             quick(source, tmp_path / "out")
     assert quick(source, tmp_path / "out").fresh == 3
@@ -409,27 +409,30 @@ def test_an_engine_that_does_each_group_in_one_go_makes_the_same_files(
     (source / "06.png").write_bytes(b"")
     quick(source, tmp_path / "threads", methods=BOTH, maps=True)
 
-    def in_one_go(local: pipeline.Local, work: unit.Work) -> Iterator[Sequence[Made]]:
-        network = unit.replicas(work.job, work.model, local.devices)[0]
-        for group in list(work.groups)[::-1]:  # in any order
-            numbers = range(group[0].index, group[-1].index + 1)
-            prepared = [prepare(task.photo, network.preprocess) for task in group]
-            found, _ = unit.explained(network, numbers, prepared, work.plan.halve)
-            yield [draw(work.out, work.job, *each) for each in zip(group, prepared, found, strict=True)]
+    def in_one_go(
+        engine: LocalEngine,
+        options: RunOptions,
+        out: Path,
+        model: Any,
+        groups: Iterator[Sequence[Task]],
+        is_first: bool,
+    ) -> Iterator[list[Row]]:
+        network = replicate(options, model, engine.devices)[0]
+        for group in groups:
+            loaded = [network.load(task.image) for task in group]
+            results = network.explain(loaded, may_split=False)
+            yield from (list(write_results(options, out, *each)) for each in zip(group, loaded, results, strict=True))
 
-    monkeypatch.setattr(pipeline.Local, "__call__", in_one_go)
+    monkeypatch.setattr(LocalEngine, "execute", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)
     assert_same(tmp_path / "one go", tmp_path / "threads")
 
 
 def test_what_an_engine_needs_can_be_sent_to_another_process() -> None:
-    job = Job(model="tiny", look=Look(format="jpg"))
-    photo = Photo("/a.png", "a.png", name="a", folder=("x",), target="cat")
-    task = Task(3, photo, ("grad_cam",))
-    made = Made(3, [a_row(index=3, score=0.5)])
-    again = pickle.loads(pickle.dumps((job, task, made)))
-    assert again[:2] == (job, task)
-    assert again[2].rows == made.rows
+    options = RunOptions(model="tiny", style=OverlayStyle(format="jpg"))
+    image = ImageEntry("/a.png", "a.png", name="a", folder=("x",), target="cat")
+    given = options, Task(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
+    assert pickle.loads(pickle.dumps(given)) == given
 
 
 def test_all_methods_of_a_group_share_one_pass(source: Path, tmp_path: Path) -> None:
@@ -443,15 +446,32 @@ def test_all_methods_of_a_group_share_one_pass(source: Path, tmp_path: Path) -> 
     assert model.sizes.count(2) == one.count(2) == 1
 
 
-def test_the_best_batch_is_found_by_real_work_and_written_down(source: Path, tmp_path: Path) -> None:
+def test_the_batch_size_is_settled_before_the_first_row_and_kept(source: Path, tmp_path: Path) -> None:
     photos(source, 70)
+    sizes: list[int] = []
+
+    def look(progress: Progress) -> None:
+        sizes.append(json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"])
+
     model = Tiny()
-    quick(source, tmp_path / "out", model=model, batch_size=None)
-    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    sizes = [size for _, size in about["batches"]]
-    assert sizes[:5] == [1, 2, 4, 8, 16]
-    assert len(rows(tmp_path / "out")) == 70
-    assert sum(size for size in model.sizes if size > 1) <= 70
+    quick(source, tmp_path / "out", model=model, batch_size=None, limit=3, on_progress=look)
+    assert sizes == [8] * 3
+    model.sizes.clear()
+    for number in range(70, 75):
+        noise(source / f"{number}.png", number)
+    quick(source, tmp_path / "out", model=model, batch_size=16, on_progress=look)
+    assert sizes == [8] * 75
+    assert [size for size in model.sizes if size > 1] == [8] * 9 + [3]
+    quick(source, tmp_path / "few", model=model, batch_size=None, workers=50, limit=2, on_progress=look)
+    assert sizes[-1] == 8
+
+
+def test_a_smaller_batch_size_is_taken_when_resuming(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out", batch_size=4, limit=4)
+    model = Tiny()
+    quick(source, tmp_path / "out", model=model, batch_size=2)
+    assert [size for size in model.sizes if size > 1] == [2] * 3
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 2
 
 
 def test_the_model_and_pytorchs_threads_are_left_as_they_were(source: Path, tmp_path: Path) -> None:
@@ -485,7 +505,7 @@ def test_ctrl_c_finishes_what_is_under_way_and_the_same_call_goes_on(source: Pat
             pressed.append(progress)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt, match=r"\d+ of 40 photos are done; the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match=r"\d+ of 40 images are done; re-run to resume"):
         quick(source, tmp_path / "out", maps=True, on_progress=press)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert 4 <= len(rows(tmp_path / "out")) < 40
@@ -523,23 +543,27 @@ def test_a_second_ctrl_c_does_not_wait_and_loses_nothing_that_was_told(source: P
         ({"batch_size": 0}, "batch_size=0 is not a whole number"),
         ({"device": "cuda:9"}, "torch finds 0 CUDA devices|cuda:9"),
         ({"device": "gpu"}, 'no device "gpu"'),
-        ({"model": torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3))}, "carries no preprocessing"),
-        ({"look": {"colormap": "infern"}}, "infern"),
-        ({"look": {"opacity": 2}}, "opacity=2"),
-        ({"look": {"format": "gif"}}, 'format "gif"'),
+        ({"model": torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3))}, "has no preprocessing"),
+        ({"style": {"colormap": "infern"}}, "infern"),
+        ({"style": {"opacity": 2}}, "opacity=2"),
+        ({"style": {"format": "gif"}}, "format='gif'"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_made(
     source: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(saliency.SaliencyError, match=reason):
-        quick(source, tmp_path / "out", **options | ({"look": Look(**options["look"])} if "look" in options else {}))
+        quick(
+            source,
+            tmp_path / "out",
+            **options | ({"style": OverlayStyle(**options["style"])} if "style" in options else {}),
+        )
     assert not (tmp_path / "out").exists() or {each.name for each in (tmp_path / "out").iterdir()} <= {".lock"}
 
 
 def test_no_photo_at_all_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    with pytest.raises(BatchError, match="no pictures in it"):
+    with pytest.raises(BatchError, match="no images in it"):
         quick(tmp_path / "in", tmp_path / "out")
     with pytest.raises(BatchError, match="no such file"):
         batch("nowhere.jpg", tmp_path / "out", Tiny())
@@ -547,7 +571,7 @@ def test_no_photo_at_all_is_an_error(tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_a_folder_is_an_error_that_says_what_to_do(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(BatchError, match="is a file; the overlays need a folder"):
+    with pytest.raises(BatchError, match="is a file, not a folder"):
         quick(source, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
     with pytest.raises(BatchError, match="choose a shorter name"):
@@ -558,7 +582,7 @@ def test_photos_that_are_too_large_to_wait_are_decoded_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick(source, tmp_path / "whole")
-    monkeypatch.setattr("saliency.batch.loading.MemoryBudget.keep", lambda self, picture: False)
+    monkeypatch.setattr("saliency.batch.network.PictureBuffer.has_room", lambda self, picture: False)
     quick(source, tmp_path / "out")
     assert_same(tmp_path / "out", tmp_path / "whole")
 
@@ -573,10 +597,10 @@ def test_a_limit_counts_only_the_photos_up_to_it(source: Path, tmp_path: Path) -
     quick(source, tmp_path / "out", limit=4)
     assert quick(source, tmp_path / "out", limit=2).done == 2
     summary = quick(source, tmp_path / "out", methods=["grad_cam"], limit=6, on_progress=told.append)
-    assert (summary.photos, summary.done, summary.fresh) == (6, 6, 2)
+    assert (summary.images, summary.done, summary.fresh) == (6, 6, 2)
     assert [(each.done, each.total) for each in told][-1] == (6, 6)
     summary = quick(source, tmp_path / "out", limit=3)
-    assert (summary.photos, summary.done, summary.fresh) == (3, 3, 0)
+    assert (summary.images, summary.done, summary.fresh) == (3, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -604,8 +628,8 @@ def test_a_damaged_listing_is_told_and_restart_begins_anew(source: Path, tmp_pat
 @pytest.mark.parametrize(
     "change",
     [
-        {"batches": "abc"},
-        {"batches": [[0, -3]]},
+        {"batch_size": None},
+        {"batch_size": 0},
         {"batch_size": "a"},
         {"counts": None},
         {"methods": ["grad_cam"]},
@@ -634,7 +658,7 @@ def test_a_manifest_of_others_is_never_taken_for_a_damaged_one(source: Path, tmp
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "manifest.json").write_bytes(content)
     for restart in (False, True):
-        with pytest.raises(BatchError, match=r"manifest\.json is none of this version"):
+        with pytest.raises(BatchError, match=r"manifest\.json is not of this version"):
             quick(source, tmp_path / "out", restart=restart)
     assert (tmp_path / "out" / "manifest.json").read_bytes() == content
 
@@ -643,7 +667,7 @@ def test_maps_of_others_are_neither_replaced_nor_added_to(source: Path, tmp_path
     theirs = tmp_path / "out" / "maps" / "03.grad_cam.safetensors"
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(b"theirs")
-    with pytest.raises(BatchError, match=r"holds files of others: maps/03\.grad_cam\.safetensors"):
+    with pytest.raises(BatchError, match=r"holds other files: maps/03\.grad_cam\.safetensors"):
         quick(source, tmp_path / "out", maps=True)
     assert theirs.read_bytes() == b"theirs"
 
@@ -653,7 +677,7 @@ def test_a_pattern_finds_the_same_photos_again_where_the_folder_lies_among_them(
     source: Path, tmp_path: Path, pattern: str
 ) -> None:
     for _ in range(2):
-        assert quick(f"{source}/{pattern}", source / "out").photos == 10  # type: ignore[arg-type]
+        assert quick(f"{source}/{pattern}", source / "out").images == 10  # type: ignore[arg-type]
 
 
 def test_an_option_that_no_photo_can_be_explained_with_is_an_error_of_the_call(source: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -27,11 +28,7 @@ import pytest
 from PIL import Image
 
 from saliency.batch import BatchError, StoppedError
-from saliency.batch import run as running
-from saliency.batch.drawing import Made
-from saliency.batch.manifest import Manifest, row
-from saliency.batch.manifest_writer import Committer
-from saliency.batch.map_store import read_map
+from saliency.batch.saved_map import read_map
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -212,7 +209,7 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(
         assert_nothing_is_cut_off(out)
     assert len(stops) >= 2
     assert all("No space left on device" in each for each in stops)
-    assert all("make room, and the same command goes on" in each for each in stops)
+    assert all("make room, and re-run to resume" in each for each in stops)
     assert_same(out, tmp_path / "whole")
 
 
@@ -221,21 +218,10 @@ def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.map_store.Kept.encoded", full)
+    monkeypatch.setattr("saliency.batch.saved_map.SavedMap.encode", full)
     with pytest.raises(StoppedError, match="make room"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert rows(tmp_path / "out") == []
-
-
-def test_rows_wait_for_those_of_earlier_photos(tmp_path: Path) -> None:
-    manifest = Manifest(tmp_path, METHODS)
-    manifest.open()
-    committer = Committer(tmp_path, manifest, strict=False)
-    committer.expect(range(4), [METHODS, METHODS, (), METHODS])
-    for number, written in ((3, []), (1, []), (0, [0, 1, 3])):
-        committer.add(Made(number, [row(index=number, method=None)]))
-        assert [each["index"] for each in rows(tmp_path)] == written
-    manifest.close()
 
 
 def as_nobody(source: Path, folder: Path, answer: Connection) -> None:
@@ -243,7 +229,8 @@ def as_nobody(source: Path, folder: Path, answer: Connection) -> None:
     warm = Path(tempfile.mkdtemp())
     quick(source, warm, limit=1)  # imports what it can import no more as nobody
     shutil.rmtree(warm)
-    running._page = lambda folder: folder / "index.html"  # its parts lie in the package, which root may keep to itself
+    # The parts of the page lie in the package, which root may keep to itself.
+    sys.modules["saliency.batch.report"].report = lambda folder: folder / "index.html"  # type: ignore[attr-defined]
     os.setgid(65534)
     os.setuid(65534)
     said = []
@@ -273,8 +260,8 @@ def test_a_folder_that_cannot_be_written_to_and_a_photo_that_cannot_be_read() ->
         closed, half, allowed = here.recv() if here.poll(300) else ("", "", "")
         child.join()
         assert closed == (
-            f"{folder}/closed/out cannot be written to: Permission denied; what is done is kept: give yourself "
-            "permission to write there, and the same command goes on"
+            f"{folder}/closed/out cannot be written to: Permission denied; finished images are kept: give yourself "
+            "permission to write there, and re-run to resume"
         )
         assert "Permission denied" in half
         assert "make room" not in half
@@ -301,8 +288,8 @@ def test_the_second_run_in_a_folder_is_refused_and_a_crash_leaves_no_lock(tmp_pa
                 refusals.append(str(error))
 
     quick(tmp_path / "in", tmp_path / "out", on_progress=second)
-    assert len(refusals) == 2
-    assert f"is being written to by another run (process {os.getpid()})" in refusals[0]
+    assert len(refusals) == 8
+    assert f"is in use by another run (process {os.getpid()})" in refusals[0]
     child = forked(work, tmp_path / "in", tmp_path / "killed", {"methods": METHODS})
     while child.is_alive() and not (tmp_path / "killed" / ".lock").exists():
         time.sleep(0.001)
@@ -415,20 +402,31 @@ def test_where_memory_has_no_room_the_batch_is_halved_and_that_is_written_down(t
     assert summary.failed == 0
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert about["batch_size"] == 2
-    assert about["batches"][0] == [0, 2]
     quick(tmp_path / "in", tmp_path / "again", model=Tiny(), batch_size=2, maps=True)
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "again")]
 
 
-def test_groups_that_were_halved_are_written_down_before_their_rows(tmp_path: Path) -> None:
-    photos(tmp_path / "in", 6)
-    about: list[list[int]] = []
+def test_a_size_that_was_halved_is_stored_before_the_first_row_and_kept(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 12)
+    sizes: list[int] = []
 
     def look(progress: object) -> None:
-        about.extend(json.loads((tmp_path / "out" / "manifest.json").read_text())["batches"])
+        sizes.append(json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"])
 
-    quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=3), batch_size=6, on_progress=look)
-    assert about == [[0, 3]]
+    quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=3), batch_size=6, limit=2, on_progress=look)
+    quick(tmp_path / "in", tmp_path / "out", model=Tiny(), batch_size=6, on_progress=look)
+    assert sizes == [3] * 12
+    quick(tmp_path / "in", tmp_path / "whole", batch_size=3)
+    assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "whole")]
+
+
+def test_a_later_batch_that_does_not_fit_runs_in_halves(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 12)
+    quick(tmp_path / "in", tmp_path / "out", batch_size=4, limit=4)
+    model = Tiny(most=2)
+    assert quick(tmp_path / "in", tmp_path / "out", model=model, batch_size=4).failed == 0
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 4
+    assert sorted(size for size in model.sizes if size > 1) == [2] * 4 + [4] * 2
 
 
 def test_a_photo_that_memory_has_no_room_for_costs_only_itself(tmp_path: Path) -> None:
@@ -514,7 +512,7 @@ def test_shards_are_read_in_place(tmp_path: Path) -> None:
 def test_the_folder_of_the_run_is_not_taken_for_photos(tmp_path: Path) -> None:
     photos(tmp_path, 3)
     for _ in range(2):
-        assert quick(tmp_path, tmp_path / "out", recursive=True).photos == 3
+        assert quick(tmp_path, tmp_path / "out", recursive=True).images == 3
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:

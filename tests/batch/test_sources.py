@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from saliency.batch import BatchError
-from saliency.batch.image_entry import Photo, open_photo, shown
-from saliency.batch.sources import find, target_from
+from saliency.batch.errors import printable
+from saliency.batch.listing import ImageEntry
+from saliency.batch.sources import find_images, parse_target
 from saliency.errors import ImageError
 
 
@@ -23,7 +24,7 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).touch()
 
 
-def names(photos: list[Photo], folder: Path) -> list[str]:
+def names(photos: list[ImageEntry], folder: Path) -> list[str]:
     return [os.path.relpath(photo.path, folder) for photo in photos]
 
 
@@ -32,17 +33,17 @@ def names(photos: list[Photo], folder: Path) -> list[str]:
 
 def test_a_folder_gives_its_pictures_by_name_and_nothing_else(tmp_path: Path) -> None:
     touch(tmp_path, "b.JPG", "a.webp", "c.txt", ".d.png", "sub/e.png")
-    assert names(find([tmp_path]), tmp_path) == ["a.webp", "b.JPG"]
+    assert names(find_images([tmp_path]), tmp_path) == ["a.webp", "b.JPG"]
 
 
 def test_photos_of_formats_that_are_not_read_are_not_passed_over_in_silence(tmp_path: Path) -> None:
     touch(tmp_path, "a.jpg", "b.HEIC", "c.jxl")
-    assert names(find([tmp_path]), tmp_path) == ["a.jpg", "b.HEIC", "c.jxl"]
+    assert names(find_images([tmp_path]), tmp_path) == ["a.jpg", "b.HEIC", "c.jxl"]
 
 
 def test_recursion_takes_folders_in_folders_behind_the_photos_beside_them(tmp_path: Path) -> None:
     touch(tmp_path, "b/x.png", "b/a/y.png", "a/z.png", "c.png", ".hidden/h.png")
-    photos = find([tmp_path], recursive=True)
+    photos = find_images([tmp_path], recursive=True)
     assert names(photos, tmp_path) == ["c.png", "a/z.png", "b/x.png", "b/a/y.png"]
     assert [photo.folder for photo in photos] == [(), ("a",), ("b",), ("b", "a")]
 
@@ -54,7 +55,7 @@ def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> Non
     (tmp_path / "in" / "b").symlink_to(tmp_path / "other")
     (tmp_path / "in" / "c").symlink_to(tmp_path / "other")
     (tmp_path / "in" / "d").symlink_to("d")
-    assert names(find([tmp_path / "in"], recursive=True), tmp_path) == ["in/a/x.png", "in/b/y.png"]
+    assert names(find_images([tmp_path / "in"], recursive=True), tmp_path) == ["in/a/x.png", "in/b/y.png"]
 
 
 def test_a_tree_deeper_than_pythons_recursion_is_searched(tmp_path: Path) -> None:
@@ -63,27 +64,36 @@ def test_a_tree_deeper_than_pythons_recursion_is_searched(tmp_path: Path) -> Non
         inside = inside / "d"
         inside.mkdir()
     (inside / "x.png").touch()
-    assert len(find([tmp_path], recursive=True)[0].folder) == 600
+    assert len(find_images([tmp_path], recursive=True)[0].folder) == 600
 
 
 def test_a_folder_called_like_a_photo_is_a_photo_that_fails_and_a_folder_to_search(tmp_path: Path) -> None:
     touch(tmp_path, "x.png/y.png")
-    assert names(find([tmp_path]), tmp_path) == ["x.png"]
-    assert names(find([tmp_path], recursive=True), tmp_path) == ["x.png", "x.png/y.png"]
+    assert names(find_images([tmp_path]), tmp_path) == ["x.png"]
+    assert names(find_images([tmp_path], recursive=True), tmp_path) == ["x.png", "x.png/y.png"]
 
 
 def test_sources_keep_their_order_and_a_photo_comes_once(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "b.png", "c.png")
     words: list[Path | str] = [tmp_path / "c.png", tmp_path, f"{tmp_path}/./a.png"]
-    assert names(find(words), tmp_path) == ["c.png", "a.png", "b.png"]
+    assert names(find_images(words), tmp_path) == ["c.png", "a.png", "b.png"]
 
 
 def test_patterns_are_expanded_and_a_file_that_is_called_like_one_is_that_file(tmp_path: Path) -> None:
     touch(tmp_path, "b1.png", "b2.png", "c.png", "d/b3.png", "[x].png")
-    assert names(find([f"{tmp_path}/b*.png"]), tmp_path) == ["b1.png", "b2.png"]
-    assert names(find([f"{tmp_path}/**/b*.png"]), tmp_path) == ["b1.png", "b2.png", "d/b3.png"]
-    assert names(find([f"{tmp_path}/[x].png"]), tmp_path) == ["[x].png"]
-    assert "no file matches" in find([f"{tmp_path}/z*.png"])[0].problem
+    assert names(find_images([f"{tmp_path}/b*.png"]), tmp_path) == ["b1.png", "b2.png"]
+    assert names(find_images([f"{tmp_path}/**/b*.png"]), tmp_path) == ["b1.png", "b2.png", "d/b3.png"]
+    assert names(find_images([f"{tmp_path}/[x].png"]), tmp_path) == ["[x].png"]
+    assert "no file matches" in find_images([f"{tmp_path}/z*.png"])[0].problem
+
+
+def test_literal_sources_are_files_and_folders_only(tmp_path: Path) -> None:
+    touch(tmp_path, "b.JPG", "a.webp", ".d.png", "sub/e.png", "list.csv")
+    (tmp_path / "empty").mkdir()
+    words = ["b.JPG", "", "./a.webp", "list.csv", "*.webp", "empty"]
+    images = find_images([f"{tmp_path}/{word}" for word in words], literal=True)
+    assert names(images, tmp_path) == ["b.JPG", "a.webp", "list.csv", "*.webp", "empty"]
+    assert [image.problem for image in images if image.problem] == ["the folder has no images in it"]
 
 
 def test_folders_of_the_run_are_left_out(tmp_path: Path) -> None:
@@ -91,7 +101,7 @@ def test_folders_of_the_run_are_left_out(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", *made, "out/c.png")
     each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, "out")]
     for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*"], each_named):
-        found = find(words, recursive=True, out=tmp_path / "out")
+        found = find_images(words, recursive=True, out=tmp_path / "out")
         assert names(found, tmp_path) == ["a.png", "out/c.png"]
 
 
@@ -99,26 +109,26 @@ def test_folders_of_the_run_are_left_out(tmp_path: Path) -> None:
 def test_what_another_run_has_made_is_no_photo_unless_it_is_named(tmp_path: Path, recursive_or_pattern: bool) -> None:
     touch(tmp_path, "a.png", "one/manifest.json", "one/listing.jsonl", "one/photos/a.jpg", "one/b.png", "photos/c.png")
     word = tmp_path if recursive_or_pattern else f"{tmp_path}/**/*.*"
-    found = find([word], recursive=recursive_or_pattern, out=tmp_path / "two")
+    found = find_images([word], recursive=recursive_or_pattern, out=tmp_path / "two")
     assert sorted(names(found, tmp_path)) == ["a.png", "one/b.png", "photos/c.png"]
     for named in (tmp_path / "one" / "photos", f"{tmp_path}/one/photos/*"):
-        assert names(find([named], out=tmp_path / "two"), tmp_path) == ["one/photos/a.jpg"]
+        assert names(find_images([named], out=tmp_path / "two"), tmp_path) == ["one/photos/a.jpg"]
 
 
 @pytest.mark.parametrize("word", ["photos", "photos/a.jpg", "photos/*", "."])
 def test_photos_where_the_run_would_write_are_refused_rather_than_passed_over(tmp_path: Path, word: str) -> None:
     touch(tmp_path, "photos/a.jpg")
-    with pytest.raises(BatchError, match=r"photos is there already.*choose another folder"):
-        find([f"{tmp_path}/{word}"], recursive=True, out=tmp_path)
+    with pytest.raises(BatchError, match=r"photos exists.*choose another folder"):
+        find_images([f"{tmp_path}/{word}"], recursive=True, out=tmp_path)
 
 
 def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff\xfe.png")).write_bytes(picture(0))
-    photo = find([tmp_path])[0]
-    again = Photo.from_json(photo.to_json())
+    photo = find_images([tmp_path])[0]
+    again = ImageEntry.from_json(photo.to_json())
     assert again == photo
-    assert open_photo(again).size == (5, 4)
-    assert shown(photo.source).endswith("/\\xff\\xfe.png")
+    assert again.open().size == (5, 4)
+    assert printable(photo.source).endswith("/\\xff\\xfe.png")
     assert photo.to_json().isascii()
 
 
@@ -138,7 +148,7 @@ def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:
 )
 def test_lists_of_every_kind_say_the_same(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, "utf-8")
-    found = find([tmp_path / name])
+    found = find_images([tmp_path / name])
     assert names(found, tmp_path) == ["a.png", "sub/b.png", "c.png"]
     assert [photo.target for photo in found] == ["cat", 7, None]
     assert [photo.source for photo in found] == ["a.png", "sub/b.png", "c.png"]
@@ -146,45 +156,45 @@ def test_lists_of_every_kind_say_the_same(tmp_path: Path, name: str, text: str) 
 
 def test_plain_lines_are_paths_whatever_is_in_them(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a, b.png\n\n/x/c.png\r\n")
-    found = find([tmp_path / "list.txt"])
+    found = find_images([tmp_path / "list.txt"])
     assert [photo.path for photo in found] == [f"{tmp_path}/a, b.png", "/x/c.png"]
 
 
 def test_a_line_without_a_path_is_told_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text('"a.png"\nnot json\n{"target": 1}\n[1]\n')
-    found = find([tmp_path / "list.jsonl"])
+    found = find_images([tmp_path / "list.jsonl"])
     assert [photo.problem for photo in found] == ["", *["the line names no path"] * 3]
     assert found[1].source.endswith("list.jsonl:2")
 
 
 def test_each_row_of_a_list_counts(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("a.png,cat\na.png,dog\n")
-    assert [photo.target for photo in find([tmp_path / "list.csv"])] == ["cat", "dog"]
+    assert [photo.target for photo in find_images([tmp_path / "list.csv"])] == ["cat", "dog"]
 
 
 def test_a_list_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_bytes(b'"' + b"x" * 200_000)
     with pytest.raises(BatchError, match=r"list\.csv cannot be read: field larger"):
-        find([tmp_path / "list.csv"])
+        find_images([tmp_path / "list.csv"])
 
 
 @pytest.mark.parametrize(
     ("text", "target"), [("3", 3), (" -1 ", -1), ("tiger cat", "tiger cat"), ("", None), (None, None), (4, 4)]
 )
 def test_a_target_is_an_index_a_name_or_nothing(text: object, target: object) -> None:
-    assert target_from(text) == target
+    assert parse_target(text) == target
 
 
 def test_targets_are_found_by_path_and_by_a_name_that_only_one_photo_has(tmp_path: Path) -> None:
     touch(tmp_path, "in/a.png", "in/b.png", "in/x/c.png", "in/y/c.png")
     (tmp_path / "t.csv").write_text("path,target\nin/a.png,1\nb.png,2\nc.png,3\nin/y/c.png,4\n")
-    found = find([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
+    found = find_images([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
     assert [photo.target for photo in found] == [1, 2, None, 4]
     (tmp_path / "t.csv").write_text("path,target\nz.png,1\n")
-    with pytest.raises(BatchError, match="names none of the 4 photos"):
-        find([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
-    with pytest.raises(BatchError, match="is not there"):
-        find([tmp_path / "in"], targets=tmp_path / "u.csv")
+    with pytest.raises(BatchError, match="names none of the 4 images"):
+        find_images([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
+    with pytest.raises(BatchError, match="does not exist"):
+        find_images([tmp_path / "in"], targets=tmp_path / "u.csv")
 
 
 # Shards --------------------------------------------------------------------------------------------------------------
@@ -216,10 +226,10 @@ def test_a_shard_gives_its_photos_with_their_classes_and_writes_nothing(tmp_path
         "../../4.png": picture(4),
     }
     path = shard(tmp_path / "s-0.tar", members)
-    found = find([path])
+    found = find_images([path])
     assert [photo.label for photo in found] == ["0.png", "1.seg.png", "2.PNG", "4.png"]
     assert [photo.target for photo in found] == [3, "cat", None, None]
-    assert [open_photo(photo).getpixel((0, 0)) for photo in found] == [(n, n, n) for n in (0, 1, 2, 4)]
+    assert [photo.open().getpixel((0, 0)) for photo in found] == [(n, n, n) for n in (0, 1, 2, 4)]
     assert found[0].source == f"{path}/a/0.png"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -228,20 +238,20 @@ def test_a_shard_that_is_cut_off_gives_what_is_whole_and_says_so(tmp_path: Path)
     path = shard(tmp_path / "s.tar", {f"{number}.png": picture(number) for number in range(4)})
     data = path.read_bytes()
     path.write_bytes(data[: 512 * 5 + 20])
-    found = find([path])
+    found = find_images([path])
     assert [photo.label for photo in found] == ["0.png", "1.png", "2.png", "s.tar"]
     assert "cannot be read to its end" in found[-1].problem
-    assert open_photo(found[0]).size == (5, 4)
+    assert found[0].open().size == (5, 4)
     path.write_bytes(b"no tar at all" * 100)
-    assert "the shard cannot be read" in find([path])[0].problem
+    assert "the shard cannot be read" in find_images([path])[0].problem
 
 
 def test_a_member_that_lies_behind_the_end_of_its_shard_is_cut_off(tmp_path: Path) -> None:
     path = shard(tmp_path / "s.tar", {"0.png": picture(0)})
-    photo = find([path])[0]
+    photo = find_images([path])[0]
     path.write_bytes(path.read_bytes()[:520])
     with pytest.raises(ImageError, match="is cut off"):
-        open_photo(photo)
+        photo.open()
     path.unlink()
     with pytest.raises(ImageError, match="cannot be read: No such file"):
-        open_photo(photo)
+        photo.open()

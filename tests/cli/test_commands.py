@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import saliency
@@ -186,7 +187,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
         "empty.png: is empty",
         "folder.png: is a folder",
         "notes.txt: is no AVIF",
-        "nothing: the folder has no pictures in it",
+        "nothing: the folder has no images in it",
         "missing.jpg: cannot be read: No such file",
     ):
         assert reason in answer.err
@@ -229,12 +230,15 @@ def test_nothing_but_methods_that_do_not_apply_is_a_failure(run: Callable[..., R
 def test_an_error_in_the_model_costs_only_its_photo(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fragile(methods: Sequence[Any], picture: Image.Image, target: int | None) -> list[saliency.Explanation]:
-        if picture.size == (512, 512):
-            raise RuntimeError("out of memory\nfor 3 reasons")
-        return explain_together(methods, picture, target)
+    batches: list[torch.Tensor] = []
 
-    monkeypatch.setattr("saliency.cli.commands.explain.explain_together", fragile)
+    def fragile(methods: Sequence[Any], batch: torch.Tensor, target: Any) -> list[saliency.Explanation]:
+        batches.append(batch)
+        if len(batches) <= 2:
+            raise RuntimeError("out of memory\nfor 3 reasons")
+        return explain_together(methods, batch, target)
+
+    monkeypatch.setattr("saliency.batch.network.explain_together", fragile)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert names(tmp_path) == ["chelsea.grad_cam.png", "coffee.grad_cam.png", "rocket.grad_cam.png"]
@@ -249,7 +253,7 @@ def test_a_full_disk_is_told_of_the_file(
             raise OSError(errno.ENOSPC, "No space left on device")
         return save_picture(picture, path)
 
-    monkeypatch.setattr("saliency.cli.commands.explain.save_picture", full)
+    monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert len(names(tmp_path)) == 4
@@ -388,7 +392,7 @@ def test_an_interrupted_run_keeps_what_is_made(
             raise KeyboardInterrupt
         return save_picture(picture, path)
 
-    monkeypatch.setattr("saliency.cli.commands.explain.save_picture", interrupted)
+    monkeypatch.setattr("saliency.batch.drawing.save_picture", interrupted)
     got = explain(run, tmp_path, *PHOTOS, "-m", "grad_cam", "layer_cam", "--sheet")
     assert got.code == 130
     made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]

@@ -20,11 +20,10 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency.batch import Look, StoppedError, batch
-from saliency.batch import work_group as unit
-from saliency.batch.map_store import read_map
-from saliency.batch.parquet import write_parquet
-from saliency.batch.redraw import draw_again
+from saliency.batch import OverlayStyle, StoppedError, batch, network
+from saliency.batch.manifest import write_parquet
+from saliency.batch.redraw import redraw
+from saliency.batch.saved_map import read_map
 from saliency.cli import command_parser
 from saliency.cli.commands import batch as batching
 from saliency.cli.commands import render as rendering
@@ -43,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(unit, "load", lambda name, weights: Tiny())
+    monkeypatch.setattr(network, "load", lambda name, weights: Tiny())
 
     def go(*words: object) -> tuple[int, str, str]:
         code = batching.run(command_parser("batch").parse([str(word) for word in words]), Screen())
@@ -81,7 +80,7 @@ def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp
     assert code == 1
     assert "is empty" not in out  # once, and where errors belong
     assert err == f"saliency: {source}/02.png: is empty\n"
-    assert "1 photos with failures: 1 ImageError; --retry" in out
+    assert "1 photo with failures: 1 ImageError; --retry" in out
     assert run(source, "--out", tmp_path / "out")[0] == 1
     code, _, err = run(source, "--out", tmp_path / "strict", "--strict")
     assert code == 1
@@ -95,9 +94,9 @@ def test_photos_that_changed_or_were_removed_are_told(run: Run, source: Path, tm
     code, out, err = run(source, "--out", tmp_path / "out")
     assert (code, err) == (0, "")
     assert "5 of 5 photos; 1 of them now" in out
-    assert "1 photos had changed since they were listed" in out
-    assert f"1 photos are not there any more, and their overlays are kept: {source}/03.png" in out
-    assert "had changed" not in run(source, "--out", tmp_path / "out")[1]
+    assert "changed since the last run and explained again: 1 photo" in out
+    assert f"removed since the last run, overlays kept: 1 photo, {source}/03.png" in out
+    assert "changed since" not in run(source, "--out", tmp_path / "out")[1]
 
 
 def test_options_reach_the_library(run: Run, source: Path, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(
     monkeypatch.setattr("saliency.methods.METHODS", chosen)
     model = Tiny()
     model.features[1] = torch.nn.SiLU()
-    monkeypatch.setattr(unit, "load", lambda name, weights: model)
+    monkeypatch.setattr(network, "load", lambda name, weights: model)
     code, _, err = run(source, "--out", tmp_path / "out", "-m", "all", "--limit", "2")
     assert {each["error_kind"] for each in rows(tmp_path / "out")} == {None, "NotApplicableError"}
     assert code == 0, err
@@ -133,7 +132,7 @@ def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(
     [
         (["-m", "grad_cm"], 'did you mean "grad_cam"'),
         (["--device", "gpu"], 'no device "gpu"'),
-        (["--targets", "nowhere.csv"], "is not there"),
+        (["--targets", "nowhere.csv"], "does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path, words: list[str], reason: str) -> None:
@@ -172,7 +171,7 @@ def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(
     code, _, err = run(source, "--out", tmp_path / "out")
     assert code == 1
     assert err.count("\n") == 1
-    assert "No space left on device; what is done is kept: make room" in err
+    assert "No space left on device; finished images are kept: make room" in err
 
 
 def test_the_bar_tells_speed_and_failures_on_a_terminal_and_is_quiet_elsewhere(
@@ -208,7 +207,7 @@ def test_a_command_that_is_terminated_is_interrupted_and_goes_on_to_the_same_fil
     err = process.communicate(timeout=120)[1].decode()
     assert process.returncode == 130, err
     done = len(rows(out))
-    assert f"interrupted; {done} of 200 photos are done; the same command goes on from there" in err
+    assert f"interrupted; {done} of 200 images are done; re-run to resume" in err
     assert 0 < done < 200
     command = json.loads((out / "manifest.json").read_text())["command"]  # which the page shows
     options: dict[str, Any] = {"maps": True, "batch_size": 2, "workers": 2, "limit": done + 6, "command": command}
@@ -309,19 +308,19 @@ def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, 
 
 def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "run")
-    with pytest.raises(saliency.SaliencyError, match="holds no maps; saliency batch --maps"):
+    with pytest.raises(saliency.SaliencyError, match="contains no maps; saliency batch --maps"):
         render(tmp_path / "run")
     (tmp_path / "x.safetensors").write_bytes(b"nothing")
     with pytest.raises(saliency.ExplanationError, match=r"x\.safetensors cannot be read as a map"):
         render(tmp_path / "x.safetensors", "--out", tmp_path / "again")
     saliency.GradCAM(Tiny()).attribute(source / "00.png").save(tmp_path / "e.safetensors")
-    with pytest.raises(saliency.ExplanationError, match="is no map of saliency batch"):
+    with pytest.raises(saliency.ExplanationError, match="is not a map of saliency batch"):
         render(tmp_path / "e.safetensors", "--out", tmp_path / "again")
 
 
 def test_a_method_that_was_not_kept_is_told_with_those_that_were(render: Run, source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "run", maps=True, methods=["grad_cam", "layer_cam"])
-    with pytest.raises(saliency.SaliencyError, match=r"no maps of layercam were kept; there are grad_cam, layer_cam"):
+    with pytest.raises(saliency.SaliencyError, match=r"no maps of layercam were saved; there are grad_cam, layer_cam"):
         render(tmp_path / "run", "-m", "layercam", "--out", tmp_path / "again")
 
 
@@ -349,9 +348,9 @@ def test_maps_that_someone_has_changed_write_nothing_elsewhere(
         del kept.about[fact]
     else:
         kept.about[fact] = value
-    file.write_bytes(kept.encoded())
+    file.write_bytes(kept.encode())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(saliency.ExplanationError, match=r"not to be trusted|is damaged: it lacks scale"):
+    with pytest.raises(saliency.ExplanationError, match=r"cannot be trusted|is damaged: it lacks scale"):
         render(tmp_path / "run", "--out", tmp_path / "again")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -366,7 +365,7 @@ def test_drawing_again_stops_where_nothing_can_be_written(
 
     monkeypatch.setattr("saliency.batch.redraw.write_overlay", full)
     with pytest.raises(StoppedError, match="make room"):
-        list(draw_again(tmp_path / "run", tmp_path / "again", look=Look()))
+        list(redraw(tmp_path / "run", tmp_path / "again", style=OverlayStyle()))
 
 
 # manifest.parquet ----------------------------------------------------------------------------------------------------
@@ -384,6 +383,6 @@ def test_the_table_has_the_rows_of_the_manifest(source: Path, tmp_path: Path) ->
 
 
 def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saliency.batch.parquet.find_spec", lambda name: None)
+    monkeypatch.setattr("saliency.batch.manifest.find_spec", lambda name: None)
     assert not write_parquet([], tmp_path / "x.parquet")
     assert not (tmp_path / "x.parquet").exists()

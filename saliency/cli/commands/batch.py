@@ -14,27 +14,27 @@ from rich.text import Text
 from ...batch import StoppedError, Summary, batch
 from ..console import Screen, visible
 from ..options import METHOD, overlay_style
+from ..summary import count
 
 ALL = "all"
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
-    methods, everything = _methods(arguments.methods)
     with screen.progress() as show:
         try:
             summary = batch(
                 arguments.sources,
                 arguments.out,
                 arguments.model,
-                methods,
+                _methods(arguments.methods),
                 weights=arguments.weights,
                 layer=arguments.layer,
                 options=dict(arguments.settings),
                 target=arguments.target,
                 targets=arguments.targets,
                 recursive=arguments.recursive,
-                look=overlay_style(arguments),
+                style=overlay_style(arguments),
                 maps=arguments.maps,
                 engine=arguments.engine,
                 device=arguments.device,
@@ -50,18 +50,14 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         except StoppedError as error:
             screen.error(error)
             return 1
-    tell(summary, screen)
-    return 1 if has_failed(summary, everything) else 0
+    print_summary(summary, screen)
+    # With --method all, a method that does not apply to the model is not a failure.
+    expected = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
+    return 1 if summary.kinds.keys() - expected else 0
 
 
-def has_failed(summary: Summary, everything: bool) -> bool:
-    """Whether a photo failed; where every method was asked for, one that does not apply is no failure."""
-    expected = {"NotApplicableError"} if everything else set()
-    return any(number for kind, number in summary.kinds.items() if kind not in expected)
-
-
-def tell(summary: Summary, screen: Screen) -> None:
-    """The summary: what failed, how much was done and how fast, and where it is."""
+def print_summary(summary: Summary, screen: Screen) -> None:
+    """Print the failures, how much was done and how fast, and where the page is."""
     if summary.failures and screen.is_terminal and not screen.quiet:
         columns = (Column("photo", style="bold"), Column("method"), Column("reason", style="red"))
         screen.table(columns, [(visible(source), method, visible(why)) for source, method, why in summary.failures])
@@ -69,34 +65,33 @@ def tell(summary: Summary, screen: Screen) -> None:
     else:
         for source, method, why in summary.failures:
             screen.error(f"{visible(source)}{f' by {method}' if method else ''}: {visible(why)}")
-    done = f"{summary.done} of {summary.photos} photos"
+    done = f"{summary.done} of {summary.images} photos"
     if summary.fresh:
         speed = summary.fresh / max(summary.seconds, 1e-9)
-        screen.say(f"{done}; {summary.fresh} of them now, {speed:.1f} per second, in {_clock(summary.seconds)}")
+        screen.say(f"{done}; {summary.fresh} of them now, {speed:.1f} per second, in {_duration(summary.seconds)}")
     else:
         screen.say(f"{done} were done already; nothing was missing")
     if summary.changed:
-        screen.say(f"{summary.changed} photos had changed since they were listed; what was made of them is made anew")
+        screen.say(f"changed since the last run and explained again: {count(summary.changed, 'photo')}")
     if summary.removed:
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
-        screen.say(f"{len(summary.removed)} photos are not there any more, and their overlays are kept: {named}")
+        screen.say(f"removed since the last run, overlays kept: {count(len(summary.removed), 'photo')}, {named}")
     if summary.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
-        screen.say(Text(f"{summary.failed} photos with failures: {kinds}; --retry tries them again", "red"))
-    if summary.page is not None:
-        screen.say(f"the page: {visible(summary.page)}")
+        screen.say(Text(f"{count(summary.failed, 'photo')} with failures: {kinds}; --retry tries them again", "red"))
+    screen.say(f"the page: {visible(summary.page)}")
 
 
-def _methods(words: list[str] | None) -> tuple[list[str], bool]:
-    """The names behind --method, and whether all were asked for."""
+def _methods(words: list[str] | None) -> list[str]:
+    """Return the names after --method."""
     names = list(dict.fromkeys(words or [METHOD]))
     if ALL not in names:
-        return names, False
+        return names
     from ...methods import METHODS
 
-    return list(METHODS), True
+    return list(METHODS)
 
 
-def _clock(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

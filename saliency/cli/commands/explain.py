@@ -1,237 +1,142 @@
-"""`saliency explain`: write overlays of photos."""
+"""`saliency explain`: the same run as `saliency batch`, image by image and without a manifest."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
-from ...attribution.base import Attribution, explain_together
-from ...attribution.explanation import Explanation, Sign
-from ...errors import ImageError, LayerError, NotApplicableError, TargetError
-from ...io.image_io import open_picture
+from ...attribution.explanation import Explanation
+from ...batch.drawing import write_results
+from ...batch.errors import Failure
+from ...batch.listing import ImageEntry, with_names
+from ...batch.manifest import Row
+from ...batch.network import LoadedImage, Network, Results, Task
+from ...batch.run import require_sensible_options
+from ...batch.run_options import RunOptions
+from ...batch.sources import find_images
 from ...io.preprocess import Frame
-from ...render.blending import Opacity, probability
+from ...render.blending import probability
 from ...render.colors import table
-from ...render.heatmap import Percentile
-from ...render.overlay import contact_sheet, overlay, save_picture
+from ...render.overlay import contact_sheet, save_picture
 from ..console import Screen, UsageError, visible
-from ..images import Photo, find_photos, labels
-from ..parsing import ALL, build_methods, methods_and_photos, ready_model, require_folder, target_of
+from ..options import overlay_style
+from ..parsing import ALL, methods_and_photos, ready_model, require_folder
 from ..summary import Outcome, print_summary
 
 SHEET = "sheet.png"
 THUMB = 240
-
-Found = Mapping[str, Explanation | Exception]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was typed behind `saliency explain`."""
-
-    photos: Sequence[str]
-    methods: Sequence[str] | None
-    model: str
-    weights: str | None
-    target: str | None
-    layer: str | None
-    settings: Sequence[tuple[str, Any]]
-    out: Path
-    opacity: Opacity
-    colormap: str | None
-    sign: Sign | None
-    percentile: Percentile
-    sheet: bool
-    save: bool
-    device: str
-    quiet: bool
-
-
-class Together:
-    """Several methods on one model, from one forward where that is enough. A failing one does not cost the others."""
-
-    def __init__(self, methods: Sequence[Attribution]) -> None:
-        self.methods = methods
-        self._alone: set[str] = set()
-
-    def __call__(self, picture: Image.Image, target: int | None) -> Found:
-        """The explanation of each method, or its error, in the order of the methods."""
-        found = self._attempt([each for each in self.methods if each.name not in self._alone], picture, target)
-        for each in self.methods:
-            if each.name in self._alone:
-                found |= self._attempt([each], picture, target)
-        failed = {name for name, result in found.items() if isinstance(result, Exception)}
-        # What failed where others did not is asked for by itself next time, so that the others share again.
-        self._alone = failed if len(failed) < len(found) else set()
-        return {each.name: found[each.name] for each in self.methods}
-
-    def _attempt(
-        self, methods: Sequence[Attribution], picture: Image.Image, target: int | None
-    ) -> dict[str, Explanation | Exception]:
-        if not methods:
-            return {}
-        try:
-            explanations = explain_together(methods, picture, target)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises is told of this photo, and the next is due
-            if len(methods) == 1:
-                return {methods[0].name: error}
-            return {name: one for each in methods for name, one in self._attempt([each], picture, target).items()}
-        return {each.name: one for each, one in zip(methods, explanations, strict=True)}
-
-
-class Work:
-    """One run: every photo by every method."""
-
-    def __init__(self, request: Request, photos: Sequence[Photo], methods: Sequence[Attribution]) -> None:
-        self.request = request
-        self.photos = photos
-        self.together = Together(methods)
-        self.target = target_of(request.target, methods[0].categories)
-        self.names = labels([photo.path for photo in photos])
-        self.done = 0  # photos
-        self.outcomes: list[Outcome] = []
-        self.rows: list[dict[str, Explanation]] = []  # of the contact sheet
-
-    def run(self, screen: Screen) -> None:
-        """Explain all photos. What is made stays, also when this is interrupted."""
-        with screen.progress() as show:
-            for photo, name in zip(self.photos, self.names, strict=True):
-                screen.subject = visible(photo.path.name)
-                show(self.done, len(self.photos), 0)
-                self.rows.append({})
-                self.outcomes.extend(self._explained(photo, name))
-                self.done += 1
-        screen.subject = ""
-
-    def _explained(self, photo: Photo, name: str) -> Iterator[Outcome]:
-        try:
-            picture = open_picture(photo.path) if not photo.problem else None
-        except ImageError as error:
-            yield Outcome(photo.path, error=error)
-            return
-        if picture is None:
-            yield Outcome(photo.path, error=ImageError(photo.problem))
-            return
-        found = self.together(picture, self.target)
-        self._require_sense(found)
-        some = next((each for each in found.values() if isinstance(each, Explanation)), None)
-        about = ("", "") if some is None else (some.target_names[0], " ".join(probability(some)))
-        for method, result in found.items():
-            outcome = Outcome(photo.path, method, *about)
-            if isinstance(result, Exception):
-                expected = isinstance(result, NotApplicableError) and ALL in (self.request.methods or ())
-                yield replace(outcome, error=result, expected=expected)
-            else:
-                yield self._drawn(replace(outcome, layer=result.layer), name, result)
-
-    def _drawn(self, outcome: Outcome, name: str, explanation: Explanation) -> Outcome:
-        request, stem = self.request, f"{name}.{explanation.method}"
-        try:
-            picture = overlay(
-                explanation,
-                opacity=request.opacity,
-                colormap=request.colormap,
-                sign=request.sign,
-                percentile=request.percentile,
-            )
-            file = save_picture(picture, request.out / f"{stem}.png")
-            if request.save:
-                explanation.save(request.out / f"{stem}.safetensors")
-        except Exception as error:  # noqa: BLE001 - a full disk, a file in the way: told of this file, and the next is due
-            return replace(outcome, error=error)
-        if request.sheet:
-            self.rows[-1][explanation.method] = self._thumb(explanation)
-        return replace(outcome, file=file)
-
-    def _require_sense(self, found: Found) -> None:
-        """Raise what is wrong with the command rather than with a photo, as long as nothing was made."""
-        errors = [each for each in found.values() if isinstance(each, Exception)]
-        if any(outcome.file for outcome in self.outcomes):
-            return
-        if len(errors) == len(found) and all(isinstance(each, TargetError) for each in errors):
-            raise errors[0]
-        for error in errors:
-            if self.request.layer is not None and isinstance(error, LayerError):
-                raise error
-
-    def _thumb(self, explanation: Explanation) -> Explanation:
-        """The explanation on a picture no larger than the sheet needs: a run of any length fits into memory."""
-        frame = explanation.frames[0]
-        if frame is not None:
-            small = frame.picture.copy()
-            small.thumbnail((2 * THUMB, 2 * THUMB), Image.Resampling.LANCZOS)
-            across, down = small.width / frame.picture.width, small.height / frame.picture.height
-            left, top, right, bottom = frame.box
-            frame = Frame(small, (left * across, top * down, right * across, bottom * down))
-        sign = self.request.sign if self.request.sign is not None else explanation.sign
-        return replace(explanation.to("cpu"), frames=(frame,), sign=sign)
-
-    def draw_sheet(self) -> Path | None:
-        """The contact sheet of the methods that worked on most photos, and of the photos on which all of these did."""
-        rows = [row for row in self.rows if row]
-        counts = Counter(method for row in rows for method in row)
-        methods = [each.name for each in self.together.methods if 2 * counts[each.name] > len(rows)]
-        whole = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
-        if not methods or not whole:
-            return None
-        sheet = contact_sheet(
-            whole,
-            thumb=THUMB,
-            opacity=self.request.opacity,
-            colormap=self.request.colormap,
-            percentile=self.request.percentile,
-        )
-        return save_picture(sheet, self.request.out / SHEET)
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Explain the photos, print the results, and return the exit code.
 
     Raises:
-        SaliencyError: What was typed cannot be done; nothing has been made.
+        SaliencyError: The command line asks for something impossible; nothing has been written.
     """
-    request = Request(**vars(arguments))
-    names, more_photos = methods_and_photos(request.methods)
-    photos = find_photos([*request.photos, *more_photos])
-    if not photos:
+    names, more_photos = methods_and_photos(arguments.methods)
+    images = with_names(find_images([*arguments.photos, *more_photos], literal=True))
+    if not images:
         raise UsageError("no photo was named; try: saliency explain photo.jpg")
-    if request.colormap is not None:
-        table(request.colormap)
-    model = ready_model(request.model, request.weights, request.device, screen)
-    work = Work(request, photos, build_methods(names, model, request.layer, request.settings))
-    _spare_the_photos(work)
-    require_folder(request.out)
-    sheet = None
-    interrupted = False
+    options = RunOptions(
+        model=arguments.model,
+        weights=arguments.weights,
+        methods=names,
+        layer=arguments.layer,
+        options=dict(arguments.settings),
+        target=arguments.target,
+        style=overlay_style(arguments),
+        maps=arguments.save,
+        with_manifest=False,
+    )
+    if options.style.colormap is not None:
+        table(options.style.colormap)
+    network = Network(options, ready_model(arguments.model, arguments.weights, arguments.device, screen))
+    _protect_photos(images, names, arguments)
+    require_folder(arguments.out)
+    outcomes: list[Outcome] = []
+    thumbs: list[dict[str, Explanation]] = []
+    sheet, done, is_interrupted = None, 0, False
     try:
-        work.run(screen)
-        if request.sheet:
+        with screen.progress() as show:
+            for image in images:
+                show(done, len(images), 0)
+                screen.subject = visible(image.label)
+                loaded = network.load(image)
+                results = network.explain([loaded])[0]
+                if not any(outcome.file for outcome in outcomes):
+                    failures = [result if isinstance(result, Failure) else None for result in results.values()]
+                    require_sensible_options(options, failures)
+                thumbs.append({})
+                for row in write_results(options, arguments.out, Task(done, image, tuple(names)), loaded, results):
+                    outcomes.append(_outcome(arguments, image, row, results))
+                    if arguments.sheet and row["error"] is None:
+                        thumbs[-1][row["method"]] = _thumb(results[row["method"]], loaded, options)
+                done += 1
+        screen.subject = ""
+        if arguments.sheet:
             with screen.waiting("drawing the contact sheet"):
-                sheet = work.draw_sheet()
+                sheet = _draw_sheet(thumbs, options, arguments.out)
     except KeyboardInterrupt:
-        interrupted = True
-    print_summary(work.outcomes, request.out, sheet, screen)
-    if interrupted:
-        raise KeyboardInterrupt(f"{work.done} of {len(photos)} photos are done")
-    return _exit_code(work.outcomes)
+        is_interrupted = True
+    print_summary(outcomes, arguments.out, sheet, screen)
+    if is_interrupted:
+        raise KeyboardInterrupt(f"{done} of {len(images)} photos are done")
+    has_failed = any(outcome.reason and not outcome.expected for outcome in outcomes)
+    return 1 if has_failed or not any(outcome.file for outcome in outcomes) else 0
 
 
-def _exit_code(outcomes: Sequence[Outcome]) -> int:
-    failed = any(outcome.error and not outcome.expected for outcome in outcomes)
-    return 1 if failed or not any(outcome.file for outcome in outcomes) else 0
-
-
-def _spare_the_photos(work: Work) -> None:
-    """Raise where a file of this run would replace one of its photos."""
-    out = work.request.out.resolve()
-    photos = {photo.path.parent.resolve() / photo.path.name for photo in work.photos}
-    made = [f"{name}.{method.name}.png" for name in work.names for method in work.together.methods]
-    for file in [*made, *([SHEET] if work.request.sheet else [])]:
+def _protect_photos(images: Sequence[ImageEntry], methods: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Raise UsageError if a file of this run would replace one of its photos."""
+    out = arguments.out.resolve()
+    photos = {Path(image.path).parent.resolve() / image.label for image in images}
+    files = [f"{image.name}.{method}.png" for image in images for method in methods]
+    for file in [*files, *([SHEET] if arguments.sheet else [])]:
         if out / file in photos:
-            raise UsageError(f"--out {work.request.out}: {file} would replace one of the photos; choose another folder")
+            raise UsageError(f"--out {arguments.out}: {file} would replace one of the photos; choose another folder")
+
+
+def _outcome(arguments: argparse.Namespace, image: ImageEntry, row: Row, results: Results) -> Outcome:
+    """Return a row of the manifest as a line of the summary."""
+    known = next((result for result in results.values() if isinstance(result, Explanation)), None)
+    return Outcome(
+        Path(image.source),
+        row["method"] or "",
+        target="" if known is None else known.target_names[0],
+        probability="" if known is None else " ".join(probability(known)),
+        layer=row["layer"],
+        file=None if row["overlay"] is None else arguments.out / row["overlay"],
+        reason=row["error"] or "",
+        expected=row["error_kind"] == "NotApplicableError" and ALL in (arguments.methods or ()),
+    )
+
+
+def _thumb(result: object, loaded: LoadedImage, options: RunOptions) -> Explanation:
+    """Return the explanation on a picture no larger than the sheet needs: any number of them fits into memory."""
+    if not isinstance(result, Explanation) or loaded.picture is None:
+        raise TypeError("only an explanation of a picture is on the sheet")
+    small = loaded.picture.copy()
+    small.thumbnail((2 * THUMB, 2 * THUMB), Image.Resampling.LANCZOS)
+    across, down = small.width / loaded.size[0], small.height / loaded.size[1]
+    left, top, right, bottom = loaded.box
+    frame = Frame(small, (left * across, top * down, right * across, bottom * down))
+    return replace(result, frames=(frame,), sign=options.style.sign or result.sign)
+
+
+def _draw_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path) -> Path | None:
+    """Write the contact sheet: methods that succeeded on most photos, photos on which all of these did."""
+    rows = [row for row in thumbs if row]
+    counts = Counter(method for row in rows for method in row)
+    methods = [method for method in options.methods if 2 * counts[method] > len(rows)]
+    complete = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
+    if not methods or not complete:
+        return None
+    style = options.style
+    sheet = contact_sheet(
+        complete, thumb=THUMB, opacity=style.opacity, colormap=style.colormap, percentile=style.percentile
+    )
+    return save_picture(sheet, out / SHEET)

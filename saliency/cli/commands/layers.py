@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ...attribution.resolved_target import ResolvedTarget
+from ...batch.network import find_class
 from ...errors import ModelError
 from ...hooks.model_state import prepared_for_attribution, reference_tensor, run_model
 from ...inspection import activation_statistics, gradient_statistics, layer_table
@@ -30,7 +31,7 @@ from ...io.inputs import read
 from ...layers.default_layer import scan_layers
 from ..console import GAP, Screen, UsageError, visible
 from ..layers_html import Section, figure_html, page, picture_html
-from ..parsing import ready_model, target_of
+from ..parsing import ready_model
 
 FITTING = 40  # rows that are shown without --all
 
@@ -101,7 +102,7 @@ class Subject:
         self.request = request
         self.model, self.weights = _model_for_its_layers(request.model, request.weights, screen)
         self.categories = getattr(self.model, "categories", None)
-        target = target_of(request.target, self.categories)
+        target = find_class(request.target, self.categories)
         self.batch = read(
             _noise() if request.photo is None else request.photo,
             getattr(self.model, "preprocess", None),

@@ -8,7 +8,7 @@ from collections import Counter
 from rich.text import Text
 
 from ...batch import StoppedError
-from ...batch.redraw import draw_again
+from ...batch.redraw import redraw
 from ...render.colors import table
 from ..console import Screen, visible
 from ..options import overlay_style
@@ -21,10 +21,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         table(arguments.colormap)
     counts: Counter[str] = Counter()
     try:
-        for image in draw_again(
-            arguments.maps, arguments.out, look=overlay_style(arguments), methods=arguments.methods or []
+        for image in redraw(
+            arguments.maps, arguments.out, style=overlay_style(arguments), methods=arguments.methods or []
         ):
-            counts["failed" if image.failure else "small" if image.small else "large"] += 1
+            counts["failed" if image.failure else "small" if image.is_small else "large"] += 1
             if image.failure is not None:
                 screen.error(f"{visible(image.source)} by {image.method}: {visible(image.failure.reason)}")
     except StoppedError as error:

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saliency.batch.image_entry import LONGEST, Photo, names
+from saliency.batch.listing import LONGEST, ImageEntry, with_names
 
 
-def photo(name: str, *folder: str) -> Photo:
-    return Photo(f"/in/{name}", name, folder=folder, label=name)
+def photo(name: str, *folder: str) -> ImageEntry:
+    return ImageEntry(f"/in/{name}", name, folder=folder, label=name)
+
+
+def names(images: list[ImageEntry], taken: list[ImageEntry] | None = None) -> list[str]:
+    return [image.name for image in with_names(images, taken or [])]
 
 
 def named(*labels: str) -> list[str]:
@@ -53,7 +57,7 @@ def test_a_folder_is_never_called_like_a_file() -> None:
 
 
 def test_what_is_taken_stays_so() -> None:
-    assert names([photo("a.png"), photo("b.png")], taken=["a"]) == ["a.png", "b"]
+    assert names([photo("a.png"), photo("b.png")], taken=[ImageEntry("/a", "a", name="a")]) == ["a.png", "b"]
 
 
 @pytest.mark.parametrize(
