@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
-from saliency.engine.partial.replay import Program
-from saliency.engine.partial.tail import ONLY_BEHIND, WHOLE_FORWARDS, TailForward
+from saliency.engine.partial.recording import Program
+from saliency.engine.partial.tail import TailForward
 from saliency.errors import LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import prepared_for_attribution
@@ -225,7 +225,7 @@ def test_it_gives_what_whole_forwards_give(kind: Callable[[], nn.Module], name: 
     model, x = made(kind), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, name, x)
-        assert behind.how == ONLY_BEHIND, behind.why
+        assert behind.how == TailForward.part, behind.why
         same(behind.output, model(x.clone()))
         for rows in (1, 5, 2):
             activations = changed(behind.activation, rows)
@@ -243,7 +243,7 @@ def test_known_architectures_are_right_and_done_behind_the_layer_only(name: str)
     with prepared_for_attribution(model):
         for layer in layers:
             behind = TailForward(model, layer, x)
-            assert behind.how == ONLY_BEHIND, behind.why
+            assert behind.how == TailForward.part, behind.why
             activations = changed(behind.activation, 3)
             expected = plain(model, layer, x, activations)
             assert not torch.allclose(expected[0], expected[1], rtol=1e-6)
@@ -255,7 +255,7 @@ def test_the_bundled_network_is_done_behind_the_layer_only() -> None:
     x = torch.randn(1, 3, 64, 64)
     with prepared_for_attribution(model):
         behind = TailForward(model, "blocks.4", x)
-        assert behind.how == ONLY_BEHIND, behind.why
+        assert behind.how == TailForward.part, behind.why
         activations = changed(behind.activation, 3)
         torch.testing.assert_close(behind(activations), plain(model, "blocks.4", x, activations), rtol=1e-4, atol=1e-4)
 
@@ -358,7 +358,7 @@ def test_what_cannot_be_done_again_is_whole_forwards(kind: Callable[[], nn.Modul
     model, x = made(kind), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, "two", x)
-        assert behind.how == WHOLE_FORWARDS
+        assert behind.how == "whole forwards"
         assert why in behind.why
         for rows in (1, 3):
             activations = 40 * changed(behind.activation, rows) - 0.3
@@ -366,8 +366,8 @@ def test_what_cannot_be_done_again_is_whole_forwards(kind: Callable[[], nn.Modul
 
 
 def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Program.given
-    monkeypatch.setattr(Program, "given", lambda program, rows: [1.001 * each for each in right(program, rows)])
+    right = Program.external
+    monkeypatch.setattr(Program, "external", lambda program, rows: [1.001 * each for each in right(program, rows)])
     model, x = made(SkipAndCat), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, "two", x)
@@ -397,7 +397,7 @@ def test_values_before_the_layer_may_be_looked_at() -> None:
     model, x = made(Model), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, "two", x)
-        assert behind.how == ONLY_BEHIND
+        assert behind.how == TailForward.part
         activations = changed(behind.activation, 3)
         same(behind(activations), plain(model, "two", x, activations))
 
@@ -415,7 +415,7 @@ def test_what_is_given_out_can_be_changed() -> None:
     model, x = made(GivesItAll), picture()
     with prepared_for_attribution(model), torch.no_grad():
         behind = TailForward(model, "two", x)
-        assert behind.how == ONLY_BEHIND
+        assert behind.how == TailForward.part
         activations = changed(behind.activation, 3)
         before, expected = activations.clone(), [each.clone() for each in plain(model, "two", x, activations)]
         for _ in range(2):
@@ -457,7 +457,7 @@ def test_a_scripted_part_behind_the_layer_is_followed() -> None:
     scripted = nn.Sequential(nn.Conv2d(3, 3, 1), traced).double()
     with prepared_for_attribution(scripted):
         behind = TailForward(scripted, "0", x)
-        assert behind.how == ONLY_BEHIND, behind.why
+        assert behind.how == TailForward.part, behind.why
         activations = changed(behind.activation, 3)
         same(behind(activations), plain(scripted, "0", x, activations))
 
@@ -492,7 +492,7 @@ def test_the_model_is_left_as_it_was_also_where_it_raises(error: type[BaseExcept
                 TailForward(model, "two", torch.ones(1, 3, 9, 9, dtype=torch.float64))
         else:
             behind = TailForward(model, "two", torch.ones(1, 3, 9, 9, dtype=torch.float64))
-            assert behind.how == WHOLE_FORWARDS
+            assert behind.how == "whole forwards"
             with pytest.raises(ModelError):
                 behind(behind.activation.repeat(2, 1, 1, 1))
     assert list(_state(model)) == before

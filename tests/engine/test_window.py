@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from saliency.engine.partial import patch_rules as localops
-from saliency.engine.partial.patches import Kernel
-from saliency.engine.partial.window import ONLY_WHERE_REACHED, WHOLE_FORWARDS, WindowForward
+from saliency.engine.partial.patch_rules import PATCH_RULES, Kernel, pointwise
+from saliency.engine.partial.window import WindowForward
 from saliency.errors import MethodError
 from saliency.hooks.model_state import prepared_for_attribution
 from saliency.hooks.pytree import tree_tensors
@@ -73,14 +72,14 @@ def right(model: nn.Module, x: Tensor, height: int = 5, width: int = 7, share: f
     """The model's own answer, given where the window reaches only and with less work than this share."""
     with prepared_for_attribution(model), torch.no_grad():
         local = WindowForward(model, x)
-        assert local.how == ONLY_WHERE_REACHED, local.why
+        assert local.how == WindowForward.part, local.why
         patches, tops, lefts = windows(x, height, width)
         before = patches.clone()
         expected = model(pasted(x, patches, tops, lefts))
         first = next(tree_tensors(expected))
         assert not torch.allclose(first[0], first[1], rtol=1e-6)  # the window is seen
         same(local(patches, tops, lefts), expected)
-        assert local.how == ONLY_WHERE_REACHED, local.why
+        assert local.how == WindowForward.part, local.why
         assert torch.equal(patches, before)
         assert local.share < share
         same(local(patches[:1], tops[:1], lefts[:1]), model(pasted(x, patches[:1], tops[:1], lefts[:1])))
@@ -317,7 +316,7 @@ def test_what_cannot_be_done_in_parts_is_whole_forwards(kind: Callable[[], nn.Mo
     model, x = drawn(kind()), picture()
     with prepared_for_attribution(model), torch.no_grad():
         local = WindowForward(model, x)
-        assert local.how == WHOLE_FORWARDS
+        assert local.how == "whole forwards"
         assert why in local.why
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
@@ -327,7 +326,7 @@ def test_what_cannot_be_done_in_parts_is_whole_forwards(kind: Callable[[], nn.Mo
 def test_what_draws_random_numbers_is_whole_forwards() -> None:
     model = drawn(Draws())
     with prepared_for_attribution(model):
-        assert WindowForward(model, picture()).how == WHOLE_FORWARDS
+        assert WindowForward(model, picture()).how == "whole forwards"
 
 
 def test_rows_that_depend_on_each_other_are_computed_together() -> None:
@@ -352,7 +351,7 @@ def test_numbers_of_rows_among_the_arguments_of_operations_grow_with_the_rows() 
 
 
 def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(localops.PATCH_RULES, torch.ops.aten.cumsum.default, localops.pointwise)
+    monkeypatch.setitem(PATCH_RULES, torch.ops.aten.cumsum.default, pointwise)
 
     class Model(Branches):
         def forward(self, x: Tensor) -> Tensor:
@@ -361,7 +360,7 @@ def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = drawn(Model()), picture()
     with prepared_for_attribution(model), torch.no_grad():
         local = WindowForward(model, x)
-        assert "parts of the picture" in local.why
+        assert "parts of the image" in local.why
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
 

@@ -1,232 +1,287 @@
-"""Operations that can be done on the changed rectangles of maps alone."""
+"""Changed rectangles of maps, and the operations that can be computed on them alone.
+
+All windows of one call have rectangles of one size. To that end a rectangle may reach further than what has changed; it
+then holds what the map of the unchanged image holds there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .patches import Kernel, Patch, Rectangles, cut
-from .recording import Op, argument
-from .replay import ReplayStep
+from .recording import Op, ReplayMismatch, Step, as_list, named_arguments
 
 aten = torch.ops.aten
 
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A tensor that is the same in all windows: a weight, or a map that does not depend on the picture."""
-
-    value: Tensor
+NEARLY_WHOLE = 0.7
+"""A rectangle of this share of its map takes as long as the whole map, since it is cut out and pasted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One operation whose arguments are patches, maps that stand still, and constants.
+class Rectangles:
+    """Positions of rectangles of one size in a map, one per window."""
 
-    Attributes:
-        move: The operation.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        clean: The map (1, C, H, W) that a patch is a change of, where it is an argument.
-    """
+    height: int
+    width: int
+    tops: tuple[int, ...]
+    lefts: tuple[int, ...]
 
-    move: ReplayStep
+    def nearly_fill(self, size: Sequence[int]) -> bool:
+        """Whether one of them covers nearly all of a map of size (H, W)."""
+        return self.height * self.width >= NEARLY_WHOLE * size[0] * size[1]
+
+
+class Patch(NamedTuple):
+    """The changed rectangles of a map."""
+
+    rows: Tensor  # (k, C, h, w)
+    place: Rectangles
+    size: tuple[int, ...]  # (H, W) of the map
+    clean: Tensor | None  # (1, C, H, W) the map of the unchanged image; None if no step reads beyond the rectangles
+
+    def cut(self, place: Rectangles, beyond: float = 0.0) -> Tensor:
+        """Return the content of other rectangles (k, C, h, w), with `beyond` outside of the map."""
+        if self.place == place:
+            return self.rows
+        if self.clean is None:
+            raise ReplayMismatch("a step reads a map beyond what has changed, which no step did in the first forward")
+        made = cut(self.clean, place, beyond)
+        own = zip(self.rows, self.place.tops, self.place.lefts, strict=True)
+        for row, top, left, changed in zip(made, place.tops, place.lefts, own, strict=True):
+            _paste(row, top, left, *changed)
+        return made
+
+    def whole(self) -> Tensor:
+        """Return the whole maps (k, C, H, W)."""
+        corner = (0,) * len(self.rows)
+        return self.cut(Rectangles(self.size[0], self.size[1], corner, corner))
+
+
+def cut(clean: Tensor, place: Rectangles, beyond: float = 0.0) -> Tensor:
+    """Return the content of rectangles (k, C, h, w) of a map (1, C, H, W), with `beyond` outside of the map."""
+    height, width = clean.shape[-2:]
+    made = clean.new_empty(len(place.tops), clean.shape[1], place.height, place.width)
+    for row, top, left in zip(made, place.tops, place.lefts, strict=True):
+        if top < 0 or left < 0 or top + place.height > height or left + place.width > width:
+            row.fill_(beyond)
+        _paste(row, top, left, clean[0], 0, 0)
+    return made
+
+
+def _paste(into: Tensor, top: int, left: int, source: Tensor, source_top: int, source_left: int) -> None:
+    """Copy the overlap of two rectangles of a map (C, h, w), given by their corners."""
+    first, end = max(top, source_top), min(top + into.shape[1], source_top + source.shape[1])
+    start, stop = max(left, source_left), min(left + into.shape[2], source_left + source.shape[2])
+    if first < end and start < stop:
+        overlap = source[:, first - source_top : end - source_top, start - source_left : stop - source_left]
+        into[:, first - top : end - top, start - left : stop - left] = overlap
+
+
+class Kernel(NamedTuple):
+    """A sliding operation along one axis."""
+
+    size: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def reached(self, length: int, starts: Sequence[int], outputs: int) -> tuple[int, tuple[int, ...]]:
+        """Return how many outputs depend on a stretch of the input, and the first of them for each start."""
+        span = (self.size - 1) * self.dilation
+        count = min((length - 1 + span) // self.stride + 1, outputs)
+        firsts = (-((span - self.padding - start) // self.stride) for start in starts)  # rounded up
+        return count, tuple(max(0, min(first, outputs - count)) for first in firsts)
+
+    def needed(self, count: int, firsts: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Return how many inputs some outputs depend on, and the first of them for each first output."""
+        length = (count - 1) * self.stride + (self.size - 1) * self.dilation + 1
+        return length, tuple(first * self.stride - self.padding for first in firsts)
+
+
+class Call(NamedTuple):
+    """One operation whose arguments are patches, tensors that are the same in all windows, and constants."""
+
+    step: Step
     args: list[Any]
     kwargs: dict[str, Any]
-    clean: Callable[[Patch], Tensor]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by name; a tensor that stands still as itself."""
-        found = argument(self.move.op, self.args, name, self.kwargs.get(name, default))
-        return found.value if isinstance(found, Constant) else found
 
     @property
-    def size(self) -> tuple[int, int]:
+    def named(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return named_arguments(self.step.op, self.args, self.kwargs)
+
+    @property
+    def size(self) -> tuple[int, ...]:
         """The height and width of the resulting map."""
-        return self.move.shapes[0][-2], self.move.shapes[0][-1]
+        return self.step.shape[-2:]
 
-    def cut(self, patch: Patch, at: Rectangles, beyond: float = 0.0) -> Tensor:
-        """What an argument holds in other rectangles."""
-        if patch.place == at:
-            return patch.rows
-        return cut(self.clean(patch), patch, at, beyond)
+    @property
+    def is_single(self) -> bool:
+        """Whether only the first result is read."""
+        return all(slot is None or slot in self.step.last for slot in self.step.results[1:])
 
 
-Result = list[Patch | None] | None
+Result = tuple[Rectangles, list[Tensor]] | None
 PatchRule = Callable[[Call], Result]
-"""From a call to its results, None for one that nobody reads; None altogether where it takes whole maps."""
+"""Returns the rectangles that an operation changes and their content per result; None if it needs whole maps."""
 
 
-def _slid(call: Call, kernels: tuple[Kernel, Kernel], beyond: float, then: Callable[[Tensor], Tensor]) -> Result:
-    """A sliding operation on what it needs for all that it changes."""
-    patch = call.args[0]
-    down, across = kernels
-    height, tops = down.reached(patch.place.height, patch.place.tops, call.size[0])
-    width, lefts = across.reached(patch.place.width, patch.place.lefts, call.size[1])
-    place = Rectangles(height, width, tops, lefts)
-    if place.nearly_fill(call.size):
+def _slide(
+    call: Call, geometry: Sequence[Sequence[int]], beyond: float, operation: Callable[[Tensor], Tensor]
+) -> Result:
+    """Compute a sliding operation for all outputs that depend on the patch.
+
+    Args:
+        call: The operation.
+        geometry: Kernel size, stride, padding and dilation: one number for both axes, or two.
+        beyond: The value outside of the map.
+        operation: The operation without padding.
+    """
+    patch, place = call.args[0], call.args[0].place
+    down, across = Kernel(*(option[0] for option in geometry)), Kernel(*(option[-1] for option in geometry))
+    height, tops = down.reached(place.height, place.tops, call.size[0])
+    width, lefts = across.reached(place.width, place.lefts, call.size[1])
+    reached = Rectangles(height, width, tops, lefts)
+    if reached.nearly_fill(call.size):
         return None
     high, from_top = down.needed(height, tops)
     wide, from_left = across.needed(width, lefts)
-    return [Patch(then(call.cut(patch, Rectangles(high, wide, from_top, from_left), beyond)), place, call.size)]
+    return reached, [operation(patch.cut(Rectangles(high, wide, from_top, from_left), beyond))]
 
 
-def _pairs(*options: Sequence[int]) -> tuple[Kernel, Kernel]:
-    """The kernels of both axes from options of one number for both, or one for each."""
-    down, across = ([option[0] for option in options], [option[-1] for option in options])
-    return Kernel(*down), Kernel(*across)
-
-
-def _convolved(call: Call) -> Result:
-    weight, bias = call.args[1:3]
-    if not isinstance(weight, Constant) or call.get("transposed"):
+def _convolve(call: Call) -> Result:
+    _, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
+    if transposed or isinstance(weight, Patch) or isinstance(bias, Patch):
         return None
-    values, shift = weight.value, bias.value if isinstance(bias, Constant) else bias
-    stride, dilation, groups = call.get("stride"), call.get("dilation"), call.get("groups")
-    kernels = _pairs(values.shape[-2:], stride, call.get("padding"), dilation)
-    return _slid(
+    return _slide(
         call,
-        kernels,
+        (weight.shape[-2:], stride, padding, dilation),
         0.0,
-        lambda x: aten.convolution(x, values, shift, stride, [0, 0], dilation, False, [0, 0], groups),
+        lambda x: aten.convolution(x, weight, bias, stride, [0, 0], dilation, False, [0, 0], groups),
     )
 
 
-def _max_pooled(call: Call) -> Result:
-    if len(call.move.results) > 1 and call.move.results[1] not in call.move.last:  # somebody reads the places
-        return None
-    kernel, dilation = call.get("kernel_size"), call.get("dilation", [1])
-    stride = call.get("stride", []) or kernel
-    kernels = _pairs(kernel, stride, call.get("padding", [0]), dilation)
-    pooled = _slid(
-        call,
-        kernels,
-        -torch.inf,
-        lambda x: torch.nn.functional.max_pool2d(x, list(kernel), list(stride), 0, list(dilation)),
+def _max_pool(call: Call) -> Result:
+    named = call.named
+    kernel, dilation = named["kernel_size"], named.get("dilation", [1])
+    stride = named.get("stride") or kernel
+    geometry = kernel, stride, named.get("padding", [0]), dilation
+    # The second result holds places in the whole map.
+    return (
+        _slide(call, geometry, -torch.inf, lambda x: F.max_pool2d(x, kernel, stride, 0, dilation))
+        if call.is_single
+        else None
     )
-    return pooled and [*pooled, None][: len(call.move.results)]
 
 
-def _mean_pooled(call: Call) -> Result:
-    kernel, padding = call.get("kernel_size"), call.get("padding", [0])
-    stride, divisor = call.get("stride", []) or kernel, call.get("divisor_override")
-    # Where a mean leaves out what lies beyond the map, it depends on the place.
-    if call.get("ceil_mode", False) or (any(padding) and not call.get("count_include_pad", True) and not divisor):
+def _avg_pool(call: Call) -> Result:
+    named = call.named
+    kernel, padding, divisor = named["kernel_size"], named.get("padding", [0]), named.get("divisor_override")
+    stride = named.get("stride") or kernel
+    # A mean that leaves out what is outside of the map depends on the place.
+    if named.get("ceil_mode") or (any(padding) and not named.get("count_include_pad", True) and not divisor):
         return None
-    kernels = _pairs(kernel, stride, padding, [1])
-    return _slid(call, kernels, 0.0, lambda x: aten.avg_pool2d(x, kernel, stride, [0, 0], False, True, divisor))
+    geometry = kernel, stride, padding, [1]
+    return _slide(call, geometry, 0.0, lambda x: aten.avg_pool2d(x, kernel, stride, [0, 0], False, True, divisor))
 
 
-def _padded(call: Call) -> Result:
+def _pad(call: Call) -> Result:
     patch, pads = call.args[:2]
     if any(pads[4:]) or min(pads) < 0:
         return None
-    left, top = pads[0], pads[2] if len(pads) > 2 else 0
     place = patch.place
-    moved = Rectangles(
-        place.height, place.width, tuple(each + top for each in place.tops), tuple(each + left for each in place.lefts)
-    )
-    return [Patch(patch.rows.clone(), moved, call.size)]
+    tops = tuple(top + (pads[2] if len(pads) > 2 else 0) for top in place.tops)
+    lefts = tuple(left + pads[0] for left in place.lefts)
+    return Rectangles(place.height, place.width, tops, lefts), [patch.rows.clone()]
 
 
-def _normalised(call: Call) -> Result:
-    if any(call.get(name) is True for name in ("training", "train")):
-        return None
-    stills = [each.value if isinstance(each, Constant) else each for each in call.args[1:]]
-    result = call.move.op(call.args[0].rows, *stills, **call.kwargs)
-    first = result if call.move.single else result[0]
-    read = [at for at in call.move.results[1:] if at is not None and at not in call.move.last]
-    return None if read else [Patch(first, call.args[0].place, call.size), *[None] * (len(call.move.results) - 1)]
+def _on_rows(call: Call) -> Result:
+    """Compute an operation on the rectangles as if they were whole maps."""
+    return call.args[0].place, as_list(call.step.op(call.args[0].rows, *call.args[1:], **call.kwargs))
 
 
-def _within_channels(call: Call) -> Result:
-    """What takes some channels and leaves places alone."""
-    patch = call.args[0]
-    if call.get("dim", 0) not in (1, -3):
-        return None
-    result = call.move.op(patch.rows, *call.args[1:], **call.kwargs)
-    return [Patch(each, patch.place, call.size) for each in ([result] if call.move.single else result)]
+def _normalise(call: Call) -> Result:
+    training = any(call.named.get(name) is True for name in ("training", "train"))
+    return None if training or not call.is_single else _on_rows(call)
 
 
-def _joined(call: Call) -> Result:
+def _split_channels(call: Call) -> Result:
+    return _on_rows(call) if call.named.get("dim", 0) in (1, -3) else None
+
+
+def _concatenate(call: Call) -> Result:
     parts = call.args[0]
-    if call.get("dim", 0) not in (1, -3):
-        return None
-    place = _around(parts, call.size)
+    place = _around(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
     if place is None:
         return None
-    return [Patch(torch.cat([_aligned(call, each, place) for each in parts], 1), place, call.size)]
+    return place, [torch.cat([_aligned(part, place, call.size) for part in parts], 1)]
 
 
 def pointwise(call: Call) -> Result:
-    """Any operation in which each place depends on the same place of the others only."""
-    tensors = [each for each in [*call.args, *call.kwargs.values()] if isinstance(each, Patch | Constant)]
-    place = _around(tensors, call.size) if len(call.move.shapes[0]) == 4 else None
+    """Compute any operation in which each place depends only on the same place of its arguments."""
+    place = _around([*call.args, *call.kwargs.values()], call.size) if len(call.step.shape) == 4 else None
     if place is None:
         return None
-    args = [_aligned(call, each, place) for each in call.args]
-    kwargs = {name: _aligned(call, each, place) for name, each in call.kwargs.items()}
-    result = call.move.op(*args, **kwargs)
-    return [Patch(result, place, call.size)] if isinstance(result, Tensor) else None
+    args = [_aligned(part, place, call.size) for part in call.args]
+    kwargs = {name: _aligned(part, place, call.size) for name, part in call.kwargs.items()}
+    return place, as_list(call.step.op(*args, **kwargs))
 
 
-def _around(parts: Sequence[Any], size: tuple[int, int]) -> Rectangles | None:
-    """The rectangles that hold those of all patches; None where these lie in maps of other sizes, or nearly fill it."""
-    patches = [each for each in parts if isinstance(each, Patch)]
-    if any(each.size != size for each in patches):
+def _around(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:
+    """Return rectangles around those of all patches; None if they nearly fill the map, or maps have other sizes."""
+    patches = [part for part in parts if isinstance(part, Patch)]
+    if any(patch.size != size for patch in patches):
         return None
-    places = [each.place for each in patches]
-    if all(each == places[0] for each in places):
+    places = [patch.place for patch in patches]
+    if all(place == places[0] for place in places):
         return places[0]
-    tops = [min(each) for each in zip(*(place.tops for place in places), strict=True)]
-    lefts = [min(each) for each in zip(*(place.lefts for place in places), strict=True)]
-    rows = range(len(tops))
-    height = max(place.tops[row] + place.height - tops[row] for place in places for row in rows)
-    width = max(place.lefts[row] + place.width - lefts[row] for place in places for row in rows)
-    around = Rectangles(
-        height,
-        width,
-        tuple(min(top, size[0] - height) for top in tops),
-        tuple(min(left, size[1] - width) for left in lefts),
-    )
+    tops, lefts = _least(place.tops for place in places), _least(place.lefts for place in places)
+    height = max(at + place.height - top for place in places for at, top in zip(place.tops, tops, strict=True))
+    width = max(at + place.width - left for place in places for at, left in zip(place.lefts, lefts, strict=True))
+    inside_tops = tuple(min(top, size[0] - height) for top in tops)
+    around = Rectangles(height, width, inside_tops, tuple(min(left, size[1] - width) for left in lefts))
     return None if around.nearly_fill(size) else around
 
 
-def _aligned(call: Call, part: Any, place: Rectangles) -> Any:
-    """An argument as it is in some rectangles."""
+def _least(starts: Iterable[tuple[int, ...]]) -> list[int]:
+    return [min(each) for each in zip(*starts, strict=True)]
+
+
+def _aligned(part: Any, place: Rectangles, size: tuple[int, ...]) -> Any:
+    """Return an argument as it is in some rectangles."""
     if isinstance(part, Patch):
-        return call.cut(part, place)
-    if not isinstance(part, Constant):
+        return part.cut(place)
+    if not isinstance(part, Tensor) or part.dim() == 0:
         return part
-    value = part.value
-    if value.dim() == 0 or (value.shape[-1] == 1 and (value.dim() == 1 or value.shape[-2] == 1)):
-        return value
-    full = value[:1] if value.dim() == 4 else value[(None,) * (4 - value.dim())]
-    return cut(full.expand(-1, -1, *call.size), None, place)
+    if part.shape[-1] == 1 and (part.dim() == 1 or part.shape[-2] == 1):
+        return part
+    full = part[:1] if part.dim() == 4 else part[(None,) * (4 - part.dim())]
+    return cut(full.expand(-1, -1, *size), place)
 
 
 PATCH_RULES: dict[Op, PatchRule] = {
-    aten.convolution.default: _convolved,
-    aten.max_pool2d_with_indices.default: _max_pooled,
-    aten.max_pool2d.default: _max_pooled,
-    aten.avg_pool2d.default: _mean_pooled,
-    aten.constant_pad_nd.default: _padded,
-    aten.cat.default: _joined,
-    aten.slice.Tensor: _within_channels,
-    aten.split.Tensor: _within_channels,
-    aten.split_with_sizes.default: _within_channels,
-    aten.native_batch_norm.default: _normalised,
-    aten._native_batch_norm_legit_no_training.default: _normalised,
-    aten.cudnn_batch_norm.default: _normalised,
-    aten.miopen_batch_norm.default: _normalised,
+    aten.convolution.default: _convolve,
+    aten.max_pool2d_with_indices.default: _max_pool,
+    aten.max_pool2d.default: _max_pool,
+    aten.avg_pool2d.default: _avg_pool,
+    aten.constant_pad_nd.default: _pad,
+    aten.cat.default: _concatenate,
+    aten.slice.Tensor: _split_channels,
+    aten.split.Tensor: _split_channels,
+    aten.split_with_sizes.default: _split_channels,
+    aten.native_batch_norm.default: _normalise,
+    aten._native_batch_norm_legit_no_training.default: _normalise,
+    aten.cudnn_batch_norm.default: _normalise,
+    aten.miopen_batch_norm.default: _normalise,
 }
-"""What is done on patches, by operation."""
+"""The operations that can be computed on patches, in addition to pointwise ones."""
 
-_ALSO_POINTWISE = {
+_UNTAGGED_POINTWISE = {
     aten.hardswish_.default,
     aten.hardtanh_.default,
     aten.silu_.default,
@@ -237,7 +292,6 @@ _ALSO_POINTWISE = {
 
 
 def patch_rule(op: Op) -> PatchRule | None:
-    """How an operation is done on patches; None where it takes whole maps."""
-    if op in PATCH_RULES:
-        return PATCH_RULES[op]
-    return pointwise if torch.Tag.pointwise in op.tags or op in _ALSO_POINTWISE else None
+    """Return how an operation is computed on patches; None if it needs whole maps."""
+    is_pointwise = torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE
+    return PATCH_RULES.get(op, pointwise if is_pointwise else None)

@@ -1,15 +1,16 @@
-"""The operations of one forward that depend on one tensor in it, written down as they come.
+"""Record the operations of a forward that depend on one tensor, and replay them for any number of rows.
 
-The dispatcher of PyTorch shows them to the thread that asks; nothing is attached to the model.
+PyTorch's dispatcher shows the operations to the thread that records; nothing is attached to the model.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,265 +18,229 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ...hooks.autograd_graph import DispatchMode, OpOverload, operator_schema, storage_id
-from ...hooks.pytree import tree_map_tensors, tree_tensors
+from ...hooks.model_state import is_out_of_memory
+from ...hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors, trees_agree
 
 Op = OpOverload[..., Any]
+_T = TypeVar("_T")
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a dense tensor of no special kind."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+_DENSE = (Tensor, nn.Parameter, nn.Buffer)
 
 
-def tensors_among(part: Any) -> Iterator[Tensor]:
-    """The tensors among arguments or results."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, tuple | list):
-        for each in part:
-            yield from tensors_among(each)
-    elif isinstance(part, dict):
-        yield from tensors_among(list(part.values()))
-
-
-@dataclass(frozen=True)
-class _Nature:
-    writes: tuple[int | str, ...]
-    places: dict[str, int]
-    random: bool
-    a_number: bool
-    varying: bool
-
-
-@cache
-def _nature(op: Op) -> _Nature:
-    arguments = list(enumerate(operator_schema(op).arguments))
-    writes = tuple(
-        each.name if each.kwarg_only else at
-        for at, each in arguments
-        if each.alias_info is not None and each.alias_info.is_write
-    )
-    return _Nature(
-        writes,
-        {each.name: at for at, each in arguments},
-        torch.Tag.nondeterministic_seeded in op.tags,
-        torch.Tag.data_dependent_output in op.tags,
-        torch.Tag.dynamic_output_shape in op.tags,
-    )
-
-
-def written_by(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    places = _nature(op).writes
-    by_place = [args[at] for at in places if isinstance(at, int) and at < len(args)]
-    by_name = [kwargs[name] for name in places if isinstance(name, str) and name in kwargs]
-    return list(tensors_among(by_place + by_name))
-
-
-def argument(op: Op, args: Any, name: str, default: Any = None) -> Any:
-    """An argument that is given by place, by its name; the default where it is left out or there is none."""
-    at = _nature(op).places.get(name)
-    return args[at] if at is not None and at < len(args) else default
-
-
-def is_random(op: Op, args: Any) -> bool:
-    """Whether an operation draws random numbers. Attention counts as such for its dropout, which may be 0."""
-    return _nature(op).random and not ("dropout_p" in _nature(op).places and not argument(op, args, "dropout_p"))
-
-
-def keeps_statistics(op: Op, args: Any) -> bool:
-    """Whether an operation is a normalisation that updates running statistics, which no schema tells."""
-    training = any(argument(op, args, name) is True for name in ("training", "train", "use_input_stats"))
-    return training and isinstance(argument(op, args, "running_mean"), Tensor)
-
-
-def reads_values(op: Op, depending: list[Tensor]) -> bool:
-    """Whether an operation makes Python numbers, or the shape of a tensor, of the values of these arguments of its."""
-    nature = _nature(op)
-    if nature.varying and op is torch.ops.aten.index.Tensor:  # places have one shape, masks as many as they have values
-        return any(each.dtype in (torch.bool, torch.uint8) for each in depending)
-    return bool(depending) and (nature.a_number or nature.varying)
-
-
-class UntracedAccess(TorchFunctionMode):
-    """Whether a forward takes values out of tensors in ways that the dispatcher is not shown.
-
-    Attributes:
-        found: How it does so first; empty where it does not.
-    """
-
-    _ways = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = ""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what was asked for, and take note of what takes values out."""
-        if func in self._ways and not isinstance(args[0], nn.Parameter):
-            self.found = self.found or f"the model takes values out of tensors by {func.__name__}()"
-        return func(*args, **(kwargs or {}))
+class ReplayMismatch(Exception):  # noqa: N818
+    """A forward cannot be replayed, or a replay does not give what the model gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a tensor that depends on the source; the source's own is 0."""
+    """Stands for a tensor that depends on the source; the source itself is slot 0."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalTensor:
-    """The place of a tensor that does not depend on the source: a weight, or what was computed of other things."""
+    """Stands for a tensor that does not depend on the source, such as a weight."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
+class RowCount:
+    """Stands for a number that is proportional to the number of rows."""
+
+    per_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, with places and constants as its arguments.
+    """One operation, with placeholders for tensors in its arguments.
 
     Attributes:
         op: The operation.
-        args: Its arguments, lists where there are tuples.
-        kwargs: Its arguments by name.
-        results: The slot of each result, None where it is no tensor.
-        single: The operation returns a tensor, not a tuple or list of them.
-        shapes: The shape of each result.
-        overwritten: The places of the tensors that the operation writes to.
+        args: The positional arguments; lists instead of tuples.
+        kwargs: The keyword arguments.
+        results: The slot of each result; None if it is not a tensor.
+        shape: The shape of the first result in the forward of the fewest rows.
+        last: The slots that no later step reads; known in a `Program`.
     """
 
     op: Op
     args: list[Any]
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
-    single: bool
-    shapes: tuple[tuple[int, ...], ...]
-    overwritten: tuple[Slot | ExternalTensor, ...]
+    shape: tuple[int, ...]
+    last: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> set[int]:
+        """The slots among the arguments."""
+        return {slot.at for slot in tree_leaves((self.args, self.kwargs), Slot)}
+
+
+def as_list(result: Any) -> list[Any]:
+    """Return the results of an operation as a list."""
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+@cache
+def _schema(op: Op) -> dict[str, bool]:
+    """The arguments of an operation by name, and whether it writes to them."""
+    arguments = operator_schema(op).arguments
+    return {each.name: each.alias_info is not None and each.alias_info.is_write for each in arguments}
+
+
+def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name. Those that are left at their default are missing."""
+    return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
+
+
+def _map(part: Any, change: Callable[[Any], Any]) -> Any:
+    """Return arguments with everything that is not a container changed. Tuples become lists."""
+    if isinstance(part, tuple | list):
+        return [_map(each, change) for each in part]
+    if isinstance(part, dict):
+        return {name: _map(each, change) for name, each in part.items()}
+    return change(part)
+
+
+class UntracedAccess(TorchFunctionMode):
+    """Notices when a forward takes values out of tensors in ways that the dispatcher does not show.
+
+    Attributes:
+        found: The first such access; empty if there is none.
+    """
+
+    _functions = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and note it if it takes values out."""
+        if func in self._functions and not isinstance(args[0], nn.Parameter):
+            self.found = self.found or f"the model takes values out of tensors by {func.__name__}()"
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
 class _Memory:
-    """What is known of a block of memory. The weak reference keeps its address from being given out again."""
+    """The state of one block of memory. The weak reference keeps its address from being reused."""
 
     ref: StorageWeakRef
-    born: bool = False
-    depends: bool = False
+    is_new: bool = False  # allocated in this forward
+    depends: bool = False  # on the source
     writes: int = 0
-    given: list[int] = field(default_factory=list)
+    external: list[int] = field(default_factory=list)  # places in `Tape.external`
 
 
 class Tape(DispatchMode):
-    """What one forward does with one tensor, the source, and what it makes of it.
+    """Records what one forward computes from one tensor, the source.
 
     Attributes:
         steps: The operations that depend on the source, in order.
-        given: The tensors that these use beside it, as they were when they were used.
-        slots: How many tensors depend on the source, itself included.
-        refusal: Why this forward cannot be done again from the tape; empty where it can.
-        aliased: A tensor was read under another name than the one it was written to under, so that the steps are right
-            only where they share memory as they did here.
-        source_overwritten: An operation writes to the source.
-        output: The forward's output, with an empty tensor for each of its tensors.
-        outputs: The places of these, in order.
+        external: The other tensors that they read, as they were when they were read.
+        overwritten: The places in `external` that they write to.
+        slots: The number of tensors that depend on the source, including itself.
+        refusal: Why this forward cannot be replayed; empty if it can.
+        aliased: A tensor is read under another name than the one under which it was written to. The steps are then
+            right only if they share memory as they did here.
+        output: The forward's output, with empty tensors.
+        outputs: The placeholders of these tensors, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.given: list[Tensor] = []
+        self.external: list[Tensor] = []
+        self.overwritten: set[int] = set()
         self.slots = 0
         self.refusal = ""
         self.aliased = False
-        self.source_overwritten = False
         self.output: Any = None
         self.outputs: list[Slot | ExternalTensor] = []
-        self._source: _Memory | None = None
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-        self._held: dict[int, int] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id: tensor, slot, writes before
+        self._held: dict[int, int] = {}  # by id: place in `external`
         self._memories: dict[int, _Memory] = {}
 
     def begin(self, source: Tensor) -> None:
-        """Follow this tensor from here on."""
-        self._source = self._memory(source)
-        self._source.born = True
-        self._keep(source)
+        """Follow a tensor from here on."""
+        self._memory(source).is_new = True
+        self._add_slot(source)
 
     def end(self, output: Any) -> None:
-        """Write down what the forward returned, and let go of what is known of its memory."""
+        """Record the forward's output, and release its memory."""
         tensors = list(tree_tensors(output))
-        if not self._source:
-            self.refusal = self.refusal or "the forward came to its end before the tensor that is followed"
-        self.refusal = self.refusal or self._objection_to_reading(tensors)
+        self.refusal = self.refusal or self._unreadable(tensors)
         if not self.refusal:
-            self.outputs = [self._place(each) for each in tensors]
-            self.output = tree_map_tensors(output, lambda each: torch.empty(0, dtype=torch.float32, device="cpu"))
+            self.outputs = [self._placeholder(tensor) for tensor in tensors]
+            self.output = tree_map_tensors(output, lambda tensor: torch.empty(0, dtype=torch.float32, device="cpu"))
         self._known.clear()
         self._held.clear()
         self._memories.clear()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do an operation, and write it down where it depends on the source."""
+        """Run an operation, and record it if it depends on the source."""
         kwargs = kwargs or {}
-        tensors = list(tensors_among((args, kwargs)))
-        self.refusal = self.refusal or self._objection(op, args, kwargs, tensors)
+        tensors = list(tree_tensors((args, kwargs)))
+        self.refusal = self.refusal or self._unrepeatable(op, args, kwargs, tensors)
         if self.refusal:
             return op(*args, **kwargs)
-        depends = any(self._slot(each) is not None for each in tensors)
-        places = (self._places(args), self._places(kwargs)) if depends else None
-        written = written_by(op, args, kwargs)
-        overwritten = tuple(self._place(each) for each in written) if depends else ()
-        for each in written:
-            self._before_write(each)
+        depends = any(self._slot(tensor) is not None for tensor in tensors)
+        placeholders = _map([args, kwargs], self._placeholder) if depends else None
+        written = _written(op, args, kwargs)
+        if depends:
+            self.overwritten |= {self._held[id(tensor)] for tensor in written if self._slot(tensor) is None}
+        for tensor in written:
+            self._before_write(tensor)
         result = op(*args, **kwargs)
-        if places is not None:
-            self._write_down(op, *places, overwritten, result)
+        if placeholders:
+            self._add_step(op, placeholders, as_list(result))
         else:
             self._note_new_memory(result, tensors)
         return result
 
-    def _objection(self, op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
-        """Why an operation cannot be done again from the tape; empty where it can."""
+    def _unrepeatable(self, op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
+        """Why an operation cannot be replayed; empty if it can."""
         if not isinstance(op, OpOverload):
-            return f"{op} is no plain operation"
-        if is_random(op, args):
+            return f"{op} is not a plain operation"
+        named = named_arguments(op, args, kwargs)
+        # Attention counts as random because of its dropout, which may be 0.
+        if torch.Tag.nondeterministic_seeded in op.tags and ("dropout_p" not in _schema(op) or named.get("dropout_p")):
             return f"{op} draws random numbers"
-        if keeps_statistics(op, args):
+        training = any(named.get(name) is True for name in ("training", "train", "use_input_stats"))
+        if training and isinstance(named.get("running_mean"), Tensor):
             return f"{op} updates running statistics"
-        objection = self._objection_to_reading(tensors)
-        if objection:
-            return objection
-        if any(self._slot(each) is None and not self._memory(each).born for each in written_by(op, args, kwargs)):
+        reason = self._unreadable(tensors)
+        if reason:
+            return reason
+        if any(self._slot(each) is None and not self._memory(each).is_new for each in _written(op, args, kwargs)):
             return f"{op} writes to what the model keeps"
-        if reads_values(op, [each for each in tensors if self._slot(each) is not None]):
+        if _reads_values(op, [tensor for tensor in tensors if self._slot(tensor) is not None]):
             return f"{op} makes numbers or shapes of values"
         return ""
 
-    def _objection_to_reading(self, tensors: list[Tensor]) -> str:
-        if not all(map(is_plain, tensors)):
-            return "the model uses sparse, quantised or otherwise special tensors"
-        for each in tensors:
-            known = self._slot(each)
-            memory = self._memory(each)
-            if known is None and memory.depends:
+    def _unreadable(self, tensors: list[Tensor]) -> str:
+        for tensor in tensors:
+            if type(tensor) not in _DENSE or tensor.layout is not torch.strided:
+                return "the model uses sparse, quantised or otherwise special tensors"
+            slot, memory = self._slot(tensor), self._memory(tensor)
+            if slot is None and memory.depends:
                 return "a tensor is read under a name that it had before it was written to"
-            self.aliased = self.aliased or (known is not None and self._known[id(each)][2] != memory.writes)
+            self.aliased |= slot is not None and self._known[id(tensor)][2] != memory.writes
         return ""
 
-    def _write_down(self, op: Op, args: Any, kwargs: Any, overwritten: Any, result: Any) -> None:
-        single = not isinstance(result, tuple | list)
-        results = [result] if single else list(result)
-        if not all(each is None or (isinstance(each, Tensor) and is_plain(each)) for each in results):
-            self.refusal = f"{op} gives something else than plain tensors"
+    def _add_step(self, op: Op, placeholders: list[Any], results: list[Any]) -> None:
+        if not all(result is None or type(result) in _DENSE for result in results):
+            self.refusal = f"{op} returns something else than plain tensors"
             return
-        slots = tuple(None if each is None else self._keep(each) for each in results)
-        shapes = tuple(() if each is None else tuple(each.shape) for each in results)
-        self.steps.append(Step(op, args, kwargs, slots, single, shapes, overwritten))
+        slots = tuple(None if result is None else self._add_slot(result) for result in results)
+        shape = tuple(results[0].shape) if results and results[0] is not None else ()
+        self.steps.append(Step(op, placeholders[0], placeholders[1], slots, shape))
 
-    def _keep(self, tensor: Tensor) -> int:
-        """A new slot for a tensor. What an in-place operation has written to gets one more."""
+    def _add_slot(self, tensor: Tensor) -> int:
+        """Return a new slot for a tensor. The result of an in-place operation gets one more."""
         memory = self._memory(tensor)
         memory.depends = True
         self._known[id(tensor)] = (weakref.ref(tensor), self.slots, memory.writes)
@@ -286,49 +251,278 @@ class Tape(DispatchMode):
         known = self._known.get(id(tensor))
         return None if known is None or known[0]() is not tensor else known[1]
 
-    def _places(self, part: Any) -> Any:
-        """Arguments with places for their tensors; tuples become lists."""
-        if isinstance(part, Tensor):
-            return self._place(part)
-        if isinstance(part, tuple | list):
-            return [self._places(each) for each in part]
-        if isinstance(part, dict):
-            return {name: self._places(each) for name, each in part.items()}
-        return part
-
-    def _place(self, tensor: Tensor) -> Slot | ExternalTensor:
-        slot = self._slot(tensor)
+    def _placeholder(self, part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        slot = self._slot(part)
         if slot is not None:
             return Slot(slot)
-        at = self._held.get(id(tensor))
-        if at is None:
-            at = self._held[id(tensor)] = len(self.given)
-            self.given.append(tensor)
-            self._memory(tensor).given.append(at)
-        return ExternalTensor(at)
+        if id(part) not in self._held:
+            self._held[id(part)] = len(self.external)
+            self._memory(part).external.append(len(self.external))
+            self.external.append(part)
+        return ExternalTensor(self._held[id(part)])
 
     def _before_write(self, tensor: Tensor) -> None:
-        """Copy what the tape holds of the memory that is about to be written to."""
+        """Copy the external tensors in the memory that is about to be written to."""
         memory = self._memory(tensor)
         memory.writes += 1
-        self.source_overwritten = self.source_overwritten or memory is self._source
-        for at in memory.given:
-            self._held.pop(id(self.given[at]), None)
-            self.given[at] = self.given[at].clone()
-        memory.given.clear()
+        for at in memory.external:
+            self._held.pop(id(self.external[at]), None)
+            self.external[at] = self.external[at].clone()
+        memory.external.clear()
 
     def _note_new_memory(self, result: Any, tensors: list[Tensor]) -> None:
-        """What an operation has made is the forward's own, unless it is another name for what went in."""
-        found = [each for each in tensors_among(result) if is_plain(each)]
-        before = {storage_id(each) for each in tensors} if found else set()
-        for each in found:
-            if storage_id(each) not in before:
-                self._memory(each).born = True
+        """Mark memory that is not shared with an argument as allocated by the forward."""
+        before = {storage_id(tensor) for tensor in tensors}
+        for tensor in tree_tensors(result):
+            if type(tensor) in _DENSE and tensor.layout is torch.strided and storage_id(tensor) not in before:
+                self._memory(tensor).is_new = True
 
     def _memory(self, tensor: Tensor) -> _Memory:
-        storage = tensor.untyped_storage()
         key = storage_id(tensor)
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._memories[key] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-        return memory
+        if key not in self._memories:
+            self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        return self._memories[key]
+
+
+def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    named, writes = named_arguments(op, args, kwargs), _schema(op)
+    return list(tree_tensors([value for name, value in named.items() if writes[name]]))
+
+
+def _reads_values(op: Op, dependent: list[Tensor]) -> bool:
+    """Whether an operation makes Python numbers, or the shape of a tensor, of the values of these arguments."""
+    if op is torch.ops.aten.index.Tensor:  # only a mask has results of varying shape
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in dependent)
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(dependent) and bool(tags & set(op.tags))
+
+
+@dataclass(frozen=True, slots=True)
+class _External:
+    """An external tensor for any number of rows: one part per row along an axis, or the same for all.
+
+    An overwritten one is copied for each run.
+    """
+
+    value: Tensor
+    axis: int | None
+    overwritten: bool
+
+    def at(self, rows: int) -> Tensor:
+        value = self.value
+        if self.axis is not None and rows != 1:
+            is_one = value.shape[self.axis] == 1
+            sizes = [rows if axis == self.axis else -1 if is_one else 1 for axis in range(value.dim())]
+            value = value.expand(sizes) if is_one else value.repeat(sizes)
+        return value.clone(memory_format=torch.contiguous_format) if self.overwritten else value
+
+
+Values = list[Any]
+"""The value of each slot."""
+
+Fill = Callable[[], list[Any]]
+"""Returns the positional and the keyword arguments of a step, with the values of now."""
+
+
+def run_step(step: Step, values: Values, fill: Fill) -> list[Any]:
+    """Return the results of a step."""
+    args, kwargs = fill()
+    return as_list(step.op(*args, **kwargs))
+
+
+class Program:
+    """The part of a forward that depends on the source, for any number of rows.
+
+    Args:
+        first: The tape of a forward of a few rows.
+        second: The tape of a forward of one row more, with other values in the source. Numbers that grow in proportion
+            count rows.
+        rows: The number of rows of the first.
+
+    Attributes:
+        steps: The operations.
+        outputs: The placeholders of the tensors in the output.
+        aliased: The steps are right only if their tensors share memory as they did in the forwards.
+
+    Raises:
+        ReplayMismatch: The two do not run the same operations, or one of them cannot be replayed.
+    """
+
+    def __init__(self, first: Tape, second: Tape, rows: int = 1) -> None:
+        for tape in (first, second):
+            if tape.refusal:
+                raise ReplayMismatch(tape.refusal)
+        counts = [(tape.slots, len(tape.steps), len(tape.external), tape.outputs) for tape in (first, second)]
+        if counts[0] != counts[1]:
+            raise ReplayMismatch(f"{rows} and {rows + 1} rows are not computed alike")
+        self.outputs = first.outputs
+        self.aliased = first.aliased or second.aliased
+        self._slots, self._output = first.slots, first.output
+        self._external = [
+            _merged_external(one, two, rows, overwritten=at in first.overwritten)
+            for at, (one, two) in enumerate(zip(first.external, second.external, strict=True))
+        ]
+        steps = zip(first.steps, second.steps, _last_reads(first), strict=True)
+        self.steps = [_merged_step(one, two, last, rows) for one, two, last in steps]
+
+    def __call__(
+        self,
+        source: Any,
+        rows: int,
+        run: Callable[[Step, Values, Fill], list[Any]] = run_step,
+        read: Callable[[Values, int], Any] = list.__getitem__,
+    ) -> Any:
+        """Return the output of the forward for a source, which may be overwritten.
+
+        Args:
+            source: The value of slot 0.
+            rows: The number of rows.
+            run: Runs one step.
+            read: Reads a slot for the output.
+        """
+        values: Values = [None] * self._slots
+        values[0] = source
+        external = self.external(rows)
+
+        def fill(part: Any) -> Any:
+            if isinstance(part, Slot):
+                return values[part.at]
+            if isinstance(part, ExternalTensor):
+                return external[part.at]
+            return part.per_row * rows if isinstance(part, RowCount) else part
+
+        with torch.no_grad():
+            for step in self.steps:
+                results = run(step, values, lambda step=step: _map([step.args, step.kwargs], fill))  # type: ignore[misc]
+                for at, result in zip(step.results, results, strict=False):
+                    if at is not None:
+                        values[at] = result
+                for at in step.last:
+                    values[at] = None
+            # External tensors are kept for other calls, so they are returned as copies.
+            tensors = iter(
+                read(values, part.at)
+                if isinstance(part, Slot)
+                else external[part.at].clone(memory_format=torch.contiguous_format)
+                for part in self.outputs
+            )
+            return tree_map_tensors(self._output, lambda empty: next(tensors))
+
+    def external(self, rows: int) -> list[Tensor]:
+        """Return the external tensors for a number of rows."""
+        return [tensor.at(rows) for tensor in self._external]
+
+
+def record_program(
+    first: Tape, record: Callable[[Tensor], tuple[Tape, Any]], sources: Tensor, *, pure: bool = False
+) -> tuple[Program, Any]:
+    """Return the program of a forward, and the model's output for two other sources.
+
+    Args:
+        first: The tape of the forward of one row.
+        record: Runs a forward with other sources, and returns its tape and output.
+        sources: (3, ...) other sources.
+        pure: Refuse a program that is right only if its tensors share memory.
+
+    Raises:
+        ReplayMismatch: The forward cannot be replayed.
+    """
+    if first.refusal:
+        raise ReplayMismatch(first.refusal)
+    second, expected = record(sources[:2])
+    try:
+        program = Program(first, second)
+    except ReplayMismatch:
+        # Some operations, such as copies that make memory contiguous, are left out for one row.
+        program = Program(second, record(sources)[0], rows=2)
+    if pure and program.aliased:
+        raise ReplayMismatch("the model reads tensors under several names while it writes to them")
+    return program, expected
+
+
+class PartialForward:
+    """Runs only a part of a model for variants of one image, or the whole model where that is not possible.
+
+    The model's parameters must stay as they are, and its code must do the same for any number of rows above two.
+
+    Args:
+        model: The model, prepared by the caller.
+        x: One image (1, C, H, W).
+
+    Attributes:
+        why: Why whole forwards are run; empty if only the part is run.
+    """
+
+    part: ClassVar[str]
+    """What is run instead of whole forwards, in words."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self._model, self._x = model, x.detach()
+        self.why = ""
+        self._program: Program | None = None
+
+    @property
+    def how(self) -> str:
+        """What is run for each call, in words."""
+        return "whole forwards" if self._program is None else self.part
+
+    def _attempt(self, compute: Callable[[], _T]) -> _T | None:
+        """Return a result; None, and whole forwards from now on, if the part does not give it."""
+        try:
+            return compute()
+        except (ReplayMismatch, RuntimeError, ValueError, TypeError, LookupError) as error:
+            if self._program is not None and is_out_of_memory(error):
+                raise
+            self.why, self._program = str(error), None
+            return None
+
+
+def _last_reads(tape: Tape) -> list[tuple[int, ...]]:
+    """The slots of each step that nothing reads after it."""
+    last: dict[int, int] = {}
+    for at, step in enumerate(tape.steps):
+        last.update(dict.fromkeys([*step.slots, *(slot for slot in step.results if slot is not None)], at))
+    for part in tape.outputs:
+        if isinstance(part, Slot):
+            last.pop(part.at, None)
+    ends: defaultdict[int, list[int]] = defaultdict(list)
+    for slot, at in last.items():
+        ends[at].append(slot)
+    return [tuple(ends[at]) for at in range(len(tape.steps))]
+
+
+def _merged_step(one: Step, two: Step, last: tuple[int, ...], rows: int) -> Step:
+    if one.op is not two.op or one.results != two.results:
+        raise ReplayMismatch(f"where {rows} rows take {one.op}, {rows + 1} take {two.op}")
+    return replace(one, args=_merged(one.args, two.args, rows), kwargs=_merged(one.kwargs, two.kwargs, rows), last=last)
+
+
+def _merged(one: Any, two: Any, rows: int) -> Any:
+    """Return arguments for any number of rows, from those for some rows and for one more."""
+    if type(one) is type(two):
+        if isinstance(one, list) and len(one) == len(two):
+            return [_merged(*pair, rows) for pair in zip(one, two, strict=True)]
+        if isinstance(one, dict) and one.keys() == two.keys():
+            return {name: _merged(part, two[name], rows) for name, part in one.items()}
+        if one == two:
+            return one
+        if type(one) is int and one * (rows + 1) == two * rows and one % rows == 0:
+            return RowCount(one // rows)
+    raise ReplayMismatch(f"an argument is {one!r} for {rows} rows and {two!r} for {rows + 1}")
+
+
+def _merged_external(one: Tensor, two: Tensor, rows: int, *, overwritten: bool) -> _External:
+    """Return an external tensor for any number of rows, from those of some rows and of one more."""
+    external = _External(one, None, overwritten)
+    if one.shape == two.shape and one.data_ptr() == two.data_ptr() and one.stride() == two.stride():
+        return external
+    if one.dim() == two.dim():
+        grown = [axis for axis in range(one.dim()) if one.shape[axis] != two.shape[axis]]
+        if len(grown) == 1 and one.shape[grown[0]] % rows == 0:
+            external = _External(one.narrow(grown[0], 0, one.shape[grown[0]] // rows), grown[0], overwritten)
+        if trees_agree(external.at(rows), one) and trees_agree(external.at(rows + 1), two):
+            return external
+    raise ReplayMismatch("what is used beside the tensor that is followed is not the same for each row")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...attribution.explanation import Sign
 from ...attribution.options import EngineOptions
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
-from ...engine.partial.window import ONLY_WHERE_REACHED, WindowForward
+from ...engine.partial.window import WindowForward
 from ...engine.runner import MakeInputs, PassRunner
 from ...errors import MethodError
 from ...validation import is_pair, is_whole
@@ -105,7 +105,7 @@ class Occlusion(MultiPassAttribution):
 
         if self.precision == "exact" and len(places) >= FEW:
             local = WindowForward(passes.model, x)
-            if local.how == ONLY_WHERE_REACHED:
+            if local.how == WindowForward.part:
                 yield from self._local_runs(passes, places, size, local, patches)
                 return
         for done in passes.forwards(make, len(places)):
@@ -122,7 +122,7 @@ class Occlusion(MultiPassAttribution):
                 return start, passes.target(stop - start)(local(patches(start, stop), tops, lefts))
 
         yield from passes.chunks(compute, len(places), f"window of {size[0]}x{size[1]}")
-        share = f": {local.share:.0%} of the multiply-adds" if local.how == ONLY_WHERE_REACHED else ""
+        share = f": {local.share:.0%} of the multiply-adds" if local.how == WindowForward.part else ""
         passes.notes.append(local.how + share)
 
 
