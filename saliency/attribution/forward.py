@@ -63,6 +63,10 @@ class SharedForward:
 
     def gradients(self, score: Tensor, at: list[Tensor]) -> list[Tensor | None]:
         """The gradients of a score of this forward at some of its tensors; None where it does not depend on one."""
+        if self._backwards_left == 0:
+            raise RuntimeError(
+                "more backward passes than the methods' class attribute `backwards` says; raise it there"
+            )
         last = self._backwards_left == 1
         if self._backwards_left is not None:
             self._backwards_left -= 1

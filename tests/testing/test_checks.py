@@ -1,4 +1,4 @@
-"""Traps of methods with many passes are found by the checks, with one message that names the cure."""
+"""The checks find common mistakes of authors of methods, with one message that names the cure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import saliency
 from saliency import METHODS
-from saliency.testing import checks
+from saliency.testing import check_method, checks
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +43,18 @@ def test_inputs_drawn_from_a_generator_that_moves_are_found_without_a_lack_of_me
 
     with pytest.raises(AssertionError, match="must return the same inputs for the same pass numbers"):
         dict(checks(MovingGenerator))["chunks_do_not_show"]()
+
+
+def test_more_backward_passes_than_declared_are_named() -> None:
+    class TwoBackwards(saliency.TracedAttribution):
+        """The gradient, computed twice."""
+
+        name = "two_backwards"
+        backwards = 1
+
+        def read_evidence(self, evidence: Any, layers: tuple[str, ...]) -> Any:
+            evidence.rewritten_gradient([], None)
+            return saliency.BatchAttribution(evidence.input_gradient(), evidence.scores)
+
+    with pytest.raises(AssertionError, match=r"result: RuntimeError: more backward passes than .*`backwards`"):
+        check_method(TwoBackwards)
