@@ -1,12 +1,12 @@
-// The grid: only the photos near the screen are elements of the page, however many there are.
+// The grid. Only photos near the screen are elements of the page.
 
 const grid = byId("grid");
 let list = []; // the photos that pass the filters
 let layout = laidOut([], 1);
-let current = null; // the photo that Tab leads to
+let current = null; // the photo that Tab focuses
 const cards = new Map(); // photo -> its element
 
-/** Choose and lay out the photos anew. */
+/** Filter and lay out the photos again. */
 function renew() {
   list = chosenPhotos();
   if (!list.includes(current)) current = list[0] ?? null;
@@ -20,7 +20,7 @@ function relayout() {
   draw();
 }
 
-/** Make the cards that are near the screen, and drop those that are not. */
+/** Create the cards near the screen, and remove the others. */
 function draw() {
   const { rows } = layout;
   const wanted = [];
@@ -32,7 +32,7 @@ function draw() {
     const last = rows[rowAt(rows, top + window.innerHeight + spare)];
     inSight = rows[rowAt(rows, top + rows[0].height)].from;
     for (let at = first.from; at < last.to; at += 1) wanted.push(at);
-    // The photo with the focus stays, so that the keyboard goes on from it.
+    // Keep the focused photo, so that the keyboard continues from it.
     const focused = list.indexOf(current);
     if (grid.contains(document.activeElement) && focused >= 0) {
       if (focused < first.from) wanted.unshift(focused);
@@ -52,7 +52,7 @@ function draw() {
     if (card === place) place = place.nextSibling;
     else grid.insertBefore(card, place);
   }
-  // Tab leads to the photo that was left, or, where that is out of sight, to the first one on the screen.
+  // Tab focuses the last photo, or the first one on the screen if that is out of sight.
   const stop = keep.has(current) ? current : list[inSight];
   for (const [photo, card] of cards) card.firstChild.tabIndex = photo === stop ? 0 : -1;
 }
@@ -67,7 +67,7 @@ function cardOf(photo) {
   return card;
 }
 
-/** Write a photo's place, pictures and texts on its card. */
+/** Fill a card with the place, images and texts of its photo. */
 function fill(card, at) {
   const photo = list[at];
   const row = rowOf(photo, state.method);
@@ -91,13 +91,13 @@ function fill(card, at) {
   );
 }
 
-/** What stands first under a photo: its class, or why there is none. */
+/** The first text under a photo: its class, or why there is none. */
 function headline(row) {
   if (!row) return "Not explained yet";
   return row.error == null ? (className(row) ?? "") : (row.error_kind ?? "Failed");
 }
 
-/** Show a photo with its heat map in a frame, its overlay where these are missing, or why there is neither. */
+/** Show a photo with its heat map in a frame, else its overlay, else why there is neither. */
 function picture(frame, photo, row, loading) {
   const base = photo.photo ?? row?.overlay ?? null;
   const heat = photo.photo ? (row?.heat ?? null) : null;
@@ -105,7 +105,7 @@ function picture(frame, photo, row, loading) {
   const seen = `${base}\n${heat}\n${message}`;
   if (frame.seen === seen) return;
   const old = frame.querySelector(".photo");
-  // The photo stays where only its heat map changes: it would flicker otherwise.
+  // Keep the photo if only its heat map changes, or it would flicker.
   const kept = old && old.getAttribute("src") === base ? old : null;
   if (old && !kept) old.remove();
   frame.classList.remove("lost-heat", ...(kept ? [] : ["lost-photo"]));
@@ -129,7 +129,7 @@ function describe(photo, row) {
   return [photo.file, name, probabilityText(row?.probability)].filter(Boolean).join(", ");
 }
 
-/** Make a photo the one that Tab leads to; also go there. */
+/** Make a photo the one that Tab focuses, and focus it. */
 function select(photo, { focus = true } = {}) {
   const at = list.indexOf(photo);
   if (at < 0) return;
@@ -139,7 +139,7 @@ function select(photo, { focus = true } = {}) {
   if (focus) cards.get(photo)?.firstChild.focus({ preventScroll: true });
 }
 
-/** Scroll as little as shows a photo whole, below the header and above the dock. */
+/** Scroll just enough to show all of a photo, below the header and above the dock. */
 function reveal(at) {
   const { top, height } = layout.rows[rowOfPhoto(layout.rows, at)];
   const header = document.querySelector("header").getBoundingClientRect().bottom + 12;

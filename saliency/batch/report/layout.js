@@ -1,4 +1,4 @@
-// Where each photo lies: rows that fill the width, every photo uncropped, as on a table of prints.
+// The layout of the grid: rows that fill the width, with uncropped photos.
 
 const CAPTION = 46; // pixels under each photo
 const GAP = { wide: 18, narrow: 10 };
@@ -9,8 +9,8 @@ const ratioOf = (photo) =>
 /**
  * Rows of photos and the place of each one.
  *
- * A row takes as many photos as bring it, stretched to the full width, nearest to the height that is aimed at; the last
- * row is not stretched. All in pixels.
+ * A row holds the number of photos that brings its height, stretched to the full width, closest to the intended one. The
+ * last row is not stretched. All in pixels.
  */
 function laidOut(list, width) {
   const gap = width < 640 ? GAP.narrow : GAP.wide;
@@ -28,7 +28,7 @@ function laidOut(list, width) {
     }
     const heightOf = (sum, count) => (width - (count - 1) * gap) / sum;
     let height = Math.min(aim, heightOf(ratios, to - from));
-    // Without the photo that went over the edge the row may come nearer to what is aimed at.
+    // Without the last photo the row may be closer to the intended height.
     const fewer = ratios - ratioOf(list[to - 1]);
     const higher = to - from > 1 && height < aim ? heightOf(fewer, to - from - 1) : Infinity;
     if (higher / aim < aim / height) {
@@ -48,7 +48,7 @@ function laidOut(list, width) {
   return { rows, left, wide, height: Math.max(0, top - gap) };
 }
 
-/** The number of the row that lies at a height, or the nearest one. */
+/** The number of the row at a height, or the nearest one. */
 function rowAt(rows, y) {
   let low = 0;
   let high = rows.length - 1;
@@ -72,7 +72,7 @@ function rowOfPhoto(rows, at) {
   return low;
 }
 
-/** The photo one row further up (-1) or down (1) that lies nearest to the middle of another. */
+/** The photo one row up (-1) or down (1) that is closest to the middle of another. */
 function beside({ rows, left, wide }, at, step) {
   const row = rows[rowOfPhoto(rows, at) + step];
   if (!row) return at;

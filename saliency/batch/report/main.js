@@ -1,4 +1,4 @@
-// The header, the keys, and what happens when the page is opened.
+// The header, the keys, and the start of the page.
 
 const controls = { method: byId("method"), class: byId("class"), show: byId("show"), sort: byId("sort") };
 const query = byId("query");
@@ -28,7 +28,7 @@ function fillClasses() {
   if (!found.some(({ key }) => key === state.class)) state.class = "";
 }
 
-/** Bring everything in line with the state. */
+/** Update everything from the state. */
 function refresh() {
   controls.method.value = state.method;
   controls.show.value = state.show;
@@ -49,13 +49,13 @@ function tellCount() {
   byId("count").textContent = filtered ? `${whole.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}`;
   byId("empty").hidden = list.length > 0;
   byId("reset").hidden = !photos.length;
-  byId("why").textContent = photos.length ? "No photo passes these filters." : "No photo has been explained yet.";
+  byId("why").textContent = photos.length ? "No photo matches these filters." : "No photo has been explained yet.";
 }
 
-/** Another state than before: shown from the top of the grid, and written into the address. */
+/** Change the state, show the top of the grid, and write the address. */
 function change(changes) {
   const method = state.method;
-  clearTimeout(typing); // what is typed so far counts now
+  clearTimeout(typing); // use the text typed so far
   Object.assign(state, { query: query.value.trim() }, changes);
   if (state.method !== method) fillClasses();
   if (!("method" in changes) && window.scrollY > 0) window.scrollTo({ top: 0, behavior: "instant" });
@@ -73,7 +73,7 @@ function setHeat(percentage) {
   }
 }
 
-/** Show what the address says. */
+/** Show the state in the address. */
 function arrive() {
   readAddress();
   fillClasses();
@@ -115,7 +115,7 @@ byId("more").addEventListener("click", () => {
   byId("more").setAttribute("aria-expanded", shown);
 });
 
-// Dark or light: as the system says, until the reader says otherwise.
+// Dark or light: as the system, until the reader chooses.
 
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme ?? (darkSystem.matches ? "dark" : "light")) === "dark";
@@ -125,7 +125,7 @@ function tellTheme() {
 }
 
 function remembered(name, value) {
-  // A browser may refuse to remember anything for a file.
+  // A browser may refuse to store anything for a file.
   try {
     if (value !== undefined) localStorage.setItem(name, value);
     return localStorage.getItem(name);
@@ -147,13 +147,13 @@ if (theme === "dark" || theme === "light") document.documentElement.dataset.them
 
 const KEYS = {
   "/": "search",
-  "← → ↑ ↓": "from photo to photo",
+  "← → ↑ ↓": "move between photos",
   Enter: "open the large view",
-  "← →": "in the large view: the photo before and after",
+  "← →": "in the large view: previous and next photo",
   Esc: "close",
-  m: "next method (M: the one before)",
-  h: "heat map off and on",
-  "?": "this",
+  m: "next method (M: previous)",
+  h: "heat map on or off",
+  "?": "this help",
 };
 
 function fillFacts() {

@@ -1,4 +1,4 @@
-// What is shown: method, filters, order and the open photo, kept in the address so that a link leads to the same.
+// The state: method, filters, order and the open photo. It is part of the address, so that a link shows the same.
 
 const SHOWS = { all: "All photos", fine: "Explained", failed: "With errors" };
 const SORTS = {
@@ -12,7 +12,7 @@ const FRESH = { method: 0, query: "", class: "", show: "all", sort: "order", pho
 const state = { ...FRESH };
 const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
-/** The photos that pass the filters, in the order chosen. */
+/** The photos that match the filters, in the chosen order. */
 function chosenPhotos() {
   const words = folded(state.query).split(/\s+/).filter(Boolean);
   const passing = photos.filter((photo) => {
@@ -25,7 +25,7 @@ function chosenPhotos() {
   return sorted(passing);
 }
 
-/** What tells classes apart: their numbers, since two may have one name. */
+/** The key of a class: its number, because two may have the same name. */
 const classKey = (row) => (row?.target ?? row?.name ?? null) === null ? null : String(row.target ?? row.name);
 
 function sorted(list) {
@@ -44,7 +44,7 @@ function sorted(list) {
   return list;
 }
 
-/** The classes that the method in view explains: key, name and number of photos, by name. */
+/** The classes that the current method explains: key, name and number of photos, sorted by name. */
 function classes() {
   const found = new Map();
   for (const photo of photos) {
@@ -62,7 +62,7 @@ function classes() {
     .sort((a, b) => collator.compare(a.name, b.name));
 }
 
-/** The address of a state, only with what differs from a fresh page. */
+/** The address of a state, with only what differs from a new page. */
 function addressOf(other = {}) {
   const wanted = { ...state, ...other };
   const words = new URLSearchParams();
@@ -73,7 +73,7 @@ function addressOf(other = {}) {
   return `#${words}`;
 }
 
-/** Take the state from the address; what it does not say, or says wrongly, is as on a fresh page. */
+/** Read the state from the address; what is missing or invalid is as on a new page. */
 function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1));
   const method = head.methods.indexOf(words.get("method"));
@@ -87,7 +87,7 @@ function readAddress() {
   });
 }
 
-/** Write the state into the address: as a new step of the history, or in place of the present one. */
+/** Write the state to the address, as a new step of the history or replacing the current one. */
 function writeAddress(step = false) {
   if (step) history.pushState({ opened: true }, "", addressOf());
   else history.replaceState(history.state, "", addressOf());

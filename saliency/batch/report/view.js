@@ -3,7 +3,7 @@
 const view = byId("view");
 const panels = byId("panels");
 
-/** Open the view on a photo, or move it there; as a step of the history where the reader asked for it. */
+/** Show a photo in the view; a new step of the history if the reader opened it. */
 function open(photo, step = false) {
   state.photo = photo.index;
   compose(photo);
@@ -12,7 +12,7 @@ function open(photo, step = false) {
   writeAddress(step);
 }
 
-/** The photo beside the open one in the list, `step` further; beyond both ends there is none. */
+/** Show the photo `step` further in the list, if there is one. */
 function walk(step) {
   const at = place();
   const photo = list[Math.min(list.length - 1, Math.max(0, at + step))];
@@ -34,7 +34,7 @@ function compose(photo) {
   for (const near of [list[at + 1], at > 0 ? list[at - 1] : null]) if (near) preload(near);
 }
 
-/** The photo as it is, with what is the same for all methods. */
+/** The photo without a heat map, with the facts that all methods share. */
 function plain(photo, row) {
   const frame = make("div", { class: "frame" }, image(photo.photo, "photo", "eager", photo.file));
   const crop = cropOf(photo);
@@ -53,7 +53,7 @@ function plain(photo, row) {
   );
 }
 
-/** A frame around what the network saw; null where that is the whole photo. */
+/** A frame around the crop that the model saw; null if that is the whole photo. */
 function cropOf(photo) {
   if (!Array.isArray(photo.box) || !photo.box.every(Number.isFinite) || !(photo.width > 0) || !(photo.height > 0)) return null;
   const [left, top, right, bottom] = photo.box.map((edge, at) => edge / (at % 2 ? photo.height : photo.width));
@@ -64,7 +64,7 @@ function cropOf(photo) {
   return crop;
 }
 
-/** One method: the heat map over the photo, its colour bar, and what it was made of. */
+/** One method: the heat map over the photo, its colour bar and its facts. */
 function panel(photo, row) {
   const frame = make("div", { class: "frame" });
   picture(frame, photo, row, "eager");
@@ -91,7 +91,7 @@ function panel(photo, row) {
 
 const classText = (row) => (row.name != null && row.target != null ? `${row.name} (${row.target})` : className(row));
 
-/** The colours from the lowest value of the map to its limit, with both in its units. */
+/** The colour bar, from the lowest value to the limit, in the units of the values. */
 function colourBar(row) {
   if (typeof row.limit !== "number") return null;
   const signed = row.sign === "signed";
@@ -104,7 +104,7 @@ function colourBar(row) {
   return make("div", { class: "scale" }, row.bar ? bar : null, ticks, unit ? make("div", { class: "unit" }, unit) : null);
 }
 
-/** A list of names and values, without those that are empty. */
+/** A list of names and values, without empty ones. */
 function facts(entries) {
   const filled = Object.entries(entries).filter(([, value]) => value != null && value !== "");
   return make("dl", {}, filled.map(([name, value]) => make("div", {}, make("dt", {}, name.trim()), make("dd", { dir: "auto" }, String(value)))));
@@ -116,7 +116,7 @@ function preload(photo) {
 }
 
 view.addEventListener("close", () => {
-  if (state.photo === null) return; // the history has closed it
+  if (state.photo === null) return; // closed by the history
   const photo = photos.find((each) => each.index === state.photo);
   state.photo = null;
   if (history.state?.opened) history.back();
