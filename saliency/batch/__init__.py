@@ -1,7 +1,7 @@
 """Explain folders of images: overlays, saved maps, a manifest and a page. A run resumes after any interruption.
 
-    batch           the run; the command `saliency batch` wraps it
-    redraw          draw overlays from saved maps in another style
+    batch                 the run; the command `saliency batch` wraps it
+    saved_maps.redraw     draw overlays from saved maps in another style
 
 The output folder: overlays/, photos/ and heat/ (images of the page), maps/ (with `maps=True`), manifest.jsonl (a row
 per image and method), manifest.json (the run), manifest.parquet, listing.jsonl (the numbered images) and index.html.
@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..validation import check_choice, check_whole_number
-from .errors import BatchError, StoppedError, unwritable
+from .errors import BatchError, StoppedError, writing_to
 from .output_folder import locked
-from .run import Engine, Run
+from .run import Run
 from .run_options import FORMATS, SIGNS, OverlayStyle, Progress, RunOptions, Summary
 from .sources import find_images
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from .engine_local import LocalEngine
+    from .engine_ray import RayEngine
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
@@ -125,24 +128,23 @@ def batch(
         targets=targets,
         out=folder,
     )
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
+    with locked(folder):
+        with writing_to(folder):
             run = Run(run_options, images, folder)
-            try:
-                if run.is_new or not run.is_complete():
-                    with _open_engine(engine, model, device, workers) as opened:
-                        run.execute(opened)
-                return run.finish()
-            finally:
-                run.manifest.close()
-    except OSError as error:
-        raise unwritable(folder, error) from error
+        try:
+            if run.is_new or not run.is_complete():
+                with _open_engine(engine, model, device, workers) as opened:
+                    run.execute(opened)
+            return run.finish()
+        finally:
+            run.manifest.close()
 
 
 def _open_engine(
     engine: str, model: str | nn.Module, device: str, workers: int | None
-) -> AbstractContextManager[Engine]:
+) -> AbstractContextManager[LocalEngine | RayEngine]:
     if engine == "ray":
         from .engine_ray import open_ray
 

@@ -25,7 +25,7 @@ from .manifest import Row, make_row
 from .network import LoadedImage, Results, Task
 from .output_folder import file_names
 from .run_options import OverlayStyle, RunOptions
-from .saved_map import FACTS, SavedMap
+from .saved_maps import FACTS, SavedMap
 
 PREVIEW = 640  # longest side of the preview that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
@@ -126,11 +126,12 @@ def _write_method(
     overlay = paint(frame, shading, style.colormap, style.opacity)
     if preview is None:
         name = f"{task.image.name}.{method}"
-        write_overlay(out / f"{name}.{style.format}", overlay)
+        save_picture(overlay, out / f"{name}.{style.format}")
         if options.maps:
             explanation.save(out / f"{name}.safetensors")
         return make_row(**facts, overlay=f"{name}.{style.format}")
-    write_overlay(out / names["overlay"], overlay)
+    (out / names["overlay"]).parent.mkdir(parents=True, exist_ok=True)
+    save_picture(overlay, out / names["overlay"])
     facts |= {"overlay": names["overlay"], "overlay_bytes": (out / names["overlay"]).stat().st_size}
     files = {"heat": (names["heat"], _heat_image(shading, frame, preview.size, style))}
     if options.maps:
@@ -148,12 +149,6 @@ def _write(out: Path, files: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
             temporary.write_bytes(data)
         facts |= {column: name, f"{column}_bytes": len(data)}
     return facts
-
-
-def write_overlay(path: Path, picture: Image.Image) -> None:
-    """Write an overlay in the format of the path's suffix, and create its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(picture, path)
 
 
 def _heat_image(shading: Shade, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +25,24 @@ import torch
 from torch import nn
 
 from ..engine.allocator import keep_memory
+from ..errors import SaliencyError
 from .drawing import write_results
 from .engine_local import count_cores, seconds_per_row
 from .errors import BatchError, StoppedError, printable
 from .manifest import Row
-from .network import BATCH_ACCELERATOR, BATCH_CPU, Network, PictureBuffer, Task, load_model
+from .network import (
+    BATCH_ACCELERATOR,
+    BATCH_CPU,
+    BatchTooLargeError,
+    LoadedImage,
+    Network,
+    PictureBuffer,
+    Results,
+    Task,
+    Work,
+    load_model,
+)
 from .output_folder import LOCK
-from .run_options import RunOptions
 
 MAX_TRIES = 4
 """Actors that may die of the same batch before the run stops."""
@@ -39,7 +50,6 @@ MAX_CPUS = 8
 """Processors of an actor with a GPU, for loading and drawing."""
 OBJECT_STORE = 256 << 20
 """Bytes of shared memory of a Ray started here: only a model without a name is large, and Ray spills it to disk."""
-SETTINGS = {"enable_progress_bars": False, "print_on_execution_start": False, "execution_no_progress_timeout_s": -1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,98 +164,89 @@ class RayEngine:
         return max(1, min(most, images // self._resources.actors))
 
     def execute(
-        self, options: RunOptions, out: Path, model: nn.Module, groups: Iterator[Sequence[Task]], is_first: bool
+        self, work: Work, groups: Iterator[Sequence[Task]], is_interrupted: Callable[[], bool]
     ) -> Generator[list[Row], None, None]:
-        """Yield the rows of each image, in the order of the images. See `Engine.execute`.
+        """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
 
         Raises:
             StoppedError: Ray failed, or several actors died of the same images.
         """
-        pickle = self._ray.cloudpickle
-        items = [{"group": pickle.dumps(group)} for group in groups]
-        results = self._results(items, self._share(options), out, is_first) if items else iter(())
+        items = [{"group": self._ray.cloudpickle.dumps(group)} for group in groups]
         try:
-            for table in results:
-                for result in map(pickle.loads, table["result"].to_pylist()):
+            for table in self._results(self._share(work), items, work.out) if items else ():
+                for result in map(self._ray.cloudpickle.loads, table["result"].to_pylist()):
                     if isinstance(result, Exception):
                         raise result
                     yield result
+                if is_interrupted():
+                    return
         except self._ray.exceptions.RayError as error:
             raise StoppedError(
                 f"Ray failed: {_in_one_line(error)}; finished images are kept, and the same call resumes"
             ) from error
 
-    def _results(self, items: list[dict[str, bytes]], options: Any, out: Path, is_first: bool) -> Iterator[Any]:
-        """Map the batches over the actors, and return a table per batch, in order."""
-        data = _import("ray.data")
-        with _temporarily(data.DataContext.get_current()):
-            # A block per batch, so that its rows come back as soon as it is done.
-            source = data.from_items(items, override_num_blocks=len(items))
-            mapped = source.map_batches(
-                Actor,
-                fn_constructor_kwargs={
-                    "options": options,
-                    "out": os.path.abspath(out),  # noqa: PTH100 - keeps links, which may differ on each machine
-                    "holder": (out / LOCK).read_bytes(),
-                    "threads": self._resources.cpus,
-                    "on_gpu": self._resources.gpus > 0,
-                    "is_first": is_first,
-                    "max_tries": MAX_TRIES,
-                },
-                batch_size=None,
-                batch_format="pyarrow",
-                compute=data.ActorPoolStrategy(
-                    size=self._resources.actors,
-                    max_concurrent_calls_per_actor=self._resources.calls,
-                    enable_true_multi_threading=self._resources.calls > 1,
-                ),
-                num_cpus=self._resources.cpus,
-                num_gpus=self._resources.gpus,
-            )
-            yield from mapped.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-
-    def _share(self, options: RunOptions) -> Any:
-        """Put the options, with a model that has no name, into the memory that the cluster shares."""
-        options = replace(options, on_progress=None)
+    def _share(self, work: Work) -> Any:
+        """Put the work into the memory that the cluster shares; a model without a name travels with its options."""
+        options = replace(work.options, on_progress=None)
         if isinstance(options.model, nn.Module):
             options = replace(options, model=copy.deepcopy(options.model).cpu())
+        out = Path(os.path.abspath(work.out))  # noqa: PTH100 - keeps links, which may differ on each machine
         try:
-            return self._ray.put(options)
+            return self._ray.put(Work(options, out, nn.Identity(), work.is_first))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(
                 f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; pass a model by name"
             ) from error
+
+    def _results(self, work: Any, items: list[dict[str, bytes]], out: Path) -> Iterator[Any]:
+        """Map the batches over the actors, and return a table per batch, in order."""
+        data, resources = _import("ray.data"), self._resources
+        # A block per batch, so that its rows come back as soon as it is done.
+        batches = data.from_items(items, override_num_blocks=len(items))
+        batches.context.execution_options.preserve_order = True
+        batches.context.enable_progress_bars = batches.context.print_on_execution_start = False
+        batches.context.execution_no_progress_timeout_s = -1  # a method may take its time
+        results = batches.map_batches(
+            Actor,
+            fn_constructor_args=(work, (out / LOCK).read_bytes(), resources, MAX_TRIES),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=data.ActorPoolStrategy(
+                size=resources.actors,
+                max_concurrent_calls_per_actor=resources.calls,
+                enable_true_multi_threading=resources.calls > 1,
+            ),
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
+        )
+        yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
 
 class Actor:
     """Process that holds the model, and explains the batches that it is given.
 
     Args:
-        options: Reference to the options of the run.
-        out: Folder of the run.
-        holder: Content of its lock.
-        threads: Threads that load and draw, and on processors run the network.
-        on_gpu: Whether the model runs on the GPU of this actor.
-        is_first: Whether nothing has been written yet.
+        work: Reference to the work.
+        holder: Content of the lock of its folder.
+        resources: What this actor uses.
         max_tries: Actors that may die of a batch.
     """
 
-    def __init__(
-        self, options: Any, out: str, holder: bytes, threads: int, on_gpu: bool, is_first: bool, max_tries: int
-    ) -> None:
-        self._pickle = importlib.import_module("ray").cloudpickle
-        self._out, self._is_first, self._max_tries = Path(out), is_first, max_tries
+    def __init__(self, work: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
+        ray = importlib.import_module("ray")
+        self._pickle, self._max_tries = ray.cloudpickle, max_tries
         self._buffer = PictureBuffer()
-        self._io = ThreadPoolExecutor(threads, "saliency-io", torch.set_num_threads, (1,))
-        self._threads = 1 if on_gpu else threads
+        self._io = ThreadPoolExecutor(resources.cpus, "saliency-io", torch.set_num_threads, (1,))
+        self._threads = 1 if resources.gpus else resources.cpus
         self._error: Exception | None = None
         # This process is the actor's alone.
         keep_memory()
         importlib.import_module("cv2").setNumThreads(1)
         try:
+            self._work: Work = ray.get(work)
             self._require_shared(holder)
-            self._options: RunOptions = importlib.import_module("ray").get(options)
-            self._network = Network(self._options, load_model(self._options).to("cuda" if on_gpu else "cpu"))
+            model = load_model(self._work.options).to("cuda" if resources.gpus else "cpu")
+            self._network = Network(self._work.options, model)
         except Exception as error:  # noqa: BLE001 - raised by the run; here, Ray would create the actor again and again
             self._error = error
 
@@ -256,16 +257,18 @@ class Actor:
         for group in map(self._pickle.loads, table["group"].to_pylist()):
             try:
                 results += self._explain(group)
-            except Exception as error:  # noqa: BLE001 - raised by the run
+            except (SaliencyError, BatchTooLargeError) as error:
                 results.append(error)
-        return arrow.table({"result": arrow.array(map(self._packed, results), arrow.binary())})
+            except Exception as error:  # noqa: BLE001 - raised by the run; its text can be sent, not every error can
+                results.append(StoppedError(f"{type(error).__name__}: {error}"))
+        return arrow.table({"result": arrow.array(map(self._pickle.dumps, results), arrow.binary())})
 
     def _explain(self, group: Sequence[Task]) -> list[list[Row]]:
         if self._error is not None:
             raise self._error
-        first = group[0].index
+        work = self._work
         # Counts the actors that began this batch; the next run removes it with other temporary files.
-        attempts = self._out / f".{first:032x}.part"
+        attempts = work.out / f".{group[0].index:032x}.part"
         with attempts.open("ab") as file:
             file.write(b".")
         if attempts.stat().st_size > self._max_tries:
@@ -273,12 +276,12 @@ class Actor:
         torch.set_num_threads(self._threads)
         loaded = list(self._io.map(lambda task: self._network.load(task.image, self._buffer), group))
         start = time.perf_counter()
-        results = self._network.explain(loaded, may_split=not (self._is_first and first == 0))
+        results = self._network.explain(loaded, may_split=work.may_split(group))
         share = seconds_per_row(group, time.perf_counter() - start)
 
-        def write(task: Task, image: Any, found: Any) -> list[Row]:
+        def write(task: Task, image: LoadedImage, found: Results) -> list[Row]:
             try:
-                return list(write_results(self._options, self._out, task, image, found, share))
+                return list(write_results(work.options, work.out, task, image, found, share))
             finally:
                 self._buffer.release(image)
 
@@ -286,24 +289,16 @@ class Actor:
         attempts.unlink(missing_ok=True)
         return [row for row in rows if row]
 
-    def _packed(self, result: list[Row] | Exception) -> bytes:
-        try:
-            packed: bytes = self._pickle.dumps(result)
-            self._pickle.loads(packed)
-        except Exception:  # noqa: BLE001 - some errors cannot be sent; their text can
-            packed = self._pickle.dumps(BatchError(f"{type(result).__name__}: {result}"))
-        return packed
-
     def _require_shared(self, holder: bytes) -> None:
         """Raise BatchError if this machine sees another folder than the run."""
         try:
-            is_shared = (self._out / LOCK).read_bytes() == holder
+            is_shared = (self._work.out / LOCK).read_bytes() == holder
         except OSError:
             is_shared = False
         if not is_shared:
             raise BatchError(
-                f"{self._out} on {os.uname().nodename} is not the folder of this run; choose one for --out that all "
-                "machines share, at the same path"
+                f"{self._work.out} on {os.uname().nodename} is not the folder of this run; choose one for --out that "
+                "all machines share, at the same path"
             )
 
 
@@ -314,22 +309,6 @@ def _deadly(group: Sequence[Task], actors: int) -> StoppedError:
         f"{actors} workers died of the same images: {names[0]}{more}; finished images are kept: check the memory of "
         "the workers, use a smaller --batch-size, or leave these images out, and re-run to resume"
     )
-
-
-@contextmanager
-def _temporarily(context: Any) -> Iterator[None]:
-    """Set Ray Data's settings for the block, as far as this version has them, and keep the order of batches."""
-    before = {name: getattr(context, name) for name in SETTINGS if hasattr(context, name)}
-    order = context.execution_options.preserve_order
-    try:
-        for name in before:
-            setattr(context, name, SETTINGS[name])
-        context.execution_options.preserve_order = True
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(context, name, value)
-        context.execution_options.preserve_order = order
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import SaliencyError
@@ -47,6 +49,15 @@ def stops_run(error: BaseException) -> bool:
     """Return whether a write error concerns the folder, such as a full disk, rather than one image."""
     # Encoders raise OSError without a number for an image that their format cannot hold.
     return isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG)
+
+
+@contextmanager
+def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an OSError of the block into a StoppedError that says what to do about the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import compress, islice
 from pathlib import Path
@@ -129,12 +130,13 @@ class Manifest:
             changed: Images whose rows are removed.
         """
         self.state = state = ManifestState()
-        sizes: dict[str, int] = {}
+        size = lru_cache(maxsize=8)(self._size)  # rows of one image share its preview
         seen: set[tuple[int, int]] = set()
         keep = bytearray()
         for row, end in self._complete():
             state.end = end
-            is_good = self._is_valid(row) and not (retry and row["error"] is not None) and self._has_files(row, sizes)
+            is_good = self._is_valid(row) and not (retry and row["error"] is not None)
+            is_good = is_good and all(row[k] is None or size(row[k]) == row[f"{k}_bytes"] for k in FILES)
             key = row["index"], self._method(row)
             keep.append(is_good and row["index"] not in changed and key not in seen)
             if keep[-1]:
@@ -226,23 +228,12 @@ class Manifest:
         is_named = row["method"] in self._methods if row["method"] is not None else row["error"] is not None
         return is_named and row["index"] >= 0 and (self._images is None or row["index"] < self._images)
 
-    def _has_files(self, row: Row, sizes: dict[str, int]) -> bool:
-        """Return whether the files of a row are present as written. A preview that rows share is looked up once."""
-        for key in FILES:
-            name = row[key]
-            if name is None:
-                continue
-            size = sizes.get(name)
-            if size is None:
-                try:
-                    size = os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116 - called for every file
-                except OSError:
-                    size = -1
-                if key == "photo":
-                    sizes[name] = size
-            if size != row[f"{key}_bytes"]:
-                return False
-        return True
+    def _size(self, name: str) -> int:
+        """Return the bytes of a file of the run; -1 if it does not exist."""
+        try:
+            return os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116 - called for every file
+        except OSError:
+            return -1
 
 
 def encode(row: Row) -> bytes:

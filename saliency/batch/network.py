@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,28 @@ class Task:
     index: int
     image: ImageEntry
     methods: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine executes.
+
+    Attributes:
+        options: Options of the run.
+        out: Folder of the run.
+        model: The model, on the CPU if it was loaded by name.
+        is_first: Whether nothing has been written yet. Then a first batch that does not fit into memory is an error,
+            so that the run can start again with a smaller size.
+    """
+
+    options: RunOptions
+    out: Path
+    model: nn.Module
+    is_first: bool
+
+    def may_split(self, group: Sequence[Task]) -> bool:
+        """Return whether a batch that does not fit into memory is run in halves."""
+        return not (self.is_first and group[0].index == 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

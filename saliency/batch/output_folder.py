@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io.atomic_write import atomic_write
-from .errors import BatchError, unwritable
+from .errors import BatchError, writing_to
 from .listing import ImageEntry, absolute
 from .manifest import MANIFEST, PARQUET, Manifest
 from .run_options import FORMATS
@@ -40,10 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         BatchError: Another run holds it, or it cannot be written to.
     """
-    try:
+    with writing_to(folder):
         file = open(folder / LOCK, "a+b")  # noqa: PTH123, SIM115 - closed below
-    except OSError as error:
-        raise unwritable(folder, error) from error
     with file:
         try:
             if sys.platform == "win32":
@@ -61,12 +59,10 @@ def locked(folder: Path) -> Iterator[None]:
             holder = (folder / LOCK).read_bytes().decode("ascii", "replace").strip()
             who = f"process {holder}" if holder else "another process"
             raise BatchError(f"{folder} is in use by another run ({who}); wait for it, or choose another") from error
-        try:
+        with writing_to(folder):
             file.truncate(0)
             file.write(str(os.getpid()).encode())
             file.flush()
-        except OSError as error:
-            raise unwritable(folder, error) from error
         yield
 
 
@@ -130,7 +126,7 @@ class OutputFolder:
         }
 
     def write_head(self, head: dict[str, Any]) -> None:
-        """Replace `manifest.json`. Raises StoppedError if it cannot be written."""
+        """Replace `manifest.json`."""
         self._replace(ABOUT, json.dumps(head, indent=1) + "\n")
 
     def read_listing(self, *, damaged: bool = False) -> list[ImageEntry]:
@@ -156,15 +152,12 @@ class OutputFolder:
         return images
 
     def write_listing(self, images: Sequence[ImageEntry]) -> None:
-        """Replace the listing. Raises StoppedError if it cannot be written."""
+        """Replace the listing."""
         self._replace(LISTING, "".join(f"{image.to_json()}\n" for image in images))
 
     def _replace(self, name: str, text: str) -> None:
-        try:
-            with atomic_write(self.path / name) as temporary:
-                temporary.write_text(text, "ascii", newline="\n")
-        except OSError as error:
-            raise unwritable(self.path, error) from error
+        with atomic_write(self.path / name) as temporary:
+            temporary.write_text(text, "ascii", newline="\n")
 
     def has_rows(self) -> bool:
         """Return whether a run has written its first row."""

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from .errors import BatchError, Failure, StoppedError, unwritable
+from .errors import BatchError, Failure, StoppedError, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import PARQUET, Manifest, Row, write_parquet
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
@@ -21,37 +21,13 @@ from .run_options import Progress, RunOptions, Summary
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
-
+    from .engine_local import LocalEngine
+    from .engine_ray import RayEngine
     from .network import Task
 
 DISTRIBUTION = "saliency-toolkit"
 FAILURES_SHOWN = 20
 """Failures that a summary lists."""
-
-
-class Engine(Protocol):
-    """Where a run is executed."""
-
-    def batch_size(self, images: int) -> int:
-        """Return the images per batch for a run that does not say."""
-
-    def execute(
-        self, options: RunOptions, out: Path, model: nn.Module, groups: Iterator[Sequence[Task]], is_first: bool
-    ) -> Generator[list[Row], None, None]:
-        """Yield the rows of each image, in the order of the images.
-
-        Args:
-            options: Options of the run.
-            out: Folder of the run.
-            model: The model, on the CPU if it was loaded by name.
-            groups: The batches. An image without methods only keeps its position.
-            is_first: Whether nothing has been written yet.
-
-        Raises:
-            BatchTooLargeError: The first group of a folder without rows does not fit into memory.
-            StoppedError: The folder cannot be written to, or the engine failed.
-        """
 
 
 class Run:
@@ -89,6 +65,8 @@ class Run:
         # Rows first, stamps last: wherever this is interrupted, changes are noticed again.
         self.manifest.read(retry=options.retry, changed=self.listing.changed)
         self.folder.remove([self.images[index] for index in self.listing.changed], options.methods)
+        # An earlier run may have explained images beyond the limit.
+        self._done = sum(index < self.total for index in self.manifest.state.done)
 
     def _new_head(self) -> dict[str, Any]:
         fingerprint = self.options.fingerprint()
@@ -130,14 +108,14 @@ class Run:
         done = self.manifest.state.done
         return all(done.get(index, 0) & everything == everything for index in range(self.total))
 
-    def execute(self, engine: Engine) -> None:
+    def execute(self, engine: LocalEngine | RayEngine) -> None:
         """Write what is missing.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, or SIGTERM where it does the same; images under way are finished first.
             StoppedError: Nothing can be written any more, or an image failed in a strict run.
         """
-        from .network import Network, load_model
+        from .network import BatchTooLargeError, Network, Work, load_model
 
         options = self.options
         model = load_model(options)
@@ -146,35 +124,29 @@ class Run:
         known = [size for size in (options.batch_size, self.head["batch_size"]) if size is not None]
         size = min(known, default=engine.batch_size(len(self.images)))
         self.head |= {"batch_size": size, "finished": False}
+        with writing_to(self.folder.path):
+            # The head first: without one, a listing counts as a file of others.
+            self.folder.write_head(self.head)
+            if self.listing.is_new:
+                self.folder.write_listing(self.images)
+            self.manifest.open()
+        work = Work(options, self.folder.path, model, is_first=not self.manifest.state.rows)
+        is_finished = False
         with interruption() as is_interrupted:
-            try:
-                # The head first: without one, a listing counts as a file of others.
-                self.folder.write_head(self.head)
-                if self.listing.is_new:
-                    self.folder.write_listing(self.images)
-                self.manifest.open()
-                while not self._is_executed(engine, model, is_interrupted):
+            while not is_finished:
+                groups = self._groups(self.head["batch_size"])
+                try:
+                    with closing(engine.execute(work, groups, is_interrupted)) as results:
+                        for rows in results:
+                            self._add(rows)
+                    is_finished = True
+                except BatchTooLargeError:
                     # The first batch is too large, and nothing is written yet: start with batches of half its size.
                     self.head["batch_size"] = (self.head["batch_size"] + 1) // 2
-                    self.folder.write_head(self.head)
-            except OSError as error:
-                raise unwritable(self.folder.path, error) from error
+                    with writing_to(self.folder.path):
+                        self.folder.write_head(self.head)
             if is_interrupted():
-                raise KeyboardInterrupt(f"{self._done()} of {self.total} images are done; re-run to resume")
-
-    def _is_executed(self, engine: Engine, model: nn.Module, is_interrupted: Callable[[], bool]) -> bool:
-        """Run the engine, and return whether the size of the batches fits into memory."""
-        from .network import BatchTooLargeError
-
-        groups = self._groups(self.head["batch_size"], is_interrupted)
-        is_first = not self.manifest.state.rows
-        with closing(engine.execute(self.options, self.folder.path, model, groups, is_first)) as rows_of_images:
-            try:
-                for rows in rows_of_images:
-                    self._add(rows)
-            except BatchTooLargeError:
-                return False
-        return True
+                raise KeyboardInterrupt(f"{self._done} of {self.total} images are done; re-run to resume")
 
     def _check_and_describe(self, network: Any) -> None:
         """Add methods and classes to the head. Raises BatchError for a colormap that does not exist."""
@@ -188,13 +160,11 @@ class Run:
         ]
         self.head["categories"] = None if network.categories is None else len(network.categories)
 
-    def _groups(self, size: int, is_interrupted: Callable[[], bool]) -> Iterator[Sequence[Task]]:
+    def _groups(self, size: int) -> Iterator[Sequence[Task]]:
         """Yield the batches in which something is missing. The batch of an image is its number divided by the size."""
         from .network import Task
 
         for start in range(0, self.total, size):
-            if is_interrupted():
-                return
             group = range(start, min(start + size, len(self.images)))
             missing = [
                 tuple(
@@ -219,17 +189,14 @@ class Run:
             method = f" by {failed[0]['method']}" if failed[0]["method"] else ""
             reason = f"{failed[0]['source']}{method}: {failed[0]['error']}"
             raise StoppedError(f"{reason}; --strict (strict=True) stops at the first failure")
-        self.manifest.append(rows)
+        self._done += rows[0]["index"] not in state.done
+        with writing_to(self.folder.path):
+            self.manifest.append(rows)
         self._fresh += 1
         self._failures += [(row["source"], row["method"] or "", row["error"]) for row in failed]
         del self._failures[FAILURES_SHOWN:]
         if options.on_progress is not None:
-            options.on_progress(Progress(self._done(), self.total, self._fresh, len(state.failed)))
-
-    def _done(self) -> int:
-        """Return how many of the images up to the limit have a row; an earlier run may have done others."""
-        done = self.manifest.state.done
-        return len(done) if self.total == len(self.images) else sum(index < self.total for index in done)
+            options.on_progress(Progress(self._done, self.total, self._fresh, len(state.failed)))
 
     def finish(self) -> Summary:
         """Sort the manifest, write the table and the page, and return the summary."""
@@ -237,7 +204,7 @@ class Run:
         counts = {"photos": len(self.images), "rows": state.rows, "failed": len(state.failed)}
         is_same = state.is_sorted and self.head["counts"] == counts and self.head["finished"] == complete
         page, table = self.folder.path / PAGE, self.folder.path / PARQUET
-        try:
+        with writing_to(self.folder.path):
             self.manifest.sort()
             if not is_same:
                 self.head |= {"counts": counts, "finished": complete}
@@ -248,13 +215,11 @@ class Run:
                 from .report import report
 
                 report(self.folder.path)
-        except OSError as error:
-            raise unwritable(self.folder.path, error) from error
         return Summary(
             self.folder.path,
             page,
             self.total,
-            self._done(),
+            self._done,
             self._fresh,
             len(state.failed),
             Counter(state.kinds),

@@ -23,7 +23,7 @@ from saliency.batch.drawing import write_results
 from saliency.batch.engine_local import LocalEngine
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
-from saliency.batch.network import Task, replicate
+from saliency.batch.network import Task, Work, replicate
 from saliency.batch.run_options import RunOptions
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
@@ -410,18 +410,14 @@ def test_an_engine_that_does_each_group_in_one_go_makes_the_same_files(
     quick(source, tmp_path / "threads", methods=BOTH, maps=True)
 
     def in_one_go(
-        engine: LocalEngine,
-        options: RunOptions,
-        out: Path,
-        model: Any,
-        groups: Iterator[Sequence[Task]],
-        is_first: bool,
+        engine: LocalEngine, work: Work, groups: Iterator[Sequence[Task]], *rest: object
     ) -> Iterator[list[Row]]:
-        network = replicate(options, model, engine.devices)[0]
+        network = replicate(work.options, work.model, engine.devices)[0]
         for group in groups:
             loaded = [network.load(task.image) for task in group]
             results = network.explain(loaded, may_split=False)
-            yield from (list(write_results(options, out, *each)) for each in zip(group, loaded, results, strict=True))
+            for each in zip(group, loaded, results, strict=True):
+                yield list(write_results(work.options, work.out, *each))
 
     monkeypatch.setattr(LocalEngine, "execute", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)

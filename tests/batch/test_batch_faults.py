@@ -28,7 +28,7 @@ import pytest
 from PIL import Image
 
 from saliency.batch import BatchError, StoppedError
-from saliency.batch.saved_map import read_map
+from saliency.batch.saved_maps import read_map
 from tests.batchwork import (
     BLACK,
     WHITE,
@@ -218,7 +218,7 @@ def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     photos(tmp_path / "in", 4)
-    monkeypatch.setattr("saliency.batch.saved_map.SavedMap.encode", full)
+    monkeypatch.setattr("saliency.batch.saved_maps.SavedMap.encode", full)
     with pytest.raises(StoppedError, match="make room"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert rows(tmp_path / "out") == []

@@ -24,7 +24,7 @@ from saliency.batch import engine_ray as ray_engine
 from saliency.batch.engine_ray import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
-from saliency.batch.network import Task
+from saliency.batch.network import Task, Work
 from saliency.batch.output_folder import LOCK, locked
 from saliency.batch.run import Run
 from saliency.batch.run_options import RunOptions
@@ -287,9 +287,10 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
     return RayEngine(ray, Resources(actors=1))
 
 
-def executed(local: RayEngine, tmp_path: Path) -> list[Any]:
+def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
     groups = iter([[Task(0, ImageEntry("0", "0"), ("grad_cam",))]])
-    return list(local.execute(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), groups, True))
+    work = Work(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), is_first=True)
+    return list(local.execute(work, groups, is_interrupted))
 
 
 def table(*results: Any) -> dict[str, Any]:
@@ -300,6 +301,14 @@ def test_rows_come_back_image_by_image(tmp_path: Path, monkeypatch: pytest.Monke
     given = [[make_row(index=index)] for index in range(3)]
     local = engine(lambda: iter([table(*given[:2]), table(given[2])]), monkeypatch)
     assert executed(local, tmp_path) == given
+
+
+def test_no_more_batches_are_awaited_once_the_run_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [[make_row(index=index)] for index in range(3)]
+    local = engine(lambda: iter([table(*given[:2]), table(given[2])]), monkeypatch)
+    assert executed(local, tmp_path, lambda: True) == given[:2]
 
 
 def test_an_error_that_no_image_caused_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,18 +327,21 @@ def test_a_run_can_be_resumed_after_ray_failed(tmp_path: Path, monkeypatch: pyte
         executed(engine(broken, monkeypatch), tmp_path)
 
 
-def test_a_worker_that_does_not_see_the_folder_of_the_run_says_so(ray: Any, tmp_path: Path) -> None:
+def test_a_worker_that_does_not_see_the_folder_of_the_run_says_so(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "get", lambda work: work)
     for holder in (b"1", b"2"):
-        actor = Actor(None, str(tmp_path), holder, threads=1, on_gpu=False, is_first=True, max_tries=1)
+        actor = Actor(Work(RunOptions(model="x"), tmp_path, torch.nn.Identity(), True), holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose one for --out that all machines share"):
             actor._explain([Task(0, ImageEntry("0", "0"), ("grad_cam",))])
         (tmp_path / LOCK).write_bytes(b"1")
 
 
 def test_a_model_that_cannot_be_sent_is_named() -> None:
-    def refuse(options: RunOptions) -> None:
+    def refuse(work: Work) -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
     with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* pass a model by name"):
-        local._share(RunOptions(model=Tiny()))
+        local._share(Work(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))

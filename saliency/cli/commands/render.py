@@ -8,7 +8,7 @@ from collections import Counter
 from rich.text import Text
 
 from ...batch import StoppedError
-from ...batch.redraw import redraw
+from ...batch.saved_maps import redraw
 from ...render.colors import table
 from ..console import Screen, visible
 from ..options import overlay_style
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         ):
             counts["failed" if image.failure else "small" if image.is_small else "large"] += 1
             if image.failure is not None:
-                screen.error(f"{visible(image.source)} by {image.method}: {visible(image.failure.reason)}")
+                screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
     except StoppedError as error:
         screen.error(error)
         return 1
