@@ -9,7 +9,7 @@ import copy
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ from .partial.recording import UntracedAccess
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-MAX_FOLDING_ERROR = 1e-3
-"""Largest change of the output by folding, relative to its norm. Rounding alone is a thousandth of that."""
+Pairs = tuple[tuple[str, str], ...]
+"""The names of convolutions, each with the batch norm that is folded into it."""
 
 REQUIRED_RATIO = 0.97
 """A copy that takes more than this part of the model's time is not worth its rounding."""
@@ -78,7 +78,7 @@ class _Choice(NamedTuple):
     """The variant that won, if any, and the names of the convolutions and batch norms that it folds."""
 
     variant: Variant | None
-    pairs: tuple[tuple[str, str], ...]
+    pairs: Pairs
     note: str
 
 
@@ -137,41 +137,37 @@ def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool
         return _Choice(None, (), f"exact: the trial of {precision} failed ({type(error).__name__})")
     dropped: list[str] = []
     for variant in [_BF16_AUTOCAST if backward else _BF16_WEIGHTS, _FAST][precision == "fast" :]:
+        pairs: Pairs | None = None
         try:
-            pairs, gain = _measure(model, x, variant, expected, backward=backward)
-        except _Dropped as reason:
-            dropped.append(f"{variant.precision} {reason}")
+            pairs, note = _measure(model, x, variant, expected, backward=backward)
         except Exception as error:  # noqa: BLE001 - not every model can be copied
-            dropped.append(f"{variant.precision} failed here ({type(error).__name__})")
-        else:
-            return _Choice(variant, pairs, "; ".join([f"{variant.precision}: {gain}", *dropped]))
+            note = f"failed here ({type(error).__name__})"
+        if pairs is not None:
+            return _Choice(variant, pairs, "; ".join([f"{variant.precision}: {note}", *dropped]))
+        dropped.append(f"{variant.precision} {note}")
     return _Choice(None, (), f"exact: {'; '.join(dropped)}")
-
-
-class _Dropped(Exception):  # noqa: N818
-    """A variant that is not faster, or not exact enough."""
 
 
 def _measure(
     model: nn.Module, x: Tensor, variant: Variant, expected: tuple[Any, Tensor | None], *, backward: bool
-) -> tuple[tuple[tuple[str, str], ...], str]:
-    """Return what is folded, and the gain in words. Raises _Dropped."""
-    pairs = exact_pairs(model, x[:1])
+) -> tuple[Pairs | None, str]:
+    """Return what is folded and the gain in words, or None and why the variant is dropped."""
+    pairs = foldable_pairs(model, x[:1])
     made = _private_variant(model, variant, pairs, backward=backward)
     output, gradient = _trial(made, x, backward=backward)
     error, cosine = agreement(output, expected[0])
     gradient_cosine = agreement(gradient, expected[1])[1] if backward else cosine
     if not variant.is_exact_enough(error, cosine, gradient_cosine):
-        raise _Dropped(f"was not exact enough here (cosine {min(cosine, gradient_cosine):.4f})")
+        return None, f"was not exact enough here (cosine {min(cosine, gradient_cosine):.4f})"
     ratio = time_ratio(made, model, x, backward=backward)
     if ratio > REQUIRED_RATIO:
-        raise _Dropped(f"was no faster here ({ratio:.2f} of the plain time)")
+        return None, f"was no faster here ({ratio:.2f} of the plain time)"
     norms = sum(isinstance(module, NORMS) for module in model.modules())
     folded = f", {len(pairs)} of {norms} batch norms folded" if norms else ""
-    gain = f"{variant.how}channels_last{folded}; {ratio:.2f} of the plain time"
+    note = f"{variant.how}channels_last{folded}; {ratio:.2f} of the plain time"
     if variant.precision == "bf16":
-        gain += f", cosine {cosine:.4f}" + f" and {gradient_cosine:.4f} of the gradient" * backward
-    return pairs, gain
+        note += f", cosine {cosine:.4f}" + f" and {gradient_cosine:.4f} of the gradient" * backward
+    return pairs, note
 
 
 def _build(model: nn.Module, row: Tensor, choice: _Choice, *, backward: bool) -> FasterModel:
@@ -234,9 +230,7 @@ class _Converted(nn.Module):
         return tree_map_tensors(output, lambda each: each.to(x.dtype) if each.dtype == torch.bfloat16 else each)
 
 
-def _private_variant(
-    model: nn.Module, variant: Variant, pairs: Iterable[tuple[str, str]], *, backward: bool
-) -> nn.Module:
+def _private_variant(model: nn.Module, variant: Variant, pairs: Pairs, *, backward: bool) -> nn.Module:
     made = private_copy(model)
     fold(made, pairs)
     nn.Module.to(made, memory_format=torch.channels_last)
@@ -264,30 +258,16 @@ def private_copy(model: nn.Module) -> nn.Module:
     return made
 
 
-def exact_pairs(model: nn.Module, x: Tensor) -> tuple[tuple[str, str], ...]:
-    """Return the names of each convolution and the batch norm to fold into it; none if folding changes the output.
+def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:
+    """Return the names of each convolution and the batch norm that can be folded into it, by one forward.
+
+    Both have no hooks, are called once, and have weights and statistics of their own; the output of the convolution is
+    read by the batch norm alone. There is no pair if the forward takes numbers out of tensors, since it may call other
+    layers for other images.
 
     Args:
         model: The model, in evaluation mode.
         x: A batch (N, C, H, W); one row is enough.
-    """
-    pairs, expected = foldable_pairs(model, x)
-    if pairs:
-        made = private_copy(model)
-        fold(made, pairs)
-        with torch.no_grad():
-            error, _ = agreement(run_model(made, x), expected)
-        if error > MAX_FOLDING_ERROR:
-            return ()
-    return pairs
-
-
-def foldable_pairs(model: nn.Module, x: Tensor) -> tuple[tuple[tuple[str, str], ...], Any]:
-    """Return the pairs of one forward that can be folded, and its output.
-
-    A pair is a convolution and a batch norm without hooks, each called once, with weights and statistics of its own;
-    the output of the convolution is read by the batch norm alone. There is none if the forward takes numbers out of
-    tensors, since it may call other layers for other images.
     """
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     free = [(name, module) for name, module in model.named_modules() if not module_hooks(module)]
@@ -295,9 +275,9 @@ def foldable_pairs(model: nn.Module, x: Tensor) -> tuple[tuple[tuple[str, str], 
     norms = {id(norm.running_mean): name for name, norm in free if _is_foldable_norm(norm) and names[id(norm)] == 1}
     values, reads = UntracedAccess(), _Reads(model)
     with torch.no_grad(), reads, values:
-        output = run_model(model, x)
+        run_model(model, x)
     if reads.takes_numbers or values.found or has_global_module_hooks():
-        return (), output
+        return ()
     pairs = []
     for name, convolution in convolutions.items():
         convolved = reads.only_read(convolution.weight)
@@ -309,7 +289,7 @@ def foldable_pairs(model: nn.Module, x: Tensor) -> tuple[tuple[tuple[str, str], 
         statistics = [each for each in normalised.args if id(each) in norms and reads.only_read(each)]
         if normalised.args[0] is convolved.output and len(statistics) == 1:
             pairs.append((name, norms[id(statistics[0])]))
-    return tuple(pairs), output
+    return tuple(pairs)
 
 
 def _is_foldable_convolution(module: Any) -> bool:
@@ -325,7 +305,7 @@ def _is_foldable_norm(module: Any) -> bool:
     return type(module) in NORMS or {name for name, _ in module.named_children()} == {"drop", "act"}
 
 
-def fold(made: nn.Module, pairs: Iterable[tuple[str, str]]) -> None:
+def fold(made: nn.Module, pairs: Pairs) -> None:
     """Fold the batch norms of some pairs into their convolutions, in a private copy."""
     for convolution_name, norm_name in pairs:
         convolution: Any = made.get_submodule(convolution_name)

@@ -1,7 +1,7 @@
-"""Methods that make many passes of one image: what they have in common.
+"""Base classes of the methods that run many passes of each image.
 
-A subclass writes `explain_image`, which asks the `PassRunner` for scores or gradients and adds them up. Batches,
-limits, chunk sizes, precision, progress and interrupts are handled by the base class.
+A subclass writes `explain_image`, which asks a `PassRunner` for scores or gradients and combines them. The base class
+handles batches, limits, chunk sizes, precision, progress and interrupts.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .estimates import Estimate
 from .runner import PassRunner, no_autocast
 
 MOST_PASSES = 100_000
-"""Where a tolerance or a time ends the work, it ends here at the latest."""
+"""Limit of the passes per image if only a tolerance or a time is set."""
 
 
 class ImageAttribution(NamedTuple):
-    """What a method found on one image."""
+    """Attribution of one image."""
 
     values: Tensor  # (C, H, W) at the input or (1, h, w) at a layer
-    error: Tensor | None = None  # as the values
+    error: Tensor | None = None  # of the same shape
     agreement: float | None = None
     residual: float | None = None
     layer: str | None = None
 
 
 class MultiPassAttribution(Attribution):
-    """A method that makes many passes of each image, one image after the other.
+    """Base of the methods that run many passes of each image, one image after the other.
 
     Args:
         model: As for every method.
@@ -62,58 +62,45 @@ class MultiPassAttribution(Attribution):
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
-        """The findings of all images, put together."""
-        # What another call does to the model that this one is made in is not done to this one.
-        with HookManager():
-            return self._explained(x, target)
-
-    def _explained(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
-        with torch.no_grad():
-            scores = target(run_model(self.model, x))
-        found: list[ImageAttribution] = []
-        efforts: list[RunStats] = []
+        """Explain the images of a batch one by one."""
+        images: list[ImageAttribution] = []
+        stats: list[RunStats] = []
         interrupted = False
-        for image in range(len(x)):
-            with self.passes_of(x[image : image + 1], target, image) as passes, torch.no_grad(), no_autocast(x):
-                passes.interrupted = passes.interrupted or interrupted  # one Ctrl-C is for all images
-                found.append(self.explain_image(passes, scores[image]))
-                efforts.append(passes.effort)
-                interrupted = passes.interrupted
-        return stack_images(found, scores, tuple(efforts))
+        with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
+            scores = target(run_model(self.model, x))
+            for image in range(len(x)):
+                with self.passes_of(x[image : image + 1], target, image) as passes, no_autocast(x):
+                    passes.interrupted |= interrupted  # one Ctrl-C is for all images
+                    images.append(self.explain_image(passes, scores[image]))
+                    stats.append(passes.effort)
+                    interrupted = passes.interrupted
+        return stack_images(images, scores, tuple(stats))
 
     def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
-        """The passes of one image (1, C, H, W) of a batch, under this method's options."""
-        return PassRunner(
-            self.model,
-            x,
-            target,
-            image,
-            self.limits(),
-            chunk=self.chunk,
-            precision=self.precision,
-            progress=self.progress,
-            on_interrupt=self.on_interrupt,
-            label=self.name or type(self).__name__,
-        )
+        """Return the runner of one image (1, C, H, W) of a batch, with the options of this method."""
+        options = {name: getattr(self, name) for name in ("chunk", "precision", "progress", "on_interrupt")}
+        label = self.name or type(self).__name__
+        return PassRunner(self.model, x, target, image, self.limits(), label=label, **options)
 
     def limits(self) -> Budget:
-        """When the work on an image ends before the method is through; by default not at all."""
+        """Return the limits per image; none by default."""
         return Budget()
 
     @abstractmethod
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """What the method finds on one image: the only thing that it writes.
+        """Explain one image. This is the only method that a subclass must write.
 
-        Gradients are off; `passes` turns them on where it computes them.
+        Gradients are off; `passes.gradients` turns them on.
 
         Args:
-            passes: The image `passes.x` (1, C, H, W), and the means to run variants of it.
-            score: () the score of the image as it is.
+            passes: Runs variants of the image `passes.x` (1, C, H, W). Passes have the numbers 0, 1, 2, ...; a chunk is
+                the passes that run at once, so results must depend on the number of a pass, and not on its chunk.
+            score: () the score of the image itself.
         """
 
 
 class SampledAttribution(MultiPassAttribution):
-    """A method that draws samples, and may stop after any number of them.
+    """Base of the methods that draw samples, and can stop after any number of them.
 
     Args:
         model: As for every method.
@@ -121,40 +108,40 @@ class SampledAttribution(MultiPassAttribution):
     """
 
     samples: ClassVar[int] = 50
-    """The passes that are made where no limit is set."""
+    """The number of passes if no limit is set."""
 
     def __init__(self, model: nn.Module, **sampling: Unpack[SamplingOptions]) -> None:
         limits = Budget(sampling.get("passes"), sampling.get("seconds"), sampling.get("tolerance"))
-        super().__init__(model, **sampling)  # type: ignore[misc] # a Sampling is a Running
+        super().__init__(model, **sampling)  # type: ignore[misc] # SamplingOptions extend EngineOptions
         self.passes, self.seconds, self.tolerance = limits.passes, limits.seconds, limits.tolerance
 
     def limits(self) -> Budget:
-        """The limits that were set; where only a tolerance or a time was, `MOST_PASSES`."""
+        """Return the limits that were set, with `MOST_PASSES` if only a tolerance or a time was set."""
         return Budget(self.most_passes, self.seconds, self.tolerance)
 
     @property
     def most_passes(self) -> int:
-        """The most passes of an image."""
+        """The largest number of passes of an image."""
         if self.passes is not None:
             return self.passes
         return self.samples if self.seconds is None and self.tolerance is None else MOST_PASSES
 
 
-def from_estimate(estimate: Estimate, like: Tensor, **more: object) -> ImageAttribution:
-    """An estimate as a finding, in the type of `like`."""
-    error = estimate.error
-    return ImageAttribution(
-        estimate.mean.to(like.dtype),
-        None if error is None else error.to(like.dtype),
-        estimate.agreement,
-        **more,  # type: ignore[arg-type]
-    )
+def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) -> ImageAttribution:
+    """Return the mean and the standard error of an estimate as an attribution, in the type of `like`."""
+    error = None if estimate.error is None else estimate.error.to(like.dtype)
+    return ImageAttribution(estimate.mean.to(like.dtype), error, estimate.agreement, layer=layer)
 
 
 def generator(seed: int, *numbers: int) -> torch.Generator:
-    """A generator for one sample: the same numbers give the same draws, in whatever order and chunks they come.
+    """Return the random generator of one sample.
 
-    It draws on the CPU, so that every device gets the same.
+    The same numbers give the same draws, regardless of the order and the chunks of the samples. It draws on the CPU, so
+    every device gets the same draws.
+
+    Args:
+        seed: The seed of the method.
+        *numbers: The number of the sample, and of the draw within it if there are several.
     """
     mixed = seed & _MASK
     for number in numbers:
@@ -166,27 +153,31 @@ _MASK = (1 << 64) - 1
 
 
 def _mixed(state: int) -> int:
-    """Steele et al.'s SplitMix64: near numbers become far ones (2014), https://doi.org/10.1145/2714064.2660195."""
+    """Hash a number by SplitMix64: Steele et al. (2014), https://doi.org/10.1145/2714064.2660195."""
     state = (state + 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
     return state ^ (state >> 31)
 
 
-def stack_images(found: Sequence[ImageAttribution], scores: Tensor, efforts: tuple[RunStats, ...]) -> BatchAttribution:
-    """The findings of single images as that of a batch."""
-    errors = [each.error for each in found if each.error is not None]
+def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
+    """Stack the attributions of single images to that of a batch."""
+    for image in images:
+        if image.values.dim() != 3:
+            shape = tuple(image.values.shape)
+            raise MethodError(f"explain_image returned values {shape}; expected (C, H, W), or (1, h, w) at a layer")
+    errors = [image.error for image in images if image.error is not None]
     return BatchAttribution(
-        torch.stack([each.values for each in found]),
+        torch.stack([image.values for image in images]),
         scores,
-        layer=found[0].layer,
-        residual=_row([each.residual for each in found], scores),
-        error=torch.stack(errors) if len(errors) == len(found) else None,
-        agreement=_row([each.agreement for each in found], scores),
-        effort=efforts,
+        layer=images[0].layer,
+        residual=_row([image.residual for image in images], scores),
+        error=torch.stack(errors) if len(errors) == len(images) else None,
+        agreement=_row([image.agreement for image in images], scores),
+        effort=stats,
     )
 
 
 def _row(numbers: Sequence[float | None], like: Tensor) -> Tensor | None:
-    known = [each for each in numbers if each is not None]
+    known = [number for number in numbers if number is not None]
     return torch.tensor(known, dtype=like.dtype, device=like.device) if len(known) == len(numbers) else None

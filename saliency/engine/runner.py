@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
@@ -45,15 +46,16 @@ class ChunkResult(NamedTuple):
     gradients: Tensor  # (k, C, H, W); no rows if only forwards were asked for
 
 
+@dataclass(eq=False)
 class PassRunner(ExitStack):
     """Runs the passes of one image: in chunks, counted, limited and interruptible.
 
     Used as a context, which removes the progress bar and restores the handling of Ctrl-C.
 
-    Args:
+    Attributes:
         model: The model, prepared by the caller.
         x: (1, C, H, W) the image.
-        target: The resolved target of the batch.
+        batch_target: The resolved target of the batch.
         image: The image's index in the batch.
         budget: When to stop.
         chunk: The number of passes that run at once, or "auto".
@@ -61,52 +63,41 @@ class PassRunner(ExitStack):
         progress: See there.
         on_interrupt: See there.
         label: The text of the progress bar.
-
-    Attributes:
         used: The number of passes so far.
         stopped: What ended the passes; "complete" until a limit is met.
-        notes: What is added to the note of `RunStats`.
         least: The number of passes that a map needs: limits and interrupts wait for them.
         interrupted: Ctrl-C was pressed, so the passes end after the current chunk.
+        notes: What is added to the note of `RunStats`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        target: ResolvedTarget,
-        image: int,
-        budget: Budget,
-        *,
-        chunk: Chunk = "auto",
-        precision: Precision = "exact",
-        progress: bool | None = None,
-        on_interrupt: OnInterrupt = "raise",
-        label: str = "",
-    ) -> None:
+    model: nn.Module
+    x: Tensor
+    batch_target: ResolvedTarget
+    image: int
+    budget: Budget
+    _: KW_ONLY
+    chunk: Chunk = "auto"
+    precision: Precision = "exact"
+    progress: bool | None = None
+    on_interrupt: OnInterrupt = "raise"
+    label: str = ""
+    used: int = 0
+    stopped: Stopped = "complete"
+    least: int = 1
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.model, self.x = model, x
-        self.used = 0
-        self.stopped: Stopped = "complete"
-        self.notes: list[str] = []
-        self.least = 1
-        self.interrupted = False
-        self._target, self._image = target, image
-        self._budget, self._chunk, self._precision = budget, chunk, precision
-        self._progress, self._label = progress, label
         self._bar: Any = None
-        self._on_interrupt = on_interrupt
         self._began = time.perf_counter()
         self._precisions: dict[str, str] = {}  # by kind of pass
-        device = x.device.type
-        self._autocast: dict[str, Any] = {
-            "device_type": device,
-            "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-        }
+        device = self.x.device.type
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._autocast: dict[str, Any] = {"device_type": device, "dtype": dtype, "enabled": enabled}
 
     def __enter__(self) -> PassRunner:
-        if self._on_interrupt == "return" and threading.current_thread() is threading.main_thread():
+        if self.on_interrupt == "return" and threading.current_thread() is threading.main_thread():
             self.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
         return self
 
@@ -131,7 +122,7 @@ class PassRunner(ExitStack):
 
     def target(self, count: int) -> ResolvedTarget:
         """Return the target for an output of `count` passes of the image."""
-        return self._target.rows(self._image, count, lambda: self._rows)
+        return self.batch_target.rows(self.image, count, lambda: self._rows)
 
     @cached_property
     def _rows(self) -> OutputRows:
@@ -141,10 +132,10 @@ class PassRunner(ExitStack):
     def _is_single(self) -> bool:
         """Whether passes must run one by one."""
         with torch.no_grad(), torch.autocast(**self._autocast):
-            reason = one_by_one(self._target.target, self.model, self.x, lambda: self._rows)
+            reason = one_by_one(self.batch_target.target, self.model, self.x, lambda: self._rows)
         if reason:
             self.notes.append(reason)
-        if reason == COUPLED and self._target.images > 1:
+        if reason == COUPLED and self.batch_target.images > 1:
             warn_of_coupling()
         return bool(reason)
 
@@ -154,13 +145,13 @@ class PassRunner(ExitStack):
             return
         from tqdm.auto import tqdm
 
-        shown = self._progress
+        shown = self.progress
         if shown is None:
             in_notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
             shown = in_notebook or sys.stderr.isatty()
-        delay = 0 if self._progress else BAR_DELAY
+        delay = 0 if self.progress else BAR_DELAY
         style: dict[str, Any] = {"unit": "pass", "leave": False, "dynamic_ncols": True}
-        self._bar = tqdm(desc=self._label, total=passes, disable=not shown, delay=delay, **style)
+        self._bar = tqdm(desc=self.label, total=passes, disable=not shown, delay=delay, **style)
         self.callback(self._bar.close)
 
     def forwards(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:
@@ -200,11 +191,11 @@ class PassRunner(ExitStack):
         yield from self.chunks(compute, count, "gradient" if backward else "forward")
 
     def _faster_model(self, *, backward: bool) -> nn.Module:
-        if self._precision == "exact":
+        if self.precision == "exact":
             return self.model
         from .fast_copy import faster_model
 
-        found = faster_model(self.model, self.x, self._precision, backward=backward)
+        found = faster_model(self.model, self.x, self.precision, backward=backward)
         self.ran("gradients" if backward else "forwards", found.note)
         return found.model
 
@@ -227,13 +218,13 @@ class PassRunner(ExitStack):
             count: The number of passes.
             kind: The kind of pass. The fastest chunk size is remembered for each kind.
         """
-        tuner, growth = chunk_tuner_for(self.model, (kind, self._precision), self.x), MemoryGrowth()
-        limit = self._budget.passes
+        tuner, growth = chunk_tuner_for(self.model, (kind, self.precision), self.x), MemoryGrowth()
+        limit = self.budget.passes
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
         while at < most and not self._is_over(at):
-            fastest = min(tuner.size(), growth.most()) if self._chunk == "auto" else self._chunk
+            fastest = min(tuner.size(), growth.most()) if self.chunk == "auto" else self.chunk
             size = self._size(min(fastest, most - at), at)
             began = time.perf_counter()
             try:
@@ -242,7 +233,7 @@ class PassRunner(ExitStack):
                 if self.x.is_cuda:  # only a finished chunk can be timed, or be known to fit into memory
                     torch.cuda.synchronize(self.x.device)
             except KeyboardInterrupt:
-                if self._on_interrupt != "return" or self.used < self.least:
+                if self.on_interrupt != "return" or self.used < self.least:
                     raise
                 self.interrupted, self.stopped = True, "interrupt"
                 return
@@ -252,8 +243,8 @@ class PassRunner(ExitStack):
                 result = None
             if result is None:  # outside of the handler, whose traceback holds on to the memory
                 tuner.too_large(size)
-                if self._chunk != "auto":
-                    self._chunk = size // 2
+                if self.chunk != "auto":
+                    self.chunk = size // 2
                 torch.cuda.empty_cache()
                 continue
             tuner.record(size, time.perf_counter() - began)
@@ -268,12 +259,12 @@ class PassRunner(ExitStack):
     def _size(self, wanted: int, at: int) -> int:
         if wanted > 1 and self._is_single:
             return 1
-        return wanted if self._budget.tolerance is None else min(wanted, CHECK_INTERVAL - at % CHECK_INTERVAL)
+        return wanted if self.budget.tolerance is None else min(wanted, CHECK_INTERVAL - at % CHECK_INTERVAL)
 
     def _is_over(self, at: int) -> bool:
         if self.used < self.least:
             return False
-        seconds = self._budget.seconds
+        seconds = self.budget.seconds
         if self.interrupted:
             self.stopped = "interrupt"
         elif at and seconds is not None and time.perf_counter() - self._began >= seconds:
@@ -282,7 +273,7 @@ class PassRunner(ExitStack):
 
     def enough(self, estimate: Estimate) -> bool:
         """Return whether an estimate meets the tolerance, which ends the passes."""
-        tolerance = self._budget.tolerance
+        tolerance = self.budget.tolerance
         if tolerance is None or estimate.count < 2 * CHECK_INTERVAL or estimate.count % CHECK_INTERVAL:
             return False
         if estimate.relative_error > tolerance:
