@@ -149,14 +149,14 @@ def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool
 
 
 def _measure(
-    model: nn.Module, x: Tensor, variant: Variant, expected: tuple[Any, Tensor | None], *, backward: bool
+    model: nn.Module, x: Tensor, variant: Variant, expected: list[Tensor], *, backward: bool
 ) -> tuple[Pairs | None, str]:
     """Return what is folded and the gain in words, or None and why the variant is dropped."""
     pairs = foldable_pairs(model, x[:1])
     made = _private_variant(model, variant, pairs, backward=backward)
-    output, gradient = _trial(made, x, backward=backward)
-    error, cosine = agreement(output, expected[0])
-    gradient_cosine = agreement(gradient, expected[1])[1] if backward else cosine
+    found, outputs = _trial(made, x, backward=backward), len(expected) - backward
+    error, cosine = agreement(found[:outputs], expected[:outputs])
+    gradient_cosine = agreement(found[-1], expected[-1])[1] if backward else cosine
     if not variant.is_exact_enough(error, cosine, gradient_cosine):
         return None, f"was not exact enough here (cosine {min(cosine, gradient_cosine):.4f})"
     ratio = time_ratio(made, model, x, backward=backward)
@@ -177,8 +177,7 @@ def _build(model: nn.Module, row: Tensor, choice: _Choice, *, backward: bool) ->
     precision = choice.variant.precision
     try:
         made = _private_variant(model, choice.variant, choice.pairs, backward=backward)
-        with torch.no_grad():
-            error, cosine = agreement(run_model(made, row), run_model(model, row))
+        error, cosine = agreement(_trial(made, row, backward=False), _trial(model, row, backward=False))
     except Exception as failure:  # noqa: BLE001 - for example memory that is short now
         return FasterModel(model, f"exact: {precision} failed here ({type(failure).__name__})")
     if not choice.variant.is_exact_enough(error, cosine, cosine):
@@ -186,16 +185,14 @@ def _build(model: nn.Module, row: Tensor, choice: _Choice, *, backward: bool) ->
     return FasterModel(made, choice.note)
 
 
-def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> tuple[Any, Tensor | None]:
-    """Return the output and, if wanted, the gradient of its sum at the input."""
+def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
+    """Return the tensors of the output and, if wanted, the gradient of their sum at the input."""
     with torch.set_grad_enabled(backward):
         at = leaf(x) if backward else x
-        output = run_model(model, at)
-        if not backward:
-            return output, None
-        tensors = [tensor for tensor in tree_tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
-        (gradient,) = torch.autograd.grad(torch.stack([tensor.float().sum() for tensor in tensors]).sum(), at)
-        return tree_map_tensors(output, Tensor.detach), gradient
+        tensors = [tensor for tensor in tree_tensors(run_model(model, at)) if tensor.is_floating_point()]
+        sums = [tensor.float().sum() for tensor in tensors if tensor.requires_grad]
+        gradients = torch.autograd.grad(torch.stack(sums).sum(), at) if backward else ()
+        return [tensor.detach() for tensor in (*tensors, *gradients)]
 
 
 def time_ratio(made: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
@@ -359,9 +356,8 @@ class _Reads(DispatchMode):
 
 def agreement(output: Any, expected: Any) -> tuple[float, float]:
     """Return the relative error and the cosine of the worst tensor; (inf, -1) if they cannot be compared."""
-    first, second = (
-        [each.detach() for each in tree_tensors(tree) if each.is_floating_point()] for tree in (output, expected)
-    )
+    trees = (output, expected)
+    first, second = ([each.detach() for each in tree_tensors(tree) if each.is_floating_point()] for tree in trees)
     if not second or [each.shape for each in first] != [each.shape for each in second]:
         return float("inf"), -1.0
     error, cosine = 0.0, 1.0

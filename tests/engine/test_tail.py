@@ -371,7 +371,7 @@ def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(SkipAndCat), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, "two", x)
-        assert "do not give again" in behind.why
+        assert "do not give what the model gives" in behind.why
         activations = changed(behind.activation, 2)
         same(behind(activations), plain(model, "two", x, activations))
 

@@ -360,7 +360,7 @@ def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = drawn(Model()), picture()
     with prepared_for_attribution(model), torch.no_grad():
         local = WindowForward(model, x)
-        assert "parts of the image" in local.why
+        assert "do not give what the model gives" in local.why
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
 

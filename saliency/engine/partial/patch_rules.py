@@ -267,31 +267,21 @@ def _aligned(part: Any, place: Rectangles, size: tuple[int, ...]) -> Any:
 PATCH_RULES: dict[Op, PatchRule] = {
     aten.convolution.default: _convolve,
     aten.max_pool2d_with_indices.default: _max_pool,
-    aten.max_pool2d.default: _max_pool,
     aten.avg_pool2d.default: _avg_pool,
     aten.constant_pad_nd.default: _pad,
     aten.cat.default: _concatenate,
     aten.slice.Tensor: _split_channels,
     aten.split.Tensor: _split_channels,
     aten.split_with_sizes.default: _split_channels,
-    aten.native_batch_norm.default: _normalise,
-    aten._native_batch_norm_legit_no_training.default: _normalise,
-    aten.cudnn_batch_norm.default: _normalise,
-    aten.miopen_batch_norm.default: _normalise,
 }
-"""The operations that can be computed on patches, in addition to pointwise ones."""
+"""The operations that can be computed on patches, in addition to batch norms and pointwise ones."""
 
-_UNTAGGED_POINTWISE = {
-    aten.hardswish_.default,
-    aten.hardtanh_.default,
-    aten.silu_.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten._to_copy.default,
-}
+_UNTAGGED_POINTWISE = {aten.hardswish_.default, aten.gelu_.default, aten.mish_.default, aten._to_copy.default}
 
 
 def patch_rule(op: Op) -> PatchRule | None:
     """Return how an operation is computed on patches; None if it needs whole maps."""
+    if "batch_norm" in str(op):
+        return _normalise
     is_pointwise = torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE
     return PATCH_RULES.get(op, pointwise if is_pointwise else None)

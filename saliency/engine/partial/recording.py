@@ -6,6 +6,7 @@ PyTorch's dispatcher shows the operations to the thread that records; nothing is
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -320,15 +321,14 @@ class _External:
         return value.clone(memory_format=torch.contiguous_format) if self.overwritten else value
 
 
-Values = list[Any]
-"""The value of each slot."""
+def run_step(step: Step, values: list[Any], fill: Callable[[], Any]) -> list[Any]:
+    """Return the results of a step.
 
-Fill = Callable[[], list[Any]]
-"""Returns the positional and the keyword arguments of a step, with the values of now."""
-
-
-def run_step(step: Step, values: Values, fill: Fill) -> list[Any]:
-    """Return the results of a step."""
+    Args:
+        step: The step.
+        values: The value of each slot.
+        fill: Returns the positional and the keyword arguments of the step, with the values of now.
+    """
     args, kwargs = fill()
     return as_list(step.op(*args, **kwargs))
 
@@ -346,6 +346,7 @@ class Program:
         steps: The operations.
         outputs: The placeholders of the tensors in the output.
         aliased: The steps are right only if their tensors share memory as they did in the forwards.
+        maps: Tensors that a caller keeps, by slot.
 
     Raises:
         ReplayMismatch: The two do not run the same operations, or one of them cannot be replayed.
@@ -360,6 +361,7 @@ class Program:
             raise ReplayMismatch(f"{rows} and {rows + 1} rows are not computed alike")
         self.outputs = first.outputs
         self.aliased = first.aliased or second.aliased
+        self.maps: dict[int | None, Tensor] = {}
         self._slots, self._output = first.slots, first.output
         self._external = [
             _merged_external(one, two, rows, overwritten=at in first.overwritten)
@@ -372,18 +374,18 @@ class Program:
         self,
         source: Any,
         rows: int,
-        run: Callable[[Step, Values, Fill], list[Any]] = run_step,
-        read: Callable[[Values, int], Any] = list.__getitem__,
+        run: Callable[[Step, list[Any], Callable[[], Any]], list[Any]] = run_step,
+        read: Callable[[list[Any], int], Any] = list.__getitem__,
     ) -> Any:
         """Return the output of the forward for a source, which may be overwritten.
 
         Args:
             source: The value of slot 0.
             rows: The number of rows.
-            run: Runs one step.
+            run: Runs one step; see `run_step`.
             read: Reads a slot for the output.
         """
-        values: Values = [None] * self._slots
+        values: list[Any] = [None] * self._slots
         values[0] = source
         external = self.external(rows)
 
@@ -416,34 +418,7 @@ class Program:
         return [tensor.at(rows) for tensor in self._external]
 
 
-def record_program(
-    first: Tape, record: Callable[[Tensor], tuple[Tape, Any]], sources: Tensor, *, pure: bool = False
-) -> tuple[Program, Any]:
-    """Return the program of a forward, and the model's output for two other sources.
-
-    Args:
-        first: The tape of the forward of one row.
-        record: Runs a forward with other sources, and returns its tape and output.
-        sources: (3, ...) other sources.
-        pure: Refuse a program that is right only if its tensors share memory.
-
-    Raises:
-        ReplayMismatch: The forward cannot be replayed.
-    """
-    if first.refusal:
-        raise ReplayMismatch(first.refusal)
-    second, expected = record(sources[:2])
-    try:
-        program = Program(first, second)
-    except ReplayMismatch:
-        # Some operations, such as copies that make memory contiguous, are left out for one row.
-        program = Program(second, record(sources)[0], rows=2)
-    if pure and program.aliased:
-        raise ReplayMismatch("the model reads tensors under several names while it writes to them")
-    return program, expected
-
-
-class PartialForward:
+class PartialForward(ABC):
     """Runs only a part of a model for variants of one image, or the whole model where that is not possible.
 
     The model's parameters must stay as they are, and its code must do the same for any number of rows above two.
@@ -463,6 +438,45 @@ class PartialForward:
         self._model, self._x = model, x.detach()
         self.why = ""
         self._program: Program | None = None
+
+    @abstractmethod
+    def _run(self, rows: Tensor | None, tape: Tape | None) -> Any:
+        """Return the model's output for other rows; None for the image itself. The tape, if any, is begun."""
+
+    @abstractmethod
+    def _replay(self, program: Program, rows: Tensor | None) -> Any:
+        """Return what a program gives for the rows of a trial; None for the image itself."""
+
+    def _record(self, rows: Tensor | None) -> tuple[Tape, Any]:
+        tape = Tape()
+        with tape:
+            output = self._run(rows, tape)
+        tape.end(output)
+        return tape, output
+
+    def _prepare(self, first: Tape, output: Any, rows: Tensor) -> Program:
+        """Return the program, if it gives what the model gives.
+
+        Args:
+            first: The tape of the forward of the image itself.
+            output: Its output.
+            rows: (3, ...) other rows.
+
+        Raises:
+            ReplayMismatch: The forward cannot be replayed.
+        """
+        if first.refusal:
+            raise ReplayMismatch(first.refusal)
+        second, expected = self._record(rows[:2])
+        try:
+            program = Program(first, second)
+        except ReplayMismatch:
+            # Some operations, such as copies that make memory contiguous, are left out for one row.
+            program = Program(second, self._record(rows)[0], rows=2)
+        trials = ((None, output), (rows[:2], expected))
+        if not all(trees_agree(self._replay(program, trial), given) for trial, given in trials):
+            raise ReplayMismatch("the replayed operations do not give what the model gives")
+        return program
 
     @property
     def how(self) -> str:
