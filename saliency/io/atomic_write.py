@@ -1,4 +1,4 @@
-"""What picture files are called, and files that are there whole or not at all."""
+"""Write files that are complete or absent, and recognise image files by their names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGE_SUFFIXES = frozenset(
-    f".{each}"
-    for each in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
+    f".{suffix}"
+    for suffix in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
 )
-"""What a picture in a folder is recognised by, also where it is none that is read: then it is said so.
+"""Suffixes of image files in a folder, including formats that cannot be read: these give an error.
 
-A file that is named itself is read whatever its name.
+A file that is named directly is read regardless of its suffix.
 """
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name beside `path`; what the block writes there is moved to `path` if the block ends well.
+    """Yield a temporary path beside `path`; the file written there replaces `path` if the block raises no error.
 
-    A link stays, and the file that it leads to is replaced.
+    A symbolic link stays, and its target is replaced.
 
     Raises:
         FileExistsError: A device or a pipe has that name.
@@ -39,7 +39,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
-        # Made here, with the permissions that new files have: some writers would keep theirs to themselves.
+        # Created here with the permissions of new files: some writers would use narrower ones.
         temporary.touch()
         yield temporary
         temporary.replace(path)
@@ -48,17 +48,17 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a device or a pipe has that name, or a name such as /dev/stdout leads to what others write to."""
-    whole = path.absolute()
-    is_name_of_one = whole.is_relative_to("/proc") or whole.parent in (Path("/dev"), Path("/dev/fd"))
-    return is_name_of_one or (path.exists() and not path.is_file() and not path.is_dir())
+    """Return whether a path names a device, a pipe, or a stream such as /dev/stdout."""
+    absolute = path.absolute()
+    is_device = absolute.is_relative_to("/proc") or absolute.parent in (Path("/dev"), Path("/dev/fd"))
+    return is_device or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    """Replace a safetensors file.
+    """Write a safetensors file that is complete or absent.
 
     Raises:
-        OSError: There is no place for it.
+        OSError: The file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -69,5 +69,5 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], me
             save_file(dict(tensors), temporary, metadata)
         except SafetensorError as error:
             raise OSError(f"{os.fspath(path)} cannot be written: {error}") from error
-        # It puts a file of its own there, which nobody else may read.
+        # safetensors replaces the file by one that only its owner may read.
         temporary.chmod(permissions)

@@ -1,4 +1,4 @@
-"""Any callable from picture to tensor as preprocessing, with its crop found by pushing coordinate ramps through it."""
+"""Use any callable from image to tensor as preprocessing, and detect its crop by transforming coordinate ramps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ..errors import ImageError
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the picture
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
 
 
 class TransformPreprocess:
-    """Any callable from a picture to a tensor, with its crop found by looking.
+    """Preprocessing by any callable from a PIL image to a tensor, whose crop is detected.
 
-    Where the crop lies is found by pushing coordinate ramps through the callable, once per picture size, so a
-    callable that resizes, crops, pads and normalises in whatever way needs no description.
+    The crop is detected from transformed coordinate ramps, once per image size. So a callable that resizes, crops, pads
+    and normalises needs no description.
 
     Args:
-        transform: Takes an RGB picture and returns a float tensor (C, H, W), the same one each time.
+        transform: Takes an RGB image and returns a float tensor (C, H, W), the same one every time.
     """
 
     def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
@@ -35,8 +35,8 @@ class TransformPreprocess:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock, which can be neither copied nor pickled."""
-        return {name: each for name, each in vars(self).items() if name != "_lock"}
+        """Return everything but the lock, which can be neither copied nor pickled."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -51,7 +51,7 @@ class TransformPreprocess:
         return f"TransformPreprocess({self.transform!r})"
 
     def __call__(self, picture: Image.Image) -> Tensor:
-        """The model's input for one picture: (C, H, W), floating point.
+        """Return the model's input for one image: (C, H, W), floating point.
 
         Raises:
             ImageError: The callable returned something else.
@@ -60,28 +60,28 @@ class TransformPreprocess:
         if not isinstance(tensor, Tensor):
             raise ImageError(
                 f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); end it "
-                'with ToTensor, or take the tensor out: lambda p: processor(p, return_tensors="pt")'
+                'with ToTensor, or extract the tensor: lambda p: processor(p, return_tensors="pt")'
                 '["pixel_values"][0]'
             )
         if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
             raise ImageError(
                 f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
-                "expected floating point values of shape (C, H, W)"
+                "expected floating-point values of shape (C, H, W)"
             )
         return tensor.detach()
 
     @cached_property
     def input_range(self) -> tuple[float, float]:
-        """The lowest and the highest value that black and white pictures come out with."""
+        """Lowest and highest value of transformed black and white images."""
         ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
         return float(ends.min()), float(ends.max())
 
     def box(self, picture_size: tuple[int, int]) -> Box:
-        """Where the model's input lies on a picture of (w, h) pixels, to a pixel.
+        """Return where the model's input lies on an image of (w, h) pixels, to a pixel.
 
         Raises:
-            ImageError: The callable is random, flips, rotates or warps, or does more to colours than to scale
-                and shift them.
+            ImageError: The callable is random, flips, rotates or warps, or changes colours by more than a scale and an
+                offset.
         """
         with self._lock:
             if picture_size not in self._boxes:
@@ -90,11 +90,11 @@ class TransformPreprocess:
 
 
 _Array = NDArray[np.floating[Any]]
-_NO_BOX = "the preprocessing {} the picture; only resizing, cropping and padding can be followed"
+_NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding can be detected"
 
 
 def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> Box:
-    """Push grey ramps through `preprocess` and read off which coordinate came out where."""
+    """Transform grey ramps and read the coordinate of each output pixel."""
     _require_repeatable(preprocess, picture_size)
     probe = _Probe(preprocess, picture_size)
     left, right = _span(probe, axis=2, length=picture_size[0])
@@ -102,8 +102,8 @@ def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[i
     return (left, top, right, bottom)
 
 
-def _push(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
-    """(C, h, w): the output for a grey picture of the values 0..1, spread over a picture of (w, h)."""
+def _transformed(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
+    """Transform a grey image of (w, h) pixels with values 0..1; returns (C, h, w)."""
     grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
     picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
     output = preprocess(Image.fromarray(picture)).to(device="cpu", dtype=torch.float64)
@@ -111,43 +111,43 @@ def _push(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[
 
 
 def _require_repeatable(preprocess: Callable[[Image.Image], Tensor], size: tuple[int, int]) -> None:
-    """Push a lopsided picture eight times: a flip with probability 1/2 stays hidden once in 128."""
+    """Transform an asymmetric image eight times: a flip with probability 1/2 stays hidden once in 128."""
     edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
     ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
-    first = _push(preprocess, ramp, edges)
-    for again in (_push(preprocess, ramp, edges) for _ in range(7)):
-        if again.shape != first.shape or not np.array_equal(again, first, equal_nan=True):
+    first = _transformed(preprocess, ramp, edges)
+    for _ in range(7):
+        if not np.array_equal(_transformed(preprocess, ramp, edges), first, equal_nan=True):
             raise ImageError(
-                "the preprocessing gives another tensor each time; pass the transform for evaluation, "
+                "the preprocessing gives another tensor every time; pass the transform for evaluation, "
                 "without random crops, flips or colours"
             )
 
 
 class _Probe:
-    """What becomes of grey pictures of one size, with the normalisation undone.
+    """Transformed grey images of one size, with the normalisation undone.
 
-    Black and white give each output value's offset and scale, whatever they are, and show the padding: there
-    the two agree. The probes are grey so that neither the channels' order nor a conversion to grey matters.
+    Black and white give the offset and scale of each output value. In the padding they agree. The images are grey so
+    that neither the order of channels nor a conversion to grey matters.
     """
 
     def __init__(self, preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> None:
         self.preprocess, self.picture_size = preprocess, picture_size
-        self.black = _push(preprocess, [[0]], picture_size)
-        self.scale = _push(preprocess, [[1]], picture_size) - self.black
+        self.black = _transformed(preprocess, [[0]], picture_size)
+        self.scale = _transformed(preprocess, [[1]], picture_size) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
             raise ImageError(
-                "black and white pictures leave the preprocessing alike or not finite, so its crop cannot be "
-                "found; describe it by saliency.Preprocess, or pass float tensors"
+                "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; describe "
+                "it by saliency.Preprocess, or pass float tensors"
             )
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
         deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)
 
     def profile(self, ramp: _Array, axis: int) -> _Array:
-        """The ramp as it comes out along an axis of (C, h, w); NaN where there is only padding."""
+        """Return a transformed ramp along an axis of (C, h, w); NaN for padding."""
         values = ramp[:, None] if axis == 1 else ramp[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
-            restored = (_push(self.preprocess, values, self.picture_size) - self.black) / self.scale
+            restored = (_transformed(self.preprocess, values, self.picture_size) - self.black) / self.scale
         lines = np.ma.masked_array(restored, np.broadcast_to(~self.content, restored.shape))
         if np.ma.max(np.ma.ptp(lines, axis=(0, 3 - axis))) > 0.03:
             raise ImageError(_NO_BOX.format("rotates or warps"))
@@ -155,20 +155,20 @@ class _Probe:
 
 
 def _span(probe: _Probe, axis: int, length: int) -> tuple[float, float]:
-    """From where to where on the picture's axis, `length` pixels long, the output reaches."""
+    """Return where the output begins and ends on an axis of the image that is `length` pixels long."""
     centres = (np.arange(length) + 0.5) / length
-    places = length * probe.profile(centres, axis)  # where each output pixel's centre comes from
+    places = length * probe.profile(centres, axis)  # the source of each output pixel's centre
     start, step = _line(places, length)
     folds = int(min(0.05 * length / step, length / 64))
     if length > 256 and folds > 1:
-        # The ramp folded into a zigzag is as many times as steep, so that 256 levels resolve a pixel.
+        # A ramp folded into a zigzag is that many times steeper, so 256 levels resolve a pixel.
         zigzag = probe.profile(np.abs((centres * folds + 1) % 2 - 1), axis)
         start, step = _line(_unfolded(zigzag, start + step * np.arange(len(places)), length / folds), length)
     return (start - step / 2, start + step * (len(places) - 0.5))
 
 
 def _unfolded(zigzag: _Array, guess: _Array, fold: float) -> _Array:
-    """The places that a zigzag tells of, where the guess says which fold it is; NaN near the corners."""
+    """Return the places that a zigzag encodes, given a guess that identifies the fold; NaN near the corners."""
     which = np.floor(guess / fold)
     inside = np.abs(guess / fold - which - 0.5) < 0.35
     places = fold * (which + np.where(which % 2 == 0, zigzag, 1 - zigzag))
@@ -176,7 +176,7 @@ def _unfolded(zigzag: _Array, guess: _Array, fold: float) -> _Array:
 
 
 def _line(places: _Array, length: int) -> tuple[float, float]:
-    """Start and step of the places, by least squares."""
+    """Fit start and step of the places by least squares."""
     index = np.flatnonzero(np.isfinite(places))
     at, place = index.astype(np.float64), places[index]
     climb = place[-1] - place[0]
@@ -186,18 +186,18 @@ def _line(places: _Array, length: int) -> tuple[float, float]:
         step = length / len(index)
         return (float(step * (0.5 - index[0])), step)
     if climb <= 0:
-        raise ImageError("the preprocessing keeps so little of the picture that its place cannot be found")
+        raise ImageError("the preprocessing keeps so little of the image that its place cannot be detected")
     if climb < 0.5 * (len(index) - 1):
-        # Enlarged pixels are steps or slopes; both pass the border between two pixels where it lies.
+        # Enlarged pixels are steps or slopes; both cross the border between two pixels at its place.
         borders = np.arange(math.floor(place[0]) + 1, math.ceil(place[-1]))
         if len(borders) > 1:
             at, place = np.interp(borders, place, at), borders.astype(np.float64)
     else:
-        # Near the picture's edges resampling bends a ramp.
+        # Resampling bends a ramp near the edges of the image.
         margin = min(3 * max(climb / len(index), 1) + 0.5, 0.3 * length)
         inner = np.abs(place - length / 2) < length / 2 - margin
         at, place = (at[inner], place[inner]) if inner.sum() > 1 else (at, place)
     step, start = np.polyfit(at, place, 1)
     if np.abs(place - start - step * at).max() > 1 + length / 128 + step or step <= 0:
-        raise ImageError("the preprocessing warps the picture; only resizing, cropping and padding can be drawn")
+        raise ImageError("the preprocessing warps the image; only resizing, cropping and padding can be drawn")
     return (float(start), float(step))

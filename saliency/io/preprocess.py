@@ -1,4 +1,4 @@
-"""Picture -> the model's input, and where that input lies on the picture."""
+"""Preprocess an image for the model, and locate the model's input on the image."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be blown up to 256 x 15 million
+_MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be enlarged to 256 x 15 million
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where the model's input lies on the original picture.
+    """Place of the model's input on the original image.
 
-    The box is in pixels of `picture` (RGB, upright), may be fractional, and reaches beyond the picture where
-    the preprocessing padded it.
+    The box is in pixels of `picture` (RGB, upright), may be fractional, and extends beyond the image where the
+    preprocessing padded it.
     """
 
     picture: Image.Image
@@ -46,21 +46,21 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Preprocess:
-    """Resize, crop in the middle, scale to 0..1, normalise: what most image models were trained behind.
+    """Preprocessing of most image models: resize, centre crop, scale to 0..1, normalise.
 
     It resamples with Pillow, and agrees bit for bit with the evaluation transforms of torchvision and timm.
 
     Args:
-        size: (h, w) of the model's input; None keeps the whole resized picture. A smaller picture is padded.
-        resize: The length of the shorter edge, or (h, w); None leaves the picture's size.
+        size: (h, w) of the model's input; None keeps the whole resized image. A smaller image is padded.
+        resize: The length of the shorter edge, or (h, w); None keeps the size of the image.
         mean, std: One number per channel, for values in 0..1.
         interpolation: One of nearest, box, bilinear, hamming, bicubic, lanczos.
-        fit: How the picture meets a `resize` of (h, w): "stretch" to it, "cover" it or be "contain"ed; the
+        fit: How the image is resized to a `resize` of (h, w): "stretch" to it, "cover" it, or be "contain"ed in it; the
             latter two keep the aspect ratio.
         fill: The colour of the padding.
 
     Raises:
-        ImageError: An option that makes no sense.
+        ImageError: An option is invalid.
     """
 
     size: tuple[int, int] | None = None
@@ -89,26 +89,26 @@ class Preprocess:
         if not (self.size is None or is_pair(self.size)):
             raise ImageError(f"size={self.size!r}: expected (height, width), both of at least one pixel, or None")
         if is_whole(self.resize):
-            object.__setattr__(self, "resize", int(self.resize))  # NumPy's numbers are no int
+            object.__setattr__(self, "resize", int(self.resize))  # NumPy's integers are not int
         elif not (self.resize is None or is_pair(self.resize)):
             raise ImageError(
-                f"resize={self.resize!r}: expected the length of the shorter edge or (height, width), each of at least "
-                "one pixel, or None"
+                f"resize={self.resize!r}: expected the length of the shorter edge or (height, width), both of at "
+                "least one pixel, or None"
             )
 
     @classmethod
     def from_torchvision(cls, transform: Any) -> Preprocess:
-        """What `weights.transforms()` of a torchvision classification, segmentation or detection model does.
+        """Convert `weights.transforms()` of a torchvision classification, segmentation or detection model.
 
         Raises:
-            ImageError: It is none of these presets.
+            ImageError: It is not one of these presets.
         """
-        if type(transform).__name__ == "ObjectDetection":  # it scales to 0..1 and nothing else
+        if type(transform).__name__ == "ObjectDetection":  # only scales to 0..1
             return cls(None, None, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
         if not _is_torchvision_preset(transform):
             raise ImageError(
-                f"{type(transform).__name__} is no torchvision image preset; pass weights.transforms(), or "
-                "any callable from a picture to a tensor as preprocess="
+                f"{type(transform).__name__} is not a torchvision image preset; pass weights.transforms(), or "
+                "any callable from an image to a tensor as preprocess="
             )
         crop = getattr(transform, "crop_size", None)
         resize = transform.resize_size
@@ -122,21 +122,21 @@ class Preprocess:
 
     @classmethod
     def from_timm(cls, config: Mapping[str, Any]) -> Preprocess:
-        """What timm's evaluation transform does under a `pretrained_cfg` or a resolved data config.
+        """Convert timm's `pretrained_cfg` or a resolved data config to its evaluation transform.
 
         The size is `input_size`; for the test size resolve the config with `use_test_size=True` first.
 
         Raises:
-            ImageError: The config is for something else than RGB, or has no `input_size`.
+            ImageError: The config is not for RGB, or has no `input_size`.
         """
         if config.get("input_size") is None:
             raise ImageError(
-                f'a timm config without "input_size" (it has {", ".join(map(str, config)) or "nothing"}); '
+                f'the timm config has no "input_size" (only {", ".join(map(str, config)) or "nothing"}); '
                 "pass model.pretrained_cfg"
             )
         channels, *size = (3, *config["input_size"])[-3:]
         if channels != 3:
-            raise ImageError(f"the model takes {channels} channels, a picture has 3; pass a float tensor")
+            raise ImageError(f"the model takes {channels} channels, an image has 3; pass a float tensor")
         crop = config.get("crop_pct") or 0.875
         scaled = (math.floor(size[0] / crop), math.floor(size[1] / crop))
         mode = config.get("crop_mode") or "center"
@@ -158,15 +158,15 @@ class Preprocess:
 
     @property
     def input_range(self) -> tuple[float, float]:
-        """The lowest and the highest value that black and white come out with."""
+        """Lowest and highest value of preprocessed black and white images."""
         ends = [(end - mean) / std for mean, std in zip(self.mean, self.std, strict=True) for end in (0, 1)]
         return min(ends), max(ends)
 
     def __call__(self, picture: Image.Image) -> Tensor:
-        """The model's input for one picture: (3, H, W) float32 on the CPU.
+        """Return the model's input for one image: (3, H, W) float32 on the CPU.
 
         Raises:
-            ImageError: The picture is so long and thin that resizing it would take all memory.
+            ImageError: The image is so long and thin that resizing it would take all memory.
         """
         picture = picture if picture.mode == "RGB" else picture.convert("RGB")
         resized = self._resized(picture.size)
@@ -179,7 +179,7 @@ class Preprocess:
         return self._shift(tensor.div_(255))
 
     def box(self, picture_size: tuple[int, int]) -> Box:
-        """Where the model's input lies on a picture of (w, h) pixels."""
+        """Return where the model's input lies on an image of (w, h) pixels."""
         width, height = picture_size
         resized_width, resized_height = self._resized(picture_size)
         crop_height, crop_width = self.size or (resized_height, resized_width)
@@ -188,11 +188,11 @@ class Preprocess:
         return (left * x, top * y, (left + crop_width) * x, (top + crop_height) * y)
 
     def normalise(self, tensor: Tensor) -> Tensor:
-        """Values in 0..1, (..., 3, H, W), as the model takes them."""
+        """Normalise values in 0..1, (..., 3, H, W), for the model."""
         return self._shift(tensor.clone())
 
     def denormalise(self, tensor: Tensor) -> Tensor:
-        """The model's input, (..., 3, H, W), as values in 0..1."""
+        """Convert the model's input, (..., 3, H, W), to values in 0..1."""
         return tensor * self._channels(self.std, tensor) + self._channels(self.mean, tensor)
 
     def _shift(self, tensor: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class Preprocess:
         return canvas
 
     def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
-        """The (w, h) that a picture of (w, h) has after resizing, rounded as the libraries round."""
+        """Return the (w, h) of an image of (w, h) after resizing, rounded as the libraries round."""
         width, height = picture_size
         if self.resize is None:
             return picture_size
@@ -226,7 +226,7 @@ class Preprocess:
             resized = (max(round(width / ratio), 1), max(round(height / ratio), 1))
         if resized[0] * resized[1] > _MAX_RESIZED:
             raise ImageError(
-                f"a picture of {width} x {height} pixels would be resized to {resized[0]} x {resized[1]}; "
+                f"an image of {width} x {height} pixels would be resized to {resized[0]} x {resized[1]}; "
                 "crop it before explaining it"
             )
         return resized
@@ -236,7 +236,7 @@ PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tens
 
 
 def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
-    """The preprocessing that the user means: ours, torchvision's preset, timm's config, or any callable.
+    """Convert a torchvision preset, a timm config or any callable to a preprocessing.
 
     Raises:
         ImageError: It is none of these.
@@ -250,13 +250,13 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     if callable(like):
         return TransformPreprocess(like)
     raise ImageError(
-        f"preprocess is a {type(like).__name__}; expected a callable from a picture to a tensor (3, H, W), "
+        f"preprocess is a {type(like).__name__}; expected a callable from an image to a tensor (3, H, W), "
         "weights.transforms() of torchvision or the pretrained_cfg of a timm model"
     )
 
 
 def _is_torchvision_preset(transform: object) -> bool:
-    """Whether it is a preset for pictures (the video preset has no `antialias`), told without torchvision."""
+    """Return whether it is an image preset (the video preset has no `antialias`), without importing torchvision."""
     described = all(hasattr(transform, name) for name in ("resize_size", "mean", "std", "interpolation", "antialias"))
     return described or (
         type(transform).__name__ == "ObjectDetection" and type(transform).__module__.startswith("torchvision.")
@@ -264,7 +264,7 @@ def _is_torchvision_preset(transform: object) -> bool:
 
 
 def _are_three(values: object, fits: Callable[[object], bool]) -> bool:
-    """Whether these are three values, one per channel of RGB, that fit."""
+    """Return whether these are three valid values, one per channel of RGB."""
     return isinstance(values, list | tuple) and len(values) == 3 and all(map(fits, values))
 
 
@@ -284,9 +284,9 @@ def _edges(edges: Any) -> int | tuple[int, int]:
 
 def _filter_name(interpolation: Any) -> str:
     name = str(getattr(interpolation, "value", interpolation))
-    return "bilinear" if name == "random" else name  # timm's word for "either" while training
+    return "bilinear" if name == "random" else name  # timm's word for training with either
 
 
 def _offset(resized: int, crop: int) -> int:
-    """Where a centred crop begins, negative under padding, rounded as torchvision and timm round."""
+    """Return where a centred crop begins, negative for padding, rounded as torchvision and timm round."""
     return -((crop - resized) // 2) if crop > resized else round((resized - crop) / 2.0)

@@ -331,7 +331,7 @@ def test_every_kind_of_bad_photo_is_a_row_with_the_reason_and_costs_no_other_pho
     expected = {
         "a": "damaged",
         "b": "is empty",
-        "c": "is no AVIF, BMP",
+        "c": "is not an AVIF, BMP",
         "d": "60000 x 60000 pixels, more than the limit",
         "e": "is a folder",
         "f": "No such file",

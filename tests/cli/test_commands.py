@@ -186,7 +186,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
         "broken.jpg: is damaged: image file is truncated",
         "empty.png: is empty",
         "folder.png: is a folder",
-        "notes.txt: is no AVIF",
+        "notes.txt: is not an AVIF",
         "nothing: the folder has no images in it",
         "missing.jpg: cannot be read: No such file",
     ):

@@ -96,7 +96,7 @@ def test_the_preprocessing_on_a_wrapper_counts_and_what_only_bears_its_name_does
     assert model_call(nn.DataParallel(Model()), PHOTO).args[0].shape == (1, 3, 8, 8)
     model = Model()
     model.preprocess = "imagenet"  # type: ignore[assignment]
-    with pytest.raises(ImageError, match="carries no preprocessing"):
+    with pytest.raises(ImageError, match="has no preprocessing"):
         model_call(model, PHOTO)
 
 

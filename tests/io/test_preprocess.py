@@ -225,10 +225,10 @@ def test_a_resolved_test_size_is_taken() -> None:
         (lambda: Preprocess(fill=0), "fill=0: expected three whole numbers"),  # type: ignore[arg-type]
         (lambda: Preprocess(interpolation=None), "interpolation=None is not one of"),  # type: ignore[arg-type]
         (lambda: Preprocess((4, 4), (4, 4), fit="crop"), "'stretch', 'cover', 'contain'"),  # type: ignore[arg-type]
-        (lambda: Preprocess.from_timm({"mean": 1}), 'without "input_size"'),
+        (lambda: Preprocess.from_timm({"mean": 1}), 'has no "input_size"'),
         (lambda: Preprocess.from_timm({"input_size": (1, 28, 28)}), "takes 1 channels"),
         (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), 'unknown crop_mode "middle"'),
-        (lambda: Preprocess.from_torchvision(torch.nn.Identity()), "Identity is no torchvision image preset"),
+        (lambda: Preprocess.from_torchvision(torch.nn.Identity()), "Identity is not a torchvision image preset"),
         (lambda: as_preprocess(7), "preprocess is a int"),  # type: ignore[arg-type]
     ],
 )
@@ -310,19 +310,19 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
 @pytest.mark.parametrize(
     ("transform", "words"),
     [
-        (v2.Compose([v2.RandomResizedCrop(64), v2.ToImage(), v2.ToDtype(torch.float32)]), "another tensor each"),
-        (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(0.5)]), "another tensor each"),
+        (v2.Compose([v2.RandomResizedCrop(64), v2.ToImage(), v2.ToDtype(torch.float32)]), "another tensor every time"),
+        (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(0.5)]), "another tensor every time"),
         (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(1.0)]), "flips or rotates"),
         (v2.Compose([compose([64], 64), v2.RandomVerticalFlip(1.0)]), "flips or rotates"),
         (v2.Compose([compose([64], 64), lambda x: x.rot90(1, (1, 2))]), "rotates or warps"),
         (v2.Compose([lambda p: p.rotate(20), compose([64], 64)]), "rotates or warps"),
-        (lambda p: torch.zeros(3, 8, 8), "leave the preprocessing alike"),
-        (lambda p: torch.full((3, 8, 8), torch.nan), "leave the preprocessing alike"),
+        (lambda p: torch.zeros(3, 8, 8), "equal or non-finite values"),
+        (lambda p: torch.full((3, 8, 8), torch.nan), "equal or non-finite values"),
         (lambda p: p, "returned Image, expected a tensor"),
         (lambda p: {"pixel_values": 1}, "pixel_values"),
         (lambda p: torch.zeros(1, 3, 8, 8), r"shape \(1, 3, 8, 8\)"),
         (lambda p: torch.zeros(3, 8, 8, dtype=torch.uint8), "torch.uint8"),
-        (lambda p: torch.zeros(8, 8), r"expected floating point values of shape \(C, H, W\)"),
+        (lambda p: torch.zeros(8, 8), r"expected floating-point values of shape \(C, H, W\)"),
     ],
 )
 def test_a_callable_that_cannot_be_followed_is_refused(transform: Any, words: str) -> None:
