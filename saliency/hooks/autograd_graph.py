@@ -113,6 +113,19 @@ def child_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:
     return module._modules
 
 
+def unique_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the model and all modules in it once, in a fraction of the time of `model.modules()`."""
+    modules = {model: None}
+    stack = [model]
+    while stack:
+        for child in stack.pop()._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                if child._modules:
+                    stack.append(child)
+    return list(modules)
+
+
 def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
     """The parameters of a module itself by name; also those that are None."""
     return module._parameters
@@ -142,6 +155,11 @@ def saved(node: Any, name: str, default: Any = _MISSING) -> Any:
 def result_shape(node: Any) -> tuple[int, ...]:
     """The shape of the first result of an operation."""
     return tuple(node._input_metadata[0].shape)
+
+
+def has_wrapped_node(node: Any) -> bool:
+    """Return whether a node copies the result of an operation in place on a view into the whole."""
+    return hasattr(node, "_wrapped_node")
 
 
 def wrapped_node(node: Any) -> Node | None:

@@ -242,7 +242,8 @@ def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
         if operand is None or signal is None:
             return grad_inputs
         # If the operation broadcast or promoted its operand, the signal has another shape or type.
-        signal = signal.sum_to_size(operand.shape).to(operand.dtype)
+        if signal.shape != operand.shape or signal.dtype != operand.dtype:
+            signal = signal.sum_to_size(operand.shape).to(operand.dtype)
         return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
 
     return hook

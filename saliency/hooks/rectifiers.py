@@ -1,6 +1,6 @@
-"""Which nodes of an autograd graph are rectifiers, which are other nonlinearities, and which hide what they do.
+"""Classify the nodes of an autograd graph: rectifiers, other nonlinearities, and nodes that may hide a ReLU.
 
-The classes of the nodes are taken from probes, `type(torch.relu(t).grad_fn)`, because their names belong to PyTorch.
+The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, because their names belong to PyTorch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ..errors import NotApplicableError, TargetError
-from .autograd_graph import CHECKPOINT_NODE, MODULE_HOOK_NODE, next_functions, result_shape, saved, wrapped_node
+from .autograd_graph import (
+    CHECKPOINT_NODE,
+    MODULE_HOOK_NODE,
+    has_wrapped_node,
+    next_functions,
+    result_shape,
+    saved,
+    wrapped_node,
+)
 
 _REENTRANT = (
     "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
     "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
 )
-CUT = "the gradient is cut on the way, as by a quantised layer, detach, argmax or an operation without a derivative"
+CUT = "the gradient is cut in between, as by a quantised layer, detach, argmax or an operation without a derivative"
 INDEPENDENT = (
     f"no gradient of the score reaches the input: the score does not depend on the input, or {CUT}; methods that only "
     "run the model forwards, such as occlusion and rise, need no gradient"
@@ -32,10 +40,10 @@ INDEPENDENT = (
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many nonlinearities a rule rewrote, and how many it let through as they are, by kind.
+    """Number of nonlinearities that a rule rewrote or passed through, by kind.
 
-    A hidden site is a multiplication or a selection by a fixed mask, or an operation of somebody's own: it may be a
-    ReLU written by hand, which the graph cannot tell.
+    A hidden site is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU written by
+    hand, which the graph does not show.
     """
 
     rewritten: Mapping[str, int] = field(default_factory=dict)
@@ -43,7 +51,7 @@ class Coverage:
     hidden: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For example `17 relu rewritten, 2 silu passed through`."""
+        """Return a summary such as `17 relu rewritten, 2 silu passed through`."""
         parts = [f"{n} {kind} rewritten" for kind, n in self.rewritten.items()]
         parts += [f"{n} {kind} passed through" for kind, n in self.passed.items()]
         parts += [f"{n} {kind} that may hide a ReLU" for kind, n in self.hidden.items()]
@@ -51,14 +59,14 @@ class Coverage:
 
 
 class Site(NamedTuple):
-    """One nonlinearity in the graph of one call."""
+    """Nonlinearity in the graph of one call."""
 
     node: Node
     kind: str
 
 
 class Sites(NamedTuple):
-    """The nonlinearities between a score and an input."""
+    """Nonlinearities between a score and an input."""
 
     rectifiers: list[Site]
     others: list[Site]
@@ -67,19 +75,19 @@ class Sites(NamedTuple):
 
 def _node_type(function: Callable[[Tensor], Tensor]) -> type:
     with torch.inference_mode(mode=False), torch.enable_grad():
-        # A clone, since the probe may work in place.
+        # A clone, because the probe may work in place.
         return type(function(torch.ones(1, requires_grad=True, dtype=torch.float32, device="cpu").clone()).grad_fn)
 
 
 def _is_zero(bound: Any) -> bool:
-    """Whether a clamp's bound, a number or a tensor, is 0 everywhere."""
+    """Return whether the bound of a clamp, a number or a tensor, is 0 everywhere."""
     if isinstance(bound, Tensor):
         return not bound.requires_grad and not bool(bound.any())
     return bound is not None and bound == 0
 
 
 def _constant_operand_is_zero(node: Any) -> bool:
-    """Whether a maximum has exactly one operand with a gradient, and the other is 0."""
+    """Return whether exactly one operand of a maximum has a gradient, and the other is 0."""
     tracked = [function is not None for function, _ in next_functions(node)]
     if tracked == [True, False]:
         return _is_zero(saved(node, "other"))
@@ -88,7 +96,7 @@ def _constant_operand_is_zero(node: Any) -> bool:
 
 _Test = Callable[[Any], bool]
 
-# Each kind of rectifier: an operation whose node shows the class, and what the node must say to be one.
+# For each kind of rectifier, operations that show the class of its node, and a test that the node is one.
 _RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
     "relu": [(torch.relu, lambda node: True)],
     "relu6": [(F.relu6, lambda node: saved(node, "min_val") == 0)],
@@ -108,7 +116,7 @@ _RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
     ],
 }
 
-# The other nonlinearities. Some have a class of their own where they work in place.
+# Other nonlinearities. Some have another class if they work in place.
 _OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "leaky_relu": [F.leaky_relu, F.leaky_relu_],
     "prelu": [lambda t: F.prelu(t, torch.full_like(t, 0.25))],
@@ -122,7 +130,7 @@ _OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "softplus": [F.softplus],
 }
 
-# Selections and products whose other operand is a fixed mask: what a ReLU written by hand leaves in the graph.
+# Selections and products with a fixed mask, as a ReLU written by hand leaves them in the graph.
 _MASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda t: torch.where(t > 0, t, 0.0),
     "masked_fill": lambda t: t.masked_fill(t < 0, 0.0),
@@ -150,12 +158,12 @@ def _masked_kinds() -> dict[type, str]:
 
 
 def _is_masked(node: Any, kind: str) -> bool:
-    """Whether a node selects by a mask that is fixed during the backward pass, as a hand-written ReLU does."""
+    """Return whether a node selects by a mask that is fixed in the backward pass, as a hand-written ReLU does."""
     if kind == "product with a mask":
         tracked = [function is not None for function, _ in next_functions(node)]
         factor = saved(node, "other") if tracked[:1] == [True] and not all(tracked) else None
         factor = saved(node, "self") if tracked == [False, True] else factor
-        # A mask has the shape of what it masks, unlike a scale or a gate, and holds only 0 and 1.
+        # Unlike a scale or a gate, a mask has the shape of the masked tensor and holds only 0 and 1.
         if not isinstance(factor, Tensor) or tuple(factor.shape) != result_shape(node) or factor.numel() < 2:
             return False
         zeros, ones = factor == 0, factor == 1
@@ -170,13 +178,13 @@ def _is_masked(node: Any, kind: str) -> bool:
 
 
 def _rectifier_kind(node: Node) -> str:
-    """Which spelling of a ReLU the node is: relu, relu6, threshold, clamp or maximum at 0; "" where it is none."""
+    """Return the kind of a rectifier: relu, relu6, threshold, clamp or maximum at 0; "" for other nodes."""
     kind, test = _rectifier_tests().get(type(node), ("", None))
     return kind if test is not None and test(node) else ""
 
 
 def output_of(node: Any) -> Tensor:
-    """What a rectifier's node gave in the forward pass, in the shape of its gradient."""
+    """Return the output of a rectifier's node in the forward pass, in the shape of its gradient."""
     kind, _ = _rectifier_tests()[type(node)]
     if kind == "relu":
         result: Tensor = saved(node, "result")
@@ -191,52 +199,54 @@ def output_of(node: Any) -> Tensor:
 
 
 def saturation_of(node: Any) -> Tensor | float | None:
-    """The level above which a rectifier is flat (6 for a ReLU6), or None."""
+    """Return the level above which a rectifier is flat (6 for a ReLU6), or None."""
     highest: Tensor | float | None = saved(node, "max_val", saved(node, "max", None))
     return highest
 
 
 def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
-    """The nodes that a gradient passes on its way from `score` to `x`, in an order that follows the gradient.
+    """Return the nodes between `score` and `x` in the order of the backward pass.
 
-    Nodes that lead to parameters only are left out: a ReLU on a weight is no site of the network.
+    Nodes that lead to parameters only are left out: a ReLU on a weight is not a site of the network.
 
     Raises:
-        TargetError: No gradient gets from the one to the other.
+        TargetError: No gradient reaches `x`.
     """
     end = get_gradient_edge(x).node
-    order = list(_postorder(score))
-    reaches = {end}
-    for node in order:
-        if any(function in reaches for function, _ in next_functions(node)):
-            reaches.add(node)
-    if score.grad_fn not in reaches:
+    reaching = {end}
+    order = []
+    for node, successors in _postorder(score):
+        if not reaching.isdisjoint(successors):
+            reaching.add(node)
+            order.append(node)
+    if score.grad_fn not in reaching:
         raise TargetError(INDEPENDENT)
-    return [node for node in reversed(order) if node in reaches and node is not end]
+    return order[::-1]
 
 
-def _postorder(score: Tensor) -> Iterator[Node]:
-    """Every node reachable from `score`, each after all those that it feeds its gradient to."""
+def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield every node reachable from `score` with its successors, after all of these."""
     if score.grad_fn is None:
         return
     entered: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(score.grad_fn, False)]
+    stack: list[tuple[Node, list[Node] | None]] = [(score.grad_fn, None)]
     while stack:
-        node, done = stack.pop()
-        if done:
-            yield node
+        node, successors = stack.pop()
+        if successors is not None:
+            yield node, successors
         elif node not in entered:
             entered.add(node)
-            stack.append((node, True))
-            stack.extend((function, False) for function, _ in next_functions(node) if function is not None)
+            successors = [function for function, _ in next_functions(node) if function is not None]
+            stack.append((node, successors))
+            stack += [(function, None) for function in successors if function not in entered]
 
 
 def find_sites(score: Tensor, x: Tensor) -> Sites:
-    """The nonlinearities between `score` and `x`, sorted into rectifiers, others, and what may hide one.
+    """Find the nonlinearities between `score` and `x`: rectifiers, others, and nodes that may hide one.
 
     Raises:
-        NotApplicableError: A part of the model is compiled, fused or checkpointed in a way that keeps its nodes from
-            the graph, or works in place on a view.
+        NotApplicableError: A part of the model is compiled, fused or checkpointed so that its nodes are not in the
+            graph, or works in place on a view.
         TargetError: The score does not depend on the input.
     """
     rectifiers: list[Site] = []
@@ -255,31 +265,33 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
 
 
 def refuse_checkpoints(score: Tensor) -> None:
-    """Raise NotApplicableError where a part of the model is checkpointed so that no gradient can be asked for."""
-    for node in _postorder(score):
+    """Raise NotApplicableError if a part of the model is checkpointed so that no gradient can be computed."""
+    for node, _ in _postorder(score):
         if isinstance(node, CHECKPOINT_NODE):
             raise NotApplicableError(_REENTRANT)
 
 
 def _opaque(node: Any) -> str:
-    """The name of an operation whose inside is not in the graph; "" for the operations of PyTorch and torchvision.
+    """Return the name of an operation whose inside is not in the graph; "" for operations of PyTorch and torchvision.
 
     Most of these kinds have no public class to probe, so the C++ name of the node decides.
     """
+    if type(node) in _transparent:
+        return ""
     name = node.name()
     if isinstance(node, CHECKPOINT_NODE):
         raise NotApplicableError(_REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
-            "a part of the model is compiled, which keeps its ReLUs out of the autograd graph; hand over the model as "
-            "it was before torch.compile"
+            "a part of the model is compiled, which keeps its ReLUs out of the autograd graph; pass the model as it "
+            "was before torch.compile"
         )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         known = isinstance(node, MODULE_HOOK_NODE) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
     if name.startswith("torch::jit"):
         raise NotApplicableError(
-            "TorchScript has fused a part of the model, which keeps its ReLUs out of the autograd graph; hand over the "
+            "TorchScript has fused a part of the model, which keeps its ReLUs out of the autograd graph; pass the "
             "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
         )
     if inner := _kind_in_place_on_a_view(node):
@@ -287,10 +299,18 @@ def _opaque(node: Any) -> str:
             f"a {inner} works in place on a view of another tensor, where its gradient cannot be rewritten; "
             "switch inplace off there, or let it work on the whole tensor"
         )
-    return name if type(node).__name__ == "CppFunction" and "torchvision" not in name else ""
+    if type(node).__name__ == "CppFunction":
+        return "" if "torchvision" in name else name
+    if not has_wrapped_node(node):
+        _transparent.add(type(node))
+    return ""
+
+
+# Classes of nodes whose operation is never opaque. Others share one class for many operations.
+_transparent: set[type] = set()
 
 
 def _kind_in_place_on_a_view(node: Any) -> str:
-    """The kind of the nonlinearity that a copy into a slice wraps; "" for other nodes."""
+    """Return the kind of the nonlinearity that a copy into a slice wraps; "" for other nodes."""
     inner = wrapped_node(node)
     return "" if inner is None else _rectifier_kind(inner) or _other_kinds().get(type(inner), "")

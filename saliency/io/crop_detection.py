@@ -136,8 +136,8 @@ class _Probe:
         self.scale = _transformed(preprocess, [[1]], picture_size) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
             raise ImageError(
-                "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; describe "
-                "it by saliency.Preprocess, or pass float tensors"
+                "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; "
+                "describe it by saliency.Preprocess, or pass float tensors"
             )
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
         deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
