@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saliency.attribution.base import Attribution
-from saliency.attribution.registry import summary
+from saliency.attribution.base import Attribution, summary
 from saliency.cli.commands.lists import paper
 from saliency.methods import METHODS
 

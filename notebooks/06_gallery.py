@@ -21,7 +21,7 @@ from IPython.display import Markdown
 from PIL import Image
 
 import saliency
-from saliency.attribution.registry import summary
+from saliency.attribution.base import summary
 
 PHOTOS = sorted(Path("../assets").glob("*.jpg"))
 

@@ -1,6 +1,6 @@
-"""One forward of the model, and every gradient that methods ask of it.
+"""One forward of the model, and the gradients that methods read from it.
 
-Any number of methods and targets read the same forward. A gradient is computed when it is first asked for, and once.
+Any number of methods and targets share the forward. A gradient is computed when a method first needs it, and once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .resolved_target import ResolvedTarget
 
 
 class SharedForward:
-    """One forward of a borrowed model on a batch, with the outputs of some layers kept.
+    """One forward of a prepared model on a batch, with the outputs of some layers kept.
 
     Args:
-        model: The model, borrowed by the caller.
+        model: The model, in `prepared_for_attribution`.
         x: The batch (N, C, H, W).
         layers: The names of the layers to keep.
-        gradients: "input" records from the input on; "layers" from the first of the layers on, which needs no memory
-            for what lies before it; "none" records nothing.
-        backwards: How many backward passes will be asked for, at most. The last one frees the graph as it goes, which
-            is up to a tenth faster than keeping it. None keeps it for any number.
+        gradients: "input" records from the input on; "layers" from the first of the layers on, without memory for what
+            precedes it; "none" records nothing.
+        backwards: The number of backward passes at most. The last one frees the graph as it runs, which is up to a
+            tenth faster than keeping it. None keeps the graph for any number.
     """
 
     def __init__(
@@ -56,63 +56,68 @@ class SharedForward:
         self._layouts: dict[str, Layout] = {}
 
     def layout(self, name: str) -> Layout:
-        """How the output of a kept layer lies in memory. Raises LayerError where it has no extent in space."""
+        """Return the layout of a kept layer's output. Raises LayerError if it has no spatial extent."""
         if name not in self._layouts:
             self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
         return self._layouts[name]
 
     def gradients(self, score: Tensor, at: list[Tensor]) -> list[Tensor | None]:
-        """The gradients of a score of this forward at some of its tensors; None where it does not depend on one."""
-        if self._backwards_left == 0:
-            raise RuntimeError(
-                "more backward passes than the methods' class attribute `backwards` says; raise it there"
-            )
-        last = self._backwards_left == 1
+        """Return the gradients of a score at some tensors of this forward; None for a tensor without influence on it.
+
+        Raises:
+            NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
+            RuntimeError: The methods declare fewer `backwards` than they need.
+        """
         if self._backwards_left is not None:
             self._backwards_left -= 1
-        wanted = [each for each in at if each.requires_grad]
+            if self._backwards_left < 0:
+                raise RuntimeError(
+                    "more backward passes than the methods' class attribute `backwards` declares; raise it there"
+                )
+        tensors = [tensor for tensor in at if tensor.requires_grad]
+        retain = self._backwards_left != 0
         try:
-            found = iter(torch.autograd.grad(score, wanted, retain_graph=not last, allow_unused=True) if wanted else ())
+            grads = iter(torch.autograd.grad(score, tensors, retain_graph=retain, allow_unused=True) if tensors else ())
         except RuntimeError:
             refuse_checkpoints(score)
             raise
-        return [next(found) if each.requires_grad else None for each in at]
+        return [next(grads) if tensor.requires_grad else None for tensor in at]
 
     def evidence(self, selection: ResolvedTarget) -> TargetGradients:
-        """What this forward says of one target."""
+        """Return the scores and gradients of one target."""
         return TargetGradients(self, selection)
 
 
 class TargetGradients:
-    """What one forward says of one target: scores, activations and gradients."""
+    """Scores, activations and gradients of one forward for one target."""
 
-    def __init__(self, trace: SharedForward, selection: ResolvedTarget) -> None:
-        self.trace = trace
-        self.selection = selection
-        self._scores = selection(trace.output)
+    def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
+        self.forward = forward
+        self.target = target
+        self._scores = target(forward.output)
         self._layer_gradients: dict[str, Tensor] | None = None
         self._input_gradient: Tensor | None = None
         self._sites: Sites | None = None
 
     @property
     def x(self) -> Tensor:
-        """The batch (N, C, H, W)."""
-        return self.trace.x.detach()
+        """Batch (N, C, H, W)."""
+        return self.forward.x.detach()
 
     @property
     def scores(self) -> Tensor:
-        """The scores (N,)."""
+        """Scores (N,)."""
         return self._scores.detach()
 
     def activation(self, layer: str) -> Tensor:
-        """The output of a layer as maps (N, K, h, w)."""
-        return at_least_float32(self.trace.layout(layer)(self.trace.layers[layer].detach()))
+        """Return the output of a layer as maps (N, K, h, w)."""
+        return at_least_float32(self.forward.layout(layer)(self.forward.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
-        """The gradient of the scores at a layer (N, K, h, w). One backward serves all layers of the trace."""
-        layout = self.trace.layout(layer)
+        """Return the gradient of the scores at a layer (N, K, h, w). One backward gives that of all kept layers."""
+        layout = self.forward.layout(layer)
         if self._layer_gradients is None:
-            kept = self.trace.layers
+            kept = self.forward.layers
             gradients = self._gradients(list(kept.values()))
             self._layer_gradients = {
                 name: torch.zeros_like(kept[name]) if gradient is None else gradient
@@ -123,72 +128,72 @@ class TargetGradients:
         return at_least_float32(layout(self._layer_gradients[layer]))
 
     def input_gradient(self) -> Tensor:
-        """The gradient of the scores at the input (N, C, H, W)."""
+        """Return the gradient of the scores at the input (N, C, H, W)."""
         if self._input_gradient is None:
             self._input_gradient = self._backward_to_input()
         return self._input_gradient
 
     def sites(self) -> Sites:
-        """The nonlinearities between the scores and the input."""
+        """Return the nonlinearities between the scores and the input."""
         self.require_gradient()
         if self._sites is None:
-            self._sites = find_sites(self._scores, self.trace.x)
+            self._sites = find_sites(self._scores, self.forward.x)
         return self._sites
 
     def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
-        """What arrives at the input (N, C, H, W) when a rule rewrites the gradient at some sites."""
+        """Return the gradient at the input (N, C, H, W) if a rule rewrites it at some sites."""
         with HookManager() as hooks:
             hooks.rewrite(sites, rule_for)
             return self._backward_to_input()
 
     def _backward_to_input(self) -> Tensor:
-        (gradient,) = self._gradients([self.trace.x])
+        (gradient,) = self._gradients([self.forward.x])
         if gradient is None:
             raise TargetError(INDEPENDENT)
         return gradient
 
     def _gradients(self, at: list[Tensor]) -> list[Tensor | None]:
         self.require_gradient()
-        return self.trace.gradients(self._scores.sum(), at)
+        return self.forward.gradients(self._scores.sum(), at)
 
     def require_gradient(self) -> None:
-        """Raise where the scores have no gradient.
+        """Check that the scores have a gradient.
 
         Raises:
-            LayerError: They have one, but not at the layers that gradients are recorded from.
+            LayerError: They have one, but not at the layers from which gradients are recorded.
             TargetError: They have none at all.
         """
         if self._scores.requires_grad:
             return
-        if self.trace.recorded == "layers" and self._has_gradient():
-            raise LayerError(independent_of(*self.trace.layers))
+        if self.forward.recorded == "layers" and self._has_gradient():
+            raise LayerError(independent_of(*self.forward.layers))
         raise TargetError(
             "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
         )
 
     def _has_gradient(self) -> bool:
-        """Return whether the scores have a gradient at the input. Runs the model again, only to word an error."""
-        whole = SharedForward(self.trace.model, self.trace.x)
-        scores = self.selection(whole.output)
+        """Return whether the scores have a gradient at the input. Runs the model again, only for an error message."""
+        whole = SharedForward(self.forward.model, self.forward.x)
+        scores = self.target(whole.output)
         return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
 
 
 def independent_of(*layers: str) -> str:
     """Return the message for layers that no gradient reaches."""
-    names = ", ".join(f'"{each}"' for each in layers)
+    names = ", ".join(f'"{layer}"' for layer in layers)
     return (
         f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose "
-        "a layer that the score is computed from, or name none, and the last such layer is found"
+        "a layer from which the score is computed, or none: by default the last such layer is used"
     )
 
 
 def at_least_float32(maps: Tensor) -> Tensor:
-    """Half precision as float32: a sum over a map overflows or drowns in it."""
+    """Convert half precision to float32: sums over a map overflow or lose digits in it."""
     return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
 
 
 def _last_call(name: str, calls: list[Tensor]) -> Tensor:
-    """The output of the layer's last call; a module that is used many times is read at its last use."""
+    """Return the output of the last call of a layer."""
     if not calls:
         raise LayerError(
             f'layer "{name}" was not run in this forward, or returned no tensor '

@@ -1,4 +1,4 @@
-"""What a method of many passes may spend, and what it did spend."""
+"""Options, budget and statistics of methods of many passes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class ModelOptions(TypedDict, total=False):
 
 
 class EngineOptions(ModelOptions, total=False):
-    """The options that all methods of many passes share. None of the first five changes what is estimated.
+    """Options of all methods of many passes. None of the first five changes the estimated quantity.
 
     Attributes:
-        chunk: How many passes run at once; "auto" finds the fastest number while running and remembers it for the
+        chunk: The number of passes that run at once; "auto" measures the fastest number and remembers it for the
             process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
             a number, calls on one machine agree bit for bit.
         precision: "exact" runs the model itself; "fast" a private copy with batch norms folded into convolutions and
             channels last in memory (the same to about 1 %); "bf16" that in bfloat16, which is meant for methods that
             only need forwards. Both are measured on the first passes, and dropped where they lose.
-        progress: Whether a progress bar is drawn; None draws one for work of more than a second, on a terminal.
-        on_interrupt: "raise" passes Ctrl-C on; "return" gives back what was computed so far; of images
-            that were not begun, what the first chunk gives.
-        seed: What all random draws of a call come from; every image gets the same.
+        progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
+        on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far, and the first chunk of
+            images that were not begun.
+        seed: The seed of all random draws of a call; every image gets the same.
         preprocess: As for every method.
         categories: As for every method.
     """
@@ -53,14 +53,14 @@ class EngineOptions(ModelOptions, total=False):
 
 
 class SamplingOptions(EngineOptions, total=False):
-    """The options of methods that draw samples, and so can stop at any time. The first limit that is met ends the work.
+    """Options of methods that draw samples, and so can stop at any time. The first limit that is met ends the run.
 
     Attributes:
-        passes: The most passes per image; by default the method's own number, and no limit below 100 000 where there
-            is a tolerance or a time.
-        seconds: The most seconds per image.
-        tolerance: The relative error at which the work is good enough: the root mean square of the standard errors over
-            that of the values.
+        passes: The limit of passes per image; by default the method's own number, or 100 000 with a tolerance or a
+            time.
+        seconds: The limit of seconds per image.
+        tolerance: The relative error that is sufficient: the root mean square of the standard errors, divided by that
+            of the values.
     """
 
     passes: int | None
@@ -70,15 +70,15 @@ class SamplingOptions(EngineOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """What a method spent on one image.
+    """Passes and time that a method took for one image.
 
     Attributes:
-        passes: How many passes of the model the map is made of.
-        seconds: The seconds that this took.
-        stopped: What ended it: "complete" (all that the method needs), a limit that was set ("passes", "seconds",
-            "tolerance"), or an "interrupt".
-        precision: How the passes were run.
-        note: What else there is to know, such as how much of the model was run; empty where there is nothing.
+        passes: The number of passes of the model.
+        seconds: The time of these.
+        stopped: The reason of the end: "complete" (all that the method needs), a limit that was set ("passes",
+            "seconds", "tolerance"), or an "interrupt".
+        precision: The precision of the passes.
+        note: Remarks, such as the part of the model that was run; empty if there are none.
     """
 
     passes: int
@@ -90,7 +90,7 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When the work on an image ends. Raises MethodError for limits that are none."""
+    """Limits of the run for one image. Raises MethodError for invalid limits."""
 
     passes: int | None = None
     seconds: float | None = None

@@ -1,4 +1,4 @@
-"""Rows of a model's output: which part belongs to which image of a batch, and whether the images affect each other."""
+"""Divide a model's output into the images of a batch, and detect whether the images affect each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +20,31 @@ from ..targets.targets import OutputTarget, Target
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 
 
-@dataclass(frozen=True, slots=True)
-class _PerImage:
-    """A list with one entry per image."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unclear:
-    """A part of the output whose size changes with the batch in a way that does not show what belongs to an image."""
-
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | None
 
-# For a tensor, the dimension of the images; for a container, the division of each child; None for what all share.
-_Division = int | list["_Division"] | _PerImage | _Unclear | None
+# For a tensor, the dimension of the images; for a container, the divisions of its children; "entries" for a list with
+# one entry per image; "unclear" for a part that does not divide into images; None for a part that all images share.
+_Division = int | list["_Division"] | Literal["entries", "unclear"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
     """Division of a model's output into the images of a batch.
 
-    It is read from two outputs, one of one image and one of two, so what belongs to an image is known by how sizes
-    change with the batch. A constant with as many rows as the batch has images is not mistaken for a part of it.
+    It is derived from two outputs, for one image and for two: sizes that change with the batch belong to the images. So
+    a constant with as many rows as the batch has images is not divided.
 
     Attributes:
         division: For each part of the output, the dimension of the images.
-        one_by_one: Why the model cannot run several images at once without changing the result; empty where it can.
+        one_by_one: Why the model cannot run several images at once without changing the result; empty if it can.
     """
 
     division: _Division = None
     one_by_one: str = ""
 
     def repeated(self, output: Any, row: int, times: int) -> Any:
-        """The output of a batch that holds one image `times` times.
+        """Return the output of a batch that holds one image `times` times.
 
         Args:
             output: An output of the model.
@@ -61,7 +52,7 @@ class OutputRows:
             times: The number of copies.
 
         Raises:
-            TargetError: It does not show what belongs to the image.
+            TargetError: The output does not divide into images.
         """
         return _repeated(self.division, output, row, times)
 
@@ -74,36 +65,36 @@ _MOST_KNOWN = 32
 def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
     """Find which part of a model's output belongs to which image.
 
-    It runs a batch of one image and one of two: the given one, and noise of its mean and deviation.
+    It runs a batch of one image and one of two: the given image, and noise of its mean and deviation.
 
     Args:
-        model: The model, borrowed by the caller.
+        model: The model, in `prepared_for_attribution`.
         x: (1, C, H, W) one image.
     """
     with torch.no_grad():
         one = run_model(model, x)
         try:
             two = run_model(model, torch.cat([x, _noise_like(x)]))
-        except Exception as error:  # noqa: BLE001 - whatever the model raises is said in the result
-            return OutputRows(_Unclear(), f"one pass at a time: the model does not run a batch of two images ({error})")
+        except Exception as error:  # noqa: BLE001 - the result states the model's error
+            return OutputRows("unclear", f"one pass at a time: the model does not run a batch of two images ({error})")
         division = _divided(one, two)
         try:
             alone = trees_agree(one, _repeated(division, two, 0, 1), coarsest=rounding(_dtype_of(x), x.device))
         except TargetError:
-            alone = True  # what cannot be divided cannot be compared
+            alone = True  # an output that does not divide cannot be compared
     return OutputRows(division, "" if alone else COUPLED)
 
 
 def known_one_by_one(model: nn.Module, x: Tensor) -> str:
-    """`OutputRows.one_by_one`, remembered while the modules, their hooks and the shape of the image stay."""
-    modules = tuple((id(each), *forward_hook_ids(each)) for each in unique_modules(model))
+    """Return `OutputRows.one_by_one`, cached for the modules, their hooks and the shape of the image."""
+    modules = tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
     key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
     with _lock:
         known = _known.setdefault(model, {})
         reason = known.get(key)
     if reason is None:
         reason = output_rows(model, x).one_by_one
-        if reason not in ("", COUPLED):  # an error of the model, such as a lack of memory, may not come again
+        if reason not in ("", COUPLED):  # an error of the model, such as out of memory, may not recur
             return reason
         with _lock:
             if len(known) == _MOST_KNOWN:
@@ -113,14 +104,14 @@ def known_one_by_one(model: nn.Module, x: Tensor) -> str:
 
 
 def _noise_like(x: Tensor) -> Tensor:
-    """Noise with the mean of an image, and its deviation or, for a constant image, 1: an image unlike it."""
+    """Return noise with the mean of an image, and its deviation or, for a constant image, 1."""
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
     deviation = x.std() if x.numel() > 1 else x.new_zeros(())
     return x.mean() + noise * torch.where(deviation > 0, deviation, torch.ones_like(deviation))
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """Return the type that a model computes in: that of the image, or of the caller's autocast."""
+    """Return the type in which a model computes: that of the image, or of the caller's autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -128,26 +119,26 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 def _divided(one: Any, two: Any) -> _Division:
     """Compare the output for one image with the output for two."""
     if type(one) is not type(two):
-        return _Unclear()
+        return "unclear"
     if isinstance(one, Tensor):
         return _dimension(tuple(one.shape), tuple(two.shape))
     first, second = tree_children(one), tree_children(two)
     if first is None or second is None:
-        return None if isinstance(one, _SHARED) else _Unclear()
+        return None if isinstance(one, _SHARED) else "unclear"
     if isinstance(one, tuple | list) and (len(first), len(second)) == (1, 2):
-        return _PerImage()
+        return "entries"
     if len(first) != len(second):
-        return _Unclear()
+        return "unclear"
     return [_divided(*pair) for pair in zip(first, second, strict=True)]
 
 
 def _dimension(one: tuple[int, ...], two: tuple[int, ...]) -> _Division:
-    """The dimension of a tensor that has 1 for one image and 2 for two; None for a tensor that stays as it is."""
+    """Return the dimension whose size is 1 for one image and 2 for two; None for a tensor of constant shape."""
     changed = [at for at, sizes in enumerate(zip(one, two, strict=False)) if len({*sizes}) > 1]
     if one == two:
         return None
     is_batch = len(one) == len(two) and len(changed) == 1 and (one[changed[0]], two[changed[0]]) == (1, 2)
-    return changed[0] if is_batch else _Unclear()
+    return changed[0] if is_batch else "unclear"
 
 
 def _repeated(division: _Division, output: Any, row: int, times: int) -> Any:
@@ -155,16 +146,16 @@ def _repeated(division: _Division, output: Any, row: int, times: int) -> Any:
         return output
     if isinstance(division, int) and isinstance(output, Tensor):
         return torch.cat([output.narrow(division, row, 1)] * times, division)
-    if isinstance(division, _PerImage):
+    if division == "entries":
         return type(output)([output[row]] * times)
-    parts_of_it = tree_children(output)
-    if isinstance(division, list) and parts_of_it is not None and len(parts_of_it) == len(division):
-        pairs = zip(division, parts_of_it, strict=True)
-        return tree_with_children(output, [_repeated(part, each, row, times) for part, each in pairs])
-    came = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    children = tree_children(output)
+    if isinstance(division, list) and children is not None and len(children) == len(division):
+        pairs = zip(division, children, strict=True)
+        return tree_with_children(output, [_repeated(part, child, row, times) for part, child in pairs])
+    kind = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise TargetError(
-        f"a {came} in the model's output does not show which part of it belongs to which image; explain one image at a "
-        "time, or let the model return one row, or one entry of a list, per image"
+        f"a {kind} in the model's output does not show which part of it belongs to which image; explain one image at a "
+        "time, or return one row, or one entry of a list, per image"
     )
 
 
@@ -172,17 +163,17 @@ def is_divided(division: _Division) -> bool:
     """Return whether every part of an output belongs to one image, or to all of them."""
     if isinstance(division, list):
         return all(map(is_divided, division))
-    return not isinstance(division, _Unclear)
+    return division != "unclear"
 
 
 def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
-    """Why the passes of an image cannot run together under a target; empty where they can.
+    """Return why the passes of an image cannot run together for a target; empty if they can.
 
     Args:
         target: The resolved target.
-        model: The model, borrowed by the caller.
+        model: The model, in `prepared_for_attribution`.
         x: (1, C, H, W) the image.
-        rows: Says how the model's output divides into images; asked where the target is a function.
+        rows: Returns how the model's output divides into images; called if the target is a function.
     """
     if isinstance(target, OutputTarget):
         return known_one_by_one(model, x)
@@ -193,7 +184,7 @@ def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], O
 
 def has_batch_statistics(model: nn.Module) -> bool:
     """Return whether a batch norm uses the statistics of the batch in evaluation mode."""
-    return any(isinstance(each, _BATCH_NORMS) and each.running_mean is None for each in unique_modules(model))
+    return any(isinstance(norm, _BATCH_NORMS) and norm.running_mean is None for norm in unique_modules(model))
 
 
 def warn_of_coupling() -> None:
@@ -205,14 +196,14 @@ def warn_of_coupling() -> None:
 
 
 def repeat_target(target: Target, images: int, image: int, count: int, rows: Callable[[], OutputRows]) -> Target:
-    """The target of one image of a batch, as a function of an output whose rows are `count` passes of that image.
+    """Return the target of one image of a batch, for an output whose rows are `count` passes of that image.
 
     Args:
-        target: The settled target of the batch.
+        target: The resolved target of the batch.
         images: The number of images in the batch.
-        image: The image's place in it.
+        image: The index of the image.
         count: The number of passes.
-        rows: Says how the model's output divides into images; asked where the target is a function.
+        rows: Returns how the model's output divides into images; called if the target is a function.
     """
     if isinstance(target, OutputTarget):
         return target.repeated(image, count)
@@ -221,9 +212,9 @@ def repeat_target(target: Target, images: int, image: int, count: int, rows: Cal
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTarget:
-    """Any function of a batch's output, asked for one of its images.
+    """Function of a batch's output, evaluated for one of its images.
 
-    A function may do anything with the rows of a batch, so each pass is presented to it as a whole batch of copies.
+    The function may combine the rows of a batch, so it gets each pass as a whole batch of copies.
     """
 
     target: Target
@@ -233,11 +224,10 @@ class RepeatedTarget:
     rows: OutputRows
 
     def __call__(self, output: Any) -> Tensor:
-        """The scores (k,) of an output of k passes. Raises TargetError where it gives no score per image."""
+        """Return the scores (k,) of an output of k passes. Raises TargetError unless it gives one score per image."""
         if self.images == self.count == 1:
             return self.target(output)
         scores: list[Any] = [self.target(self.rows.repeated(output, row, self.images)) for row in range(self.count)]
-        for each in scores:
-            if not isinstance(each, Tensor) or each.shape != (self.images,):
-                raise TargetError(f"the target gives no score per image: expected a tensor ({self.images},) every time")
-        return torch.stack([each[self.image] for each in scores])
+        if any(not isinstance(score, Tensor) or score.shape != (self.images,) for score in scores):
+            raise TargetError(f"the target gives no score per image: expected a tensor ({self.images},) every time")
+        return torch.stack([score[self.image] for score in scores])

@@ -1,24 +1,25 @@
-"""The target of one call: settled on the first output, checked, and able to say its name."""
+"""The target of one call: resolved from the first output, checked, and named."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import NonFiniteError, TargetError
 from ..hooks.autograd_graph import tensor_version
+from ..hooks.pytree import tree_tensors
 from ..targets.class_names import Categories, class_probabilities, class_scores
 from ..targets.targets import ClassScore, OutputTarget, TargetLike, as_target
 from .output_rows import OutputRows, repeat_target
 
 
 class ResolvedTarget:
-    """The target of one call. It settles on the first output that it sees, and keeps to that.
+    """Target of one call, resolved from the first output and constant from then on.
 
-    So the top class is chosen once, on the clean image, however many passes a method makes.
+    So the top class is chosen once, on the clean image, regardless of the number of passes.
     """
 
     def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
@@ -26,55 +27,58 @@ class ResolvedTarget:
         self.categories = categories
         self.target = as_target(target, images, categories)
         self.probabilities: Tensor | None = None
-        self._settled = False
+        self._is_resolved = False
 
     def __call__(self, output: Any) -> Tensor:
-        """The scores (N,) of an output.
+        """Return the scores (N,) of an output.
 
         Raises:
             TargetError: The target does not fit the output.
             NonFiniteError: A score is NaN or infinite.
         """
-        if not self._settled:
+        if not self._is_resolved:
             if isinstance(self.target, OutputTarget):
                 self.target = self.target.resolve_from(output)
             self.probabilities = self._probabilities(output)
-            self._settled = True
+            self._is_resolved = True
         before = _versions(output)
         scores = self.target(output)
         if _versions(output) != before:
-            raise TargetError("the target changed the model's output in place; let it work on output.clone()")
+            raise TargetError("the target changed the model's output in place; use output.clone() in it")
         self._check(scores)
         return scores
 
     @property
     def indices(self) -> tuple[int | None, ...]:
-        """The class indices, one per image; None where the target is no class."""
+        """Class indices, one per image; None if the target is not a class."""
         return self.target.indices(self.images) if isinstance(self.target, OutputTarget) else (None,) * self.images
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is explained, in words, one per image."""
+        """Names of the target, one per image."""
         if isinstance(self.target, OutputTarget):
             return self.target.names(self.images, self.categories)
         return (getattr(self.target, "__name__", type(self.target).__name__).strip("<>"),) * self.images
 
     def rows(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
-        """The settled target of one image, for an output whose rows are `count` passes of that image.
+        """Return the resolved target of one image, for an output whose rows are `count` passes of that image.
 
         Args:
-            image: The image's place in the batch.
+            image: The index of the image in the batch.
             count: The number of passes.
-            rows: Says how the model's output divides into images; asked where the target is a function.
+            rows: Returns how the model's output divides into images; called if the target is a function.
+
+        Raises:
+            ValueError: The target is not resolved yet.
         """
-        if not self._settled:
-            raise ValueError("the target has seen no output yet: run the batch as it is first")
-        selection = ResolvedTarget(repeat_target(self.target, self.images, image, count, rows), count, self.categories)
-        selection._settled = True
-        return selection
+        if not self._is_resolved:
+            raise ValueError("the target is not resolved yet; call it with the output for the batch first")
+        resolved = ResolvedTarget(repeat_target(self.target, self.images, image, count, rows), count, self.categories)
+        resolved._is_resolved = True
+        return resolved
 
     def _probabilities(self, output: Any) -> Tensor | None:
-        """The probability of each image's class; None without classes. An output that sums to 1 is taken as it is."""
+        """Return the probability of the class of each image; None without classes. An output may be one already."""
         if None in self.indices:
             return None
         if class_scores(output).shape[1] == 1:
@@ -83,13 +87,10 @@ class ResolvedTarget:
 
     def _check(self, scores: Any) -> None:
         if not isinstance(scores, Tensor) or scores.shape != (self.images,) or not scores.is_floating_point():
-            came = (
-                f"{scores.dtype} of shape {tuple(scores.shape)}"
-                if isinstance(scores, Tensor)
-                else type(scores).__name__
-            )
+            shape = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else ""
             raise TargetError(
-                f"the target returned {came}; expected one score per image, a float tensor ({self.images},)"
+                f"the target returned {shape or type(scores).__name__}; expected one score per image, a float tensor "
+                f"({self.images},)"
             )
         for index, score in enumerate(scores.tolist()):
             if not math.isfinite(score):
@@ -97,6 +98,5 @@ class ResolvedTarget:
 
 
 def _versions(output: Any) -> list[int]:
-    """How often each tensor of an output was changed in place."""
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
-    return [tensor_version(each) for each in parts if isinstance(each, Tensor)]
+    """Return how often each tensor of an output was changed in place."""
+    return [tensor_version(tensor) for tensor in tree_tensors(output)]

@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, explain_together
+from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..attribution.registry import get_method
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.crop_detection import Box

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..attribution.registry import get_method
+from ..attribution.base import get_method
 from ..batch.network import find_devices, move_model
 from ..io.atomic_write import IMAGE_SUFFIXES
 from ..methods import METHODS

@@ -381,12 +381,12 @@ class CAM(LayerAttribution):
         """Weight the activations by the head's weights for the class."""
         (layer,) = layers
         activation = evidence.activation(layer)
-        weight = linear_head(self.model, activation, evidence.trace.output, layer)
-        if None in evidence.selection.indices:
+        weight = linear_head(self.model, activation, evidence.forward.output, layer)
+        if None in evidence.target.indices:
             raise NotApplicableError(
                 "cam explains classes; for another target use grad_cam, which is the same for a logit"
             )
-        class_weight = weight[torch.tensor(evidence.selection.indices, device=weight.device)]  # (N, K)
+        class_weight = weight[torch.tensor(evidence.target.indices, device=weight.device)]  # (N, K)
         return BatchAttribution(weighted_sum(class_weight, activation), evidence.scores, layer=layer)
 
 

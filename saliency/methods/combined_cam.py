@@ -247,10 +247,10 @@ class FinerCAM(LayerAttribution):
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the CAM of the contrast with the references."""
-        classes = evidence.selection.indices
-        if not isinstance(evidence.selection.target, ClassScore) or None in classes:
+        classes = evidence.target.indices
+        if not isinstance(evidence.target.target, ClassScore) or None in classes:
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
-        scores = class_scores(evidence.trace.output)
+        scores = class_scores(evidence.forward.output)
         own = torch.tensor(classes, device=scores.device)[:, None]
         shares = self._reference_shares(scores.detach(), own)
 
@@ -258,8 +258,8 @@ class FinerCAM(LayerAttribution):
             scores = class_scores(output)
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
-        target = ResolvedTarget(contrast, evidence.selection.images, evidence.selection.categories)
-        return self._cam.read_evidence(evidence.trace.evidence(target), layers)._replace(scores=evidence.scores)
+        target = ResolvedTarget(contrast, evidence.target.images, evidence.target.categories)
+        return self._cam.read_evidence(evidence.forward.evidence(target), layers)._replace(scores=evidence.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
         """The share of each class (N, classes) in the mean of the references, for the explained classes (N, 1)."""
@@ -329,14 +329,14 @@ class ShapleyCAM(LayerAttribution):
         """Weight the activations by the means of g - H A / 2."""
         (layer,) = layers
         activation = evidence.activation(layer)
-        slopes = evidence.trace.layout(layer)(self._slopes(evidence, layer)).to(activation)
+        slopes = evidence.forward.layout(layer)(self._slopes(evidence, layer)).to(activation)
         return BatchAttribution(weighted_sum(slopes.mean((2, 3)), activation), evidence.scores, layer=layer)
 
     def _slopes(self, evidence: TargetGradients, layer: str) -> Tensor:
         """The slopes g - H A / 2, as the layer's output lies in memory."""
         evidence.require_gradient()
         try:
-            return self._slopes_of(evidence.trace, evidence.selection, layer)
+            return self._slopes_of(evidence.forward, evidence.target, layer)
         except (RuntimeError, NotImplementedError) as error:
             if "derivative" not in str(error) and "double backward" not in str(error):
                 raise
@@ -344,7 +344,7 @@ class ShapleyCAM(LayerAttribution):
         with sdpa_kernel(SDPBackend.MATH):
             forward = SharedForward(self.model, evidence.x, [layer], "layers")
             try:
-                return self._slopes_of(forward, evidence.selection, layer)
+                return self._slopes_of(forward, evidence.target, layer)
             except (RuntimeError, NotImplementedError) as error:
                 raise NotApplicableError(
                     f"shapley_cam needs second derivatives after the layer; {error}. Use grad_cam"

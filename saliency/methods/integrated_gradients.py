@@ -137,7 +137,7 @@ class IDGI(MultiPassAttribution):
         """The probability of a class instead of its logit."""
         if not isinstance(target.target, ClassScore):
             return target
-        return ResolvedTarget(_ProbabilityIfAny(target.target), target.images, target.categories)
+        return ResolvedTarget(_ProbabilityIfAny((target.target,)), target.images, target.categories)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """The steps' rises, dealt out."""
@@ -163,8 +163,8 @@ class _ProbabilityIfAny(Probability):
 
     def resolve_from(self, output: Any) -> OutputTarget:
         """With the top class, where none was named."""
-        score = self.score.resolve_from(output)
-        return score if class_scores(output).shape[1] == 1 else Probability(score)
+        score = self.scores[0].resolve_from(output)
+        return score if class_scores(output).shape[1] == 1 else Probability((score,))
 
 
 class ExpectedGradients(SampledAttribution):

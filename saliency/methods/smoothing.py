@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import Attribution, BatchAttribution
+from ..attribution.base import Attribution, BatchAttribution, get_method
 from ..attribution.explanation import Explanation, Setting
 from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import SamplingOptions
-from ..attribution.registry import get_method
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator

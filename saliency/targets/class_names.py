@@ -1,4 +1,4 @@
-"""Classes: from their names to indices, and from a model's output to their scores."""
+"""Class names and indices, and the class scores of a model's output."""
 
 from __future__ import annotations
 
@@ -12,49 +12,45 @@ from torch import Tensor
 from ..errors import TargetError, did_you_mean
 
 Categories = Sequence[str] | None
-"""The class names in the order of the output, where the model carries them."""
+"""Class names in the order of the output; None if the model has none."""
 
-_FEW = 20  # as many as an error message can list
+_MOST_LISTED = 20
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The tensor that holds the scores: the output itself, its `.logits`, `["out"]`, or its only tensor.
+    """Return the tensor of scores: the output itself, its `.logits`, `["out"]`, or its only tensor.
 
     Raises:
-        TargetError: There are several tensors, and none is called so.
+        TargetError: There are several tensors, and none has such a name.
     """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
-        named = dict(output)
+        parts = dict(output)
     elif isinstance(output, tuple | list):
-        fields = getattr(output, "_fields", None) or [str(i) for i in range(len(output))]
-        named = dict(zip(fields, output, strict=True))
+        parts = dict(zip(getattr(output, "_fields", None) or map(str, range(len(output))), output, strict=True))
     else:
-        named = {name: getattr(output, name) for name in ("logits", "out") if hasattr(output, name)}
-    for name in ("logits", "out"):
-        if isinstance(named.get(name), Tensor):
-            tensor: Tensor = named[name]
-            return tensor
-    tensors = {name: each for name, each in named.items() if isinstance(each, Tensor)}
-    if len(tensors) == 1:
-        return next(iter(tensors.values()))
-    came = ", ".join(f"{name!r}: {type(each).__name__}" for name, each in named.items()) or "nothing in it"
+        parts = {name: getattr(output, name) for name in ("logits", "out") if hasattr(output, name)}
+    tensors: dict[str, Tensor] = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    name = next((name for name in ("logits", "out", *tensors) if name in tensors), None)
+    if name is not None and (name in ("logits", "out") or len(tensors) == 1):
+        return tensors[name]
+    kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     raise TargetError(
-        f"the model returned a {type(output).__name__} ({came}), and it is not clear which tensor holds the scores; "
+        f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores; "
         f"pass a function as the target, for example target=lambda output: {_example(output)}"
     )
 
 
 def _example(output: Any) -> str:
-    """A target for an output in which it is not clear which tensor holds the scores."""
+    """Return the code of a target for an output in which it is not clear which tensor holds the scores."""
     if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping) and output[0]:  # one per image
-        return f"torch.stack([each[{_key(output[0])!r}].sum() for each in output])"
+        return f"torch.stack([image[{_key(output[0])!r}].sum() for image in output])"
     return f"{_written(output, 'output')}.flatten(1).sum(1)"
 
 
 def _written(output: Any, path: str) -> str:
-    """How one writes the first tensor, or the scores, of an output."""
+    """Return the code of the first tensor, or of the scores, of an output."""
     if isinstance(output, Mapping) and output:
         return _written(output[_key(output)], f"{path}[{_key(output)!r}]")
     if isinstance(output, tuple | list) and output:
@@ -64,53 +60,51 @@ def _written(output: Any, path: str) -> str:
 
 
 def _key(named: Mapping[Any, Any]) -> Any:
-    """The key of an output whose name or value most looks like scores."""
-    tensors = [key for key, each in named.items() if isinstance(each, Tensor)]
+    """Return the key of an output that is most likely the scores."""
+    tensors = [key for key, value in named.items() if isinstance(value, Tensor)]
     return next((key for key in ("scores", "logits") if key in tensors), (tensors or list(named))[0])
 
 
 def as_categories(like: Any) -> tuple[str, ...]:
-    """The class names in the order of the output, from a sequence or from a mapping of index to name.
+    """Convert a sequence of names, or a mapping of index to name, to class names in the order of the output.
 
     Raises:
-        TargetError: It is neither, or holds something else than names.
+        TargetError: It is neither, or contains other objects than names.
     """
     if isinstance(like, Mapping) and all(isinstance(key, int) for key in like):
         like = [like[key] for key in sorted(like)]
-    if isinstance(like, str) or not isinstance(like, Sequence) or not all(isinstance(each, str) for each in like):
+    if isinstance(like, str) or not isinstance(like, Sequence) or not all(isinstance(name, str) for name in like):
         raise TargetError(f"class names are a list of strings in the order of the output, got {type(like).__name__}")
     return tuple(like)
 
 
 def class_scores(output: Any) -> Tensor:
-    """The scores (N, classes) of an output; one value per image counts as one class.
+    """Return the scores (N, classes) of an output; one value per image counts as one class.
 
     Raises:
-        TargetError: The output is no row of classes.
+        TargetError: The output has another shape.
     """
     scores = output_tensor(output)
     if scores.dim() == 1:
         return scores[:, None]
     if scores.dim() == 2 and scores.shape[1] > 0:
         return scores
-    cure = (
-        "use saliency.region(label) as the target"
-        if scores.dim() == 4
-        else "pass a function of the output as the target"
+    target = "saliency.region(label)" if scores.dim() == 4 else "a function of the output"
+    raise TargetError(
+        f"the model's output has shape {tuple(scores.shape)}, not (N, classes); pass {target} as the target"
     )
-    raise TargetError(f"the model's output has shape {tuple(scores.shape)}, not (N, classes); {cure}")
 
 
 def class_probabilities(output: Any) -> Tensor:
-    """The probabilities (N, classes): the softmax of the scores, or the scores where they are probabilities already.
+    """Return the probabilities (N, classes): the softmax of the scores, or the scores if they are probabilities.
 
     Raises:
-        TargetError: The output is no row of classes, or only one number, which has no softmax.
+        TargetError: The output is not (N, classes), or has one class, which has no softmax.
     """
     scores = class_scores(output)
     if scores.shape[1] == 1:
         raise TargetError(
-            "the model gives one number per image, which has no softmax; explain the number itself: "
+            "the model returns one number per image, which has no softmax; explain the number itself: "
             "saliency.value(0), or saliency.value() for an output of shape (N,)"
         )
     known = scores.detach().float()
@@ -120,21 +114,21 @@ def class_probabilities(output: Any) -> Tensor:
 
 
 def per_image(classes: Any, images: int) -> list[Any]:
-    """One class per image: a single one serves all. Raises TargetError for a wrong number."""
+    """Return one class per image; a single one applies to all. Raises TargetError for a wrong number."""
     if isinstance(classes, Tensor | np.ndarray):
         classes = classes.tolist()
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes] * images
     if len(classes) != images:
         raise TargetError(
-            f"{len(classes)} targets came for {images} image{'s' * (images != 1)}; pass one for all, or one for each "
+            f"got {len(classes)} targets for {images} image{'s' * (images != 1)}; pass one for all, or one per image "
             "(several classes of one image: attribute_classes)"
         )
     return list(classes)
 
 
 def class_index(label: Any, categories: Categories) -> int:
-    """The index of a class by index or name. Raises TargetError, with the closest names, where there is none."""
+    """Return the index of a class, given by index or name. Raises TargetError, with the closest names, for others."""
     if not isinstance(label, str):
         index = class_number(label)
         if categories is not None and index >= len(categories):
@@ -142,28 +136,28 @@ def class_index(label: Any, categories: Categories) -> int:
         return index
     if categories is None:
         raise TargetError(
-            f'class "{label}" cannot be looked up: the model carries no class names; '
+            f'class "{label}" cannot be looked up: the model has no class names; '
             "pass an index, or set model.categories to the list of names"
         )
-    found = [i for i, name in enumerate(categories) if name == label]
-    found = found or [i for i, name in enumerate(categories) if name.casefold() == label.casefold()]
-    if not found:
+    matches = [i for i, name in enumerate(categories) if name == label]
+    matches = matches or [i for i, name in enumerate(categories) if name.casefold() == label.casefold()]
+    if not matches:
         hint = did_you_mean(label, categories)
-        if not hint and len(categories) <= _FEW:
-            hint = f"; they are {', '.join(categories)}"
+        if not hint and len(categories) <= _MOST_LISTED:
+            hint = f"; the classes are {', '.join(categories)}"
         raise TargetError(f'no class "{label}" among {len(categories)}{hint}')
-    if len(found) > 1:
-        raise TargetError(f'class "{label}" is the name of several: {", ".join(map(str, found))}; pass the index')
-    return found[0]
+    if len(matches) > 1:
+        raise TargetError(f'several classes are named "{label}": {", ".join(map(str, matches))}; pass the index')
+    return matches[0]
 
 
 def class_name(index: int, categories: Categories) -> str:
-    """The name of a class, or `class 7` where the model carries none."""
+    """Return the name of a class, or `class 7` if the model has none."""
     return categories[index] if categories is not None and index < len(categories) else f"class {index}"
 
 
 def class_number(label: Any) -> int:
-    """A class index as an int. Raises TargetError for what is no integer, or negative."""
+    """Return a class index as an int. Raises TargetError unless it is a non-negative integer."""
     label = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
     try:
         index = operator.index(label) if not isinstance(label, bool) else None

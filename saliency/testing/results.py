@@ -19,9 +19,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ..attribution.base import METHODS, Attribution
+from ..attribution.base import METHODS, Attribution, source, summary
 from ..attribution.explanation import Explanation, Sign
-from ..attribution.registry import source, summary
 from ..errors import ImageError, NonFiniteError, SaliencyError, TargetError
 from .case import (
     SIZE,

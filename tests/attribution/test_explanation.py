@@ -207,7 +207,7 @@ def kept(explanation: Explanation, tmp_path: Path) -> Path:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ExplanationError, match=r"nothing\.safetensors: no readable explanation"):
+    with pytest.raises(ExplanationError, match=r"nothing\.safetensors: not a readable explanation"):
         Explanation.load(tmp_path / "nothing.safetensors")
     with pytest.raises(ExplanationError):
         Explanation.load(tmp_path)
@@ -216,7 +216,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"hello", b"\x89PNG\r\n\x1a\n" * 9, b"\xff" * 64, b'{"a":1}' * 9])
 def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ExplanationError, match="no readable explanation"):
+    with pytest.raises(ExplanationError, match="not a readable explanation"):
         Explanation.load(tmp_path / "a")
 
 
@@ -290,7 +290,7 @@ def test_a_header_or_content_that_does_not_fit_is_refused(
     header, tensors = opened(kept)
     spoil(header, tensors)
     save_file(tensors, kept, metadata={"saliency": json.dumps(header)})
-    with pytest.raises(ExplanationError, match=r"kept\.safetensors: no readable explanation"):
+    with pytest.raises(ExplanationError, match=r"kept\.safetensors: not a readable explanation"):
         Explanation.load(kept)
 
 

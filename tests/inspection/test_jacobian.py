@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_an_error_that_says_so() -> None:
     model, x = net()
     with pytest.raises(TargetError, match=r"shape of the model's output, \(2, 5\); got \(2, 4\)"):
         vjp(model, x, torch.ones(2, 4))
-    with pytest.raises(TargetError, match="3 targets came for 2 images"):
+    with pytest.raises(TargetError, match="got 3 targets for 2 images"):
         vjp(model, x, [1, 2, 3])
     with pytest.raises(LayerError, match=r"the layer's output, \(2, 4, 6, 6\); got a tensor of shape \(1,\)"):
         jvp(model, x, torch.ones(1), "branch")

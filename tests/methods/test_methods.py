@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
-from saliency.attribution.base import BatchAttribution
-from saliency.attribution.registry import get_method, source, summary
+from saliency.attribution.base import BatchAttribution, get_method, source, summary
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM

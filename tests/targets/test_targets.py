@@ -137,10 +137,10 @@ def test_several_classes_of_one_image(x: Tensor) -> None:
         (5000, r"class 5000 is outside 0\.\.4"),
         (2**70, r"is outside 0\.\.4"),
         ([0, 5], r"class 5 is outside 0\.\.4"),
-        ([0], "1 targets came for 2 images; pass one for all, or one for each"),
-        ([0, 1, 2], "3 targets came for 2 images"),
-        ([], "0 targets came for 2 images"),
-        (torch.zeros(3, dtype=torch.long), "3 targets came for 2 images"),
+        ([0], "got 1 targets for 2 images; pass one for all, or one per image"),
+        ([0, 1, 2], "got 3 targets for 2 images"),
+        ([], "got 0 targets for 2 images"),
+        (torch.zeros(3, dtype=torch.long), "got 3 targets for 2 images"),
         ([[0], [1]], r"got \[0\] \(list\)"),
         ([None, 1], "got None"),
         ({0: 1}, "got {0: 1}"),
@@ -180,13 +180,13 @@ def test_a_class_name_is_looked_up(target: Any, x: Tensor) -> None:
 def test_the_exact_spelling_comes_before_another_case(x: Tensor) -> None:
     method = VanillaGradient(Linear(), categories=["Jay", "jay", "JAY", "b", "c"])
     assert [method.attribute(x, name).target for name in ("Jay", "jay", "JAY")] == [(0, 0), (1, 1), (2, 2)]
-    with pytest.raises(TargetError, match=r'class "jAY" is the name of several: 0, 1, 2; pass the index'):
+    with pytest.raises(TargetError, match=r'several classes are named "jAY": 0, 1, 2; pass the index'):
         method.attribute(x, "jAY")
 
 
 def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) -> None:
     method = VanillaGradient(Linear(), categories=NAMES)
-    with pytest.raises(TargetError, match='class "crane" is the name of several: 1, 3; pass the index'):
+    with pytest.raises(TargetError, match='several classes are named "crane": 1, 3; pass the index'):
         method.attribute(x, "crane")
     assert method.attribute(x, 3).target_names == ("crane", "crane")
 
@@ -197,9 +197,9 @@ def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) 
         ("tabi", r'no class "tabi" among 5; did you mean "Tabby"\?'),
         ("tiger", r'did you mean "tiger cat"'),
         ("tgier cat", r'did you mean "tiger cat"'),
-        ("zzz", r'no class "zzz" among 5; they are ant, crane'),
-        ("", r'no class "" among 5; they are ant, crane'),
-        ("3", r'no class "3" among 5; they are ant, crane'),
+        ("zzz", r'no class "zzz" among 5; the classes are ant, crane'),
+        ("", r'no class "" among 5; the classes are ant, crane'),
+        ("3", r'no class "3" among 5; the classes are ant, crane'),
     ],
 )
 def test_an_unknown_name_gets_the_closest(name: str, message: str, x: Tensor) -> None:
@@ -379,11 +379,11 @@ def test_a_region_without_pixels_is_where_the_model_sees_the_class() -> None:
     [
         (region(9), r"class 9 is outside 0\.\.3"),
         (region(1, torch.ones(3, 3)), r"the region has shape \(3, 3\); expected \(2, 2\), or \(2, 2, 2\)"),
-        (region(1, torch.zeros(2, 2)), "the region holds no pixel"),
+        (region(1, torch.zeros(2, 2)), "the region has no pixel"),
         (region(-1), "class -1 is negative"),
         (region(1.5), "got 1.5"),  # type: ignore[arg-type]
-        (1, r"shape \(2, 4, 2, 2\), not \(N, classes\); use saliency\.region"),
-        (None, r"use saliency\.region"),
+        (1, r"shape \(2, 4, 2, 2\), not \(N, classes\); pass saliency\.region"),
+        (None, r"pass saliency\.region"),
     ],
 )
 def test_a_region_that_cannot_be_is_refused(target: Any, message: str, x: Tensor) -> None:
@@ -393,7 +393,7 @@ def test_a_region_that_cannot_be_is_refused(target: Any, message: str, x: Tensor
 
 def test_a_class_that_the_model_sees_nowhere_has_no_region_of_its_own() -> None:
     model, x = Segmenter(), torch.zeros(1, 3, 2, 2)
-    with pytest.raises(TargetError, match=r"gives no pixel to class 3 in image 0; name the pixels: region\(3, where\)"):
+    with pytest.raises(TargetError, match=r"assigns no pixel to class 3 in image 0; pass .*region\(3, where\)"):
         VanillaGradient(model).attribute(x, region(3))
 
 
@@ -475,7 +475,7 @@ def test_the_scores_are_found_in_what_the_model_returns(pack: Callable[[Tensor],
         (lambda s: (s, s), r"returned a tuple \('0': Tensor, '1': Tensor\), and it is not clear which"),
         (lambda s: {"a": s, "b": s}, r"returned a dict \('a': Tensor, 'b': Tensor\).*pass a function as the target"),
         (lambda s: {"a": 1}, r"\('a': int\)"),
-        (lambda s: None, r"returned a NoneType \(nothing in it\)"),
+        (lambda s: None, r"returned a NoneType \(empty\)"),
         (lambda s: "scores", "returned a str"),
         (lambda s: s[:, :0], r"shape \(2, 0\), not \(N, classes\)"),
         (lambda s: s.sum(), r"shape \(\), not \(N, classes\)"),

@@ -10,8 +10,7 @@ from collections import Counter
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...attribution.base import Attribution
-from ...attribution.registry import source, summary
+from ...attribution.base import Attribution, source, summary
 from ...batch.report import report as write_page
 from ...errors import did_you_mean
 from ...methods import METHODS
