@@ -1,9 +1,9 @@
-"""What one forward shows of a model's layers, and which of them a CAM is read at by default."""
+"""Scan a model's layers with one forward, and choose the default layer for class activation maps."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,98 +13,104 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TargetError
+from ..hooks.autograd_graph import unique_modules
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model, unique_modules
+from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
 from ..targets.class_names import output_tensor
 from .layout import Grid, Layout, is_channels_first, is_map, layout_from
-from .spatial_order import LayerCandidate, scrambled_layers
+
+_Score = Callable[[Any], Tensor]
+
+# Centres of the patches that are changed, as shares of height and width: no two in one row, column or quarter.
+_CENTRES = ((0.2, 0.3), (0.3, 0.8), (0.7, 0.15), (0.85, 0.65))
+_PATCH = 1 / 8  # of the height and width
+_PROJECTIONS = 3
+_COMPARABLE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class SpatialLayer:
-    """A layer whose output has an extent in space."""
+    """Layer whose output has a spatial extent."""
 
     name: str
-    kind: str  # the module's class
+    kind: str  # the class of the module
     shape: tuple[int, ...]  # of its output, for one image
     layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
 class LayerScan:
-    """What one forward of one image shows of a model's layers."""
+    """Layers of a model in one forward of one image."""
 
-    modules: tuple[int, ...]  # the identities of the modules: a changed model is surveyed anew
+    modules: tuple[int, ...]  # ids of the modules: a changed model is scanned again
     shapes: dict[str, tuple[int, ...] | None]  # in the order in which the layers finished
     grids: tuple[Grid, ...]
     spatial: tuple[SpatialLayer, ...]
-    candidates: tuple[SpatialLayer, ...]  # those that a CAM may be read at by default
-    scrambled_layers: frozenset[str]  # layers that look like maps, but whose places are not the picture's
-    chosen: str | None  # None also where only a target finds the scores in the output, as for a detector
+    candidates: tuple[SpatialLayer, ...]  # for the default layer
+    scrambled_layers: frozenset[str]  # layers that look like maps, but whose cells are not in the order of the image
+    chosen: str | None  # None also if only a target finds the scores in the output, as for a detector
     alive: bool  # whether the score has a gradient at the chosen layer
 
     def stages(self, most: int = 3) -> tuple[str, ...]:
-        """The outermost layer that ends each of the last resolutions, the finest first."""
+        """Return the outermost layer that ends each of the last resolutions, the finest first."""
         if self.chosen is None:
             return ()
         best: dict[Grid, SpatialLayer] = {}
-        for each in self.candidates[: [spatial.name for spatial in self.candidates].index(self.chosen) + 1]:
-            known = best.get(each.layout.grid)
-            outer = known is None or each.name.count(".") <= known.name.count(".")
-            if each.name == self.chosen or (outer and each.name not in self.scrambled_layers):
-                best[each.layout.grid] = each
+        names = [layer.name for layer in self.candidates]
+        for layer in self.candidates[: names.index(self.chosen) + 1]:
+            known = best.get(layer.layout.grid)
+            is_outer = known is None or layer.name.count(".") <= known.name.count(".")
+            if layer.name == self.chosen or (is_outer and layer.name not in self.scrambled_layers):
+                best[layer.layout.grid] = layer
         coarse_first = sorted(best.items(), key=lambda item: item[0][0] * item[0][1])
-        return tuple(each.name for _, each in reversed(coarse_first[:most]))
+        return tuple(layer.name for _, layer in reversed(coarse_first[:most]))
 
 
-_surveys: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], LayerScan]] = WeakKeyDictionary()
-_surveys_lock = threading.Lock()
+_scans: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], LayerScan]] = WeakKeyDictionary()
+_scans_lock = threading.Lock()
 
 
-def scan_layers(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None = None) -> LayerScan:
-    """What one forward shows of the model's layers; remembered per model and input shape.
+def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> LayerScan:
+    """Scan the layers of a model; the result is cached per model and input shape.
 
-    It is a forward of noise in the shape of `x`, so that the layer that is found does not depend on the image that
-    comes first. Only where the output does not say which tensor holds the scores (a detector, which finds nothing in
-    noise), the layer is found with `target` on `x` itself, in up to three more forwards. The model is expected to be
-    borrowed.
+    The forward runs on noise in the shape of `x`, so that the default layer does not depend on the first image. If the
+    output does not show which tensor holds the scores, as for a detector, which detects nothing in noise, the layer is
+    chosen with `target` on `x`, in up to three more forwards. The model is in `prepared_for_attribution`.
 
     Raises:
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
     shape = tuple(x.shape[1:])
     modules = tuple(map(id, unique_modules(model)))
-    with _surveys_lock:
-        known = _surveys.get(model, {}).get(shape)
-    if known is not None and known.modules == modules and (known.chosen is not None or target is None):
-        return known
-    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
-    # What the user records or edits meanwhile is not this: the layer that is found is that of the model itself.
+    with _scans_lock:
+        scan = _scans.get(model, {}).get(shape)
+    if scan is not None and scan.modules == modules and (scan.chosen is not None or target is None):
+        return scan
+    # Recordings and edits of the user do not act: the layer is that of the model itself.
     with HookManager(exclusive=True), torch.enable_grad():
-        if known is None or known.modules != modules:
-            known = _survey(model, noise, modules)
-        # Where no layer has a gradient, as under a head of zeros, the next call may know better.
-        if known.alive:
-            with _surveys_lock:
-                _surveys.setdefault(model, {})[shape] = known
-        if known.chosen is None and known.candidates and target is not None:
-            return _chosen_for(model, x, known, target)
-    return known
+        if scan is None or scan.modules != modules:
+            scan = _scan(model, _noise(1, *shape).to(x), modules)
+        # If no layer has a gradient, as with a head of zeros, the next call may choose better.
+        if scan.alive:
+            with _scans_lock:
+                _scans.setdefault(model, {})[shape] = scan
+        if scan.chosen is None and scan.candidates and target is not None:
+            chosen = _last_alive(model, x, scan.candidates, target)
+            if chosen is None:
+                raise TargetError(
+                    "the score has no gradient at any layer with a spatial extent: the target or the model detaches "
+                    "it, takes an argmax or a number of it, or nothing was detected in one of the images"
+                )
+            return replace(scan, chosen=chosen.name)
+    return scan
 
 
-def _chosen_for(model: nn.Module, x: Tensor, known: LayerScan, target: Callable[[Any], Tensor]) -> LayerScan:
-    """The survey with the last layer at which the score of every image has a gradient."""
-    chosen = _last_alive(model, x, known.candidates, target)
-    if chosen is None:
-        raise TargetError(
-            "the score has no gradient at any layer with an extent in space: the target or the model detaches it, "
-            "takes an argmax or a number of it, or nothing was detected in one of the images"
-        )
-    return replace(known, chosen=chosen.name)
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
-def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
+def _scan(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
     names = {module: name for name, module in model.named_modules() if name}
     shapes: dict[str, tuple[int, ...] | None] = {}
 
@@ -120,28 +126,28 @@ def _survey(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
     size = (int(x.shape[-2]), int(x.shape[-1]))
     grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if s is not None and is_map(s, size)))
     kinds = {name: type(module).__name__ for module, name in names.items()}
-    # What a convolution gives is channels first, and so is what has a shape that one gave.
+    # The output of a convolution is channels first, and so is every output of the same shape.
     channels_first = {shapes.get(name) for module, name in names.items() if is_channels_first(module)}
     spatial = tuple(
-        SpatialLayer(name, kinds[name], each, layout)
-        for name, each in shapes.items()
-        if each is not None
-        and (layout := layout_from(each, 1, size, grids, channels_first=each in channels_first)) is not None
+        SpatialLayer(name, kinds[name], shape, layout)
+        for name, shape in shapes.items()
+        if shape is not None
+        and (layout := layout_from(shape, 1, size, grids, channels_first=shape in channels_first)) is not None
     )
     final = first_tensor(output)
     classes = final.shape[1] if final is not None and final.dim() == 4 else None
     candidates = _candidates(model, spatial, classes)
-    elsewhere = scrambled_layers(
-        model, x, [LayerCandidate(each.name, each.layout) for each in candidates if each.layout.kind != "NCHW"]
-    )
-    candidates = _in_place(candidates, elsewhere)
-    found = LayerScan(modules, shapes, grids, spatial, candidates, elsewhere, None, True)
+    scrambled = scrambled_layers(model, x, [layer for layer in candidates if layer.layout.kind != "NCHW"])
+    ordered = tuple(layer for layer in candidates if layer.name not in scrambled)
+    # A network with random weights may mix its tokens so much that a change shows anywhere. Then keep all of them.
+    candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
+    scan = LayerScan(modules, shapes, grids, spatial, candidates, scrambled, None, True)
     try:
-        alive = _last_alive(model, x, candidates, _top_score)
+        last = _last_alive(model, x, candidates, _top_score)
     except TargetError:
-        return replace(found, candidates=tuple(each for each in candidates if each.name not in elsewhere))
-    chosen = alive or (candidates[-1] if candidates else None)
-    return replace(found, chosen=chosen.name if chosen else None, alive=alive is not None)
+        return replace(scan, candidates=ordered)
+    chosen = last or (candidates[-1] if candidates else None)
+    return replace(scan, chosen=chosen.name if chosen else None, alive=last is not None)
 
 
 def _top_score(output: Any) -> Tensor:
@@ -149,25 +155,23 @@ def _top_score(output: Any) -> Tensor:
 
 
 def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: int | None) -> tuple[SpatialLayer, ...]:
-    """The layers that a CAM may be read at, in the order in which they finished.
+    """Return the candidates for the default layer, in the order in which they finished.
 
-    Left out: single points, images themselves, the class scores of a segmentation, pooling in front of the head, layers
-    that do nothing in evaluation, and what lies inside an attention: its maps of token by token, its queries and keys.
+    Excluded are single cells, images, the class scores of a segmentation, pooling before the head, layers without
+    effect in evaluation mode, and the inside of an attention: its maps of token by token, its queries and keys.
     """
-    tokens = {each.shape[1] for each in spatial if each.layout.kind == "NTC"}
+    tokens = {layer.shape[1] for layer in spatial if layer.layout.kind == "NTC"}
 
-    def serves(each: SpatialLayer) -> bool:
-        height, breadth = each.layout.grid
-        module = model.get_submodule(each.name)
-        if each.layout.kind == "NTC":
-            return height * breadth > 1 and _is_block_or_norm(module)
-        channels = each.shape[1] if each.layout.kind == "NCHW" else each.shape[3]
-        token_by_token = bool({height, breadth} & tokens)
-        return (
-            height * breadth > 1 and channels > 3 and channels != classes and not (token_by_token or _is_idle(module))
-        )
+    def is_candidate(layer: SpatialLayer) -> bool:
+        height, width = layer.layout.grid
+        module = model.get_submodule(layer.name)
+        if layer.layout.kind == "NTC":
+            return height * width > 1 and _is_block_or_norm(module)
+        channels = layer.shape[1] if layer.layout.kind == "NCHW" else layer.shape[3]
+        is_token_by_token = bool({height, width} & tokens)
+        return height * width > 1 and channels not in (1, 2, 3, classes) and not (is_token_by_token or _is_idle(module))
 
-    return tuple(each for each in spatial if serves(each))
+    return tuple(filter(is_candidate, spatial))
 
 
 def _is_idle(module: nn.Module) -> bool:
@@ -176,29 +180,19 @@ def _is_idle(module: nn.Module) -> bool:
 
 
 def _is_block_or_norm(module: nn.Module) -> bool:
-    """Whether a layer of tokens is a whole block, or a normalisation, whose parameters are one number per channel."""
+    """Return whether a layer of tokens is a block, or a normalisation, whose parameters are one number per channel."""
     parameters = list(module.parameters())
-    return any(module.children()) or (bool(parameters) and all(each.dim() == 1 for each in parameters))
-
-
-def _in_place(candidates: tuple[SpatialLayer, ...], elsewhere: frozenset[str]) -> tuple[SpatialLayer, ...]:
-    """The candidates less those whose places are not the picture's.
-
-    Where that would leave none of the tokens, they all stay: a network with random weights may mix its places so
-    thoroughly that a change shows anywhere.
-    """
-    kept = tuple(each for each in candidates if each.name not in elsewhere)
-    return kept if any(each.layout.kind != "NCHW" for each in kept) else candidates
+    return any(module.children()) or (bool(parameters) and all(parameter.dim() == 1 for parameter in parameters))
 
 
 def _last_alive(
-    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: Callable[[Any], Tensor]
+    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: _Score
 ) -> SpatialLayer | None:
-    """The last candidate at whose places the score of every image has a gradient.
+    """Return the last candidate at which the score of every image has a gradient.
 
-    In a vision transformer with a class token the patches of the last block's output have none: the layer in front of
-    its attention has. One more forward decides, mostly: recording begins at the last candidate, and further back only
-    where that one fails.
+    In a vision transformer with a class token, the patches of the last block's output have none; the layer before its
+    attention has. Mostly one more forward decides: recording begins at the last candidate, and earlier only if that one
+    has no gradient.
     """
     for part in (candidates[-1:], candidates[-24:-1], candidates[:-24]):
         alive = _with_gradient(model, x, part, target) if part else []
@@ -208,29 +202,93 @@ def _last_alive(
 
 
 def _with_gradient(
-    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: Callable[[Any], Tensor]
+    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: _Score
 ) -> list[SpatialLayer]:
     with HookManager() as hooks:
-        captured = [(each, hooks.capture(model.get_submodule(each.name), record=True)) for each in candidates]
+        captured = [(layer, hooks.capture(model.get_submodule(layer.name), record=True)) for layer in candidates]
         with torch.no_grad():
             output = run_model(model, x)
     score = target(output).sum()
-    last = [
-        (each, calls[-1]) for each, calls in captured if calls and calls[-1].requires_grad and not _is_one_of(calls)
-    ]
-    if not last or not score.requires_grad:
+    outputs = {
+        layer: calls[-1] for layer, calls in captured if calls and calls[-1].requires_grad and not _is_one_of(calls)
+    }
+    if not outputs or not score.requires_grad:
         return []
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, [tensor for _, tensor in last], allow_unused=True)
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, list(outputs.values()), allow_unused=True)
     return [
-        each
-        for (each, _), grad in zip(last, grads, strict=True)
-        if grad is not None and bool(each.layout(grad).flatten(1).any(1).all())
+        layer
+        for layer, grad in zip(outputs, grads, strict=True)
+        if grad is not None and bool(layer.layout(grad).flatten(1).any(1).all())
     ]
 
 
 def _is_one_of(calls: list[Tensor]) -> bool:
-    """Whether the last call is one of several side by side, as a detector's head runs at each level of its features."""
+    """Return whether the last call is one of several in parallel, as a detector's head runs at several resolutions."""
     first, last = calls[0], calls[-1]
     if first.shape == last.shape or not first.requires_grad:
         return False
     return torch.autograd.grad(last.sum(), first, retain_graph=True, allow_unused=True)[0] is None
+
+
+def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> frozenset[str]:
+    """Return the names of the layers in which the strongest change is not where the image was changed.
+
+    Some networks order their tokens unlike the rows of the image, and some outputs without places look like maps. Their
+    shapes do not show it. This runs one forward of the image, and one for each of four patches. The model is in
+    `prepared_for_attribution`.
+
+    Args:
+        model: The model.
+        x: (1, C, H, W) one image.
+        layers: The layers to check; the forward runs all of them.
+    """
+    if not layers:
+        return frozenset()
+    before = _signatures(model, x, layers)
+    scrambled: set[str] = set()
+    for centre in _CENTRES:
+        after = _signatures(model, _changed(x, centre), layers)
+        scrambled |= {name for name, maps in after.items() if not _lies_at(maps - before[name], centre)}
+    return frozenset(scrambled)
+
+
+def _changed(x: Tensor, centre: tuple[float, float]) -> Tensor:
+    """Return the image with a patch of noise, as strong as the image itself."""
+    height, width = x.shape[-2:]
+    rows, columns = max(1, round(height * _PATCH)), max(1, round(width * _PATCH))
+    top, left = round(centre[0] * height - rows / 2), round(centre[1] * width - columns / 2)
+    changed = x.clone()
+    strength = x.std() if x.numel() > 1 and bool(x.std() > 0) else 1.0
+    changed[..., top : top + rows, left : left + columns] += strength * _noise(*x.shape[:2], rows, columns).to(x)
+    return changed
+
+
+def _signatures(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> dict[str, Tensor]:
+    """Return a few random projections (P, h, w) of the channels of each layer: they show a change, and are small."""
+    signatures: dict[str, Tensor] = {}
+
+    def project(layer: SpatialLayer, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            maps = layer.layout(tensor.detach())[0].float()  # (K, h, w)
+            signatures[layer.name] = torch.einsum("pk,khw->phw", _noise(_PROJECTIONS, len(maps)).to(maps), maps)
+
+    with HookManager() as hooks, torch.no_grad():
+        for layer in layers:
+            hooks.observe(model.get_submodule(layer.name), partial(project, layer))
+        run_model(model, x)
+    return signatures
+
+
+def _lies_at(change: Tensor, centre: tuple[float, float]) -> bool:
+    """Return whether a change close to the strongest is within a cell, or an eighth of the image, of the patch.
+
+    Networks that mix all places spread a change; one that stores its places in another order shows none at the patch.
+    """
+    strength = change.square().sum(0).sqrt()
+    height, width = strength.shape
+    rows = (torch.arange(height, device=strength.device) + 0.5) / height - centre[0]
+    columns = (torch.arange(width, device=strength.device) + 0.5) / width - centre[1]
+    near = (rows.abs() <= max(1.6 / height, 0.125))[:, None] & (columns.abs() <= max(1.6 / width, 0.125))
+    strongest = strength.max()
+    return bool(strongest > 0) and bool(strength[near].max() >= _COMPARABLE * strongest)

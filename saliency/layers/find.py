@@ -1,4 +1,4 @@
-"""The layers of a model by name, and their outputs as maps (N, K, h, w)."""
+"""Find the layers of a model by name, and the layout of their outputs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from .default_layer import scan_layers
 from .layout import Layout, is_channels_first, is_plain, layout_from
 
 LayerLike = str | nn.Module | None
-"""A dotted name, the module itself, or None for the layer that is found by one forward."""
+"""A dotted name, the module itself, or None for the default layer."""
 
 
 def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
-    """The name and the module of a layer.
+    """Return the name and the module of a layer.
 
     Raises:
-        LayerError: The model has no such layer; the closest names are given.
+        LayerError: The model has no such layer; the message has the closest names.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(layer, nn.Module):
         name = next((name for name, module in modules.items() if module is layer), None)
         if name is None:
-            raise LayerError(f"the layer {type(layer).__name__} is not a part of this {type(model).__name__}")
+            raise LayerError(f"the layer {type(layer).__name__} is not part of this {type(model).__name__}")
         return name, layer
     if not isinstance(layer, str):
         raise LayerError(f"a layer is a dotted name or a module, got {type(layer).__name__}")
-    # Names read off a wrapped model carry the wrapper's prefix.
+    # Names from a wrapped model have the wrapper's prefix.
     for name in (layer, layer.removeprefix("_orig_mod.").removeprefix("module.")):
         if name in modules:
             return name, modules[name]
@@ -36,32 +36,41 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
 
 
 def _outline(model: nn.Module, most: int = 12) -> str:
-    """The names of the outermost layers."""
+    """Return the names of the outermost layers."""
     names = [name for name, _ in model.named_children()]
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") if names else "none: it is one itself"
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") if names else "none: it is one module"
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
-    """How the output of a layer lies in memory.
+    """Return the layout of a layer's output.
+
+    Args:
+        model: The model, in `prepared_for_attribution`.
+        name: The name of the layer.
+        tensor: The output of the layer for the batch.
+        x: (N, C, H, W) the batch.
 
     Raises:
-        LayerError: It has no extent in space.
+        LayerError: The output has no spatial extent.
+
+    Warns:
+        SaliencyWarning: The cells of the layer are not in the order of the image.
     """
     shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
     known = is_channels_first(model.get_submodule(name))
-    seen = None if known or is_plain(shape, size) else scan_layers(model, x)
-    layout = layout_from(shape, len(x), size, seen.grids if seen else (), channels_first=known)
-    if seen is not None:
-        same = next((each.layout for each in seen.spatial if each.name == name and each.shape[1:] == shape[1:]), None)
-        layout = same or layout
+    scan = None if known or is_plain(shape, size) else scan_layers(model, x)
+    layout = layout_from(shape, len(x), size, scan.grids if scan else (), channels_first=known)
+    if scan is not None:
+        spatial = {layer.name: layer for layer in scan.spatial if layer.shape[1:] == shape[1:]}
+        layout = spatial[name].layout if name in spatial else layout
     if layout is None:
         raise LayerError(
-            f'the output of layer "{name}" has shape {shape}, which has no extent in space for an input of '
+            f'the output of layer "{name}" has shape {shape}, which has no spatial extent for an input of '
             f"{size[0]}x{size[1]}; choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
         )
-    if seen is not None and name in seen.scrambled_layers:
+    if scan is not None and name in scan.scrambled_layers:
         warn(
-            f'the places of layer "{name}" do not follow those of the picture: a change of the picture shows '
-            "elsewhere, so its map may be scrambled"
+            f'the cells of layer "{name}" are not in the order of the image: a change of the image shows elsewhere, so '
+            "its map may be scrambled"
         )
     return layout

@@ -1,4 +1,4 @@
-"""How a layer's output lies in memory: channels first, channels last, or tokens with some in front."""
+"""Layout of a layer's output in memory: channels first, channels last, or tokens with a prefix."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHANNELS_FIRST = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a layer's output lies in memory, and how to read it as maps.
+    """Layout of a layer's output in memory, and its conversion to maps.
 
-    `kind` is "NCHW", "NHWC" or "NTC" (tokens); `prefix` counts the tokens that stand for no place (class, distillation
+    `kind` is "NCHW", "NHWC" or "NTC" (tokens); `prefix` is the number of tokens without a place (class, distillation
     and register tokens).
     """
 
@@ -35,26 +35,26 @@ class Layout:
     prefix: int = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor as maps (N, K, h, w)."""
+        """Return the tensor as maps (N, K, h, w)."""
         if self.kind == "NCHW":
             return tensor
         if self.kind == "NHWC":
             return tensor.permute(0, 3, 1, 2)
-        places = tensor[:, self.prefix :].transpose(1, 2)  # (N, K, h * w)
-        return places.reshape(*places.shape[:2], *self.grid)
+        cells = tensor[:, self.prefix :].transpose(1, 2)  # (N, K, h * w)
+        return cells.reshape(*cells.shape[:2], *self.grid)
 
 
 def layout_from(
     shape: tuple[int, ...], images: int, size: Grid, grids: Iterable[Grid], *, channels_first: bool = False
 ) -> Layout | None:
-    """How an output of this shape lies in memory; None where it has no extent in space.
+    """Return the layout of an output of this shape; None if it has no spatial extent.
 
     Args:
         shape: The shape of the output.
         images: The number of images in the batch.
-        size: (H, W) of the input: the grid must have its proportions.
-        grids: Grids that the model was seen to use, for tokens.
-        channels_first: Whether it is known to be channels first, so that its proportions need not tell.
+        size: (H, W) of the input; the grid must have its aspect ratio.
+        grids: Grids of other layers of the model, for tokens.
+        channels_first: Whether the layer is known to be channels first, regardless of the aspect ratio.
     """
     if len(shape) < 3 or shape[0] != images or 0 in shape:
         return None
@@ -67,17 +67,17 @@ def layout_from(
 
 
 def is_channels_first(module: nn.Module) -> bool:
-    """Whether a layer gives channels first by its definition, as convolutions, their norms and pooling do."""
+    """Return whether a layer returns channels first by definition, like convolutions, their norms and pooling."""
     return isinstance(module, _CHANNELS_FIRST)
 
 
 def is_plain(shape: tuple[int, ...], size: Grid) -> bool:
-    """Whether the proportions of an output fit channels first, and no worse than channels last."""
+    """Return whether the aspect ratio of an output fits channels first, and no worse than channels last."""
     return len(shape) == 4 and _misfit(shape[2:], size) <= min(2, _misfit(shape[1:3], size))
 
 
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:
-    """By how many cells a grid differs from the input's proportions."""
+    """Return by how many cells a grid differs from the aspect ratio of the input."""
     (h, w), (height, width) = grid, size
     if h > height or w > width:
         return math.inf
@@ -85,18 +85,18 @@ def _misfit(grid: tuple[int, ...], size: Grid) -> float:
 
 
 def is_map(shape: tuple[int, ...], size: Grid) -> bool:
-    """Whether an output of this shape is channels first, with an extent in the proportions of the input."""
+    """Return whether an output of this shape is channels first, with the aspect ratio of the input."""
     return len(shape) == 4 and shape[2] * shape[3] > 1 and _misfit(shape[2:], size) <= 2
 
 
 def _token_layout(tokens: int, size: Grid, grids: Iterable[Grid]) -> Layout | None:
-    """The grid whose cells, with a few tokens in front, make up the number of tokens.
+    """Return the grid whose cells, with a short prefix, make up the number of tokens.
 
-    A grid that the model was seen to use comes first; else the one with square cells and the fewest tokens in front.
+    A grid of another layer is preferred; else the one with square cells and the shortest prefix.
     """
-    seen = [(tokens - h * w, (h, w)) for h, w in grids if 0 <= tokens - h * w <= 16]
-    if seen:
-        prefix, grid = min(seen)
+    known = [(tokens - h * w, (h, w)) for h, w in grids if 0 <= tokens - h * w <= 16]
+    if known:
+        prefix, grid = min(known)
         return Layout("NTC", grid, prefix)
     for prefix in range(min(17, tokens)):
         cells = tokens - prefix

@@ -1,7 +1,4 @@
-"""Laying a map over a picture: where its cells fall, which colours they get, and how both are mixed.
-
-Public drawing stands in `render`, `sheet` and `plot`; this is the ground that they share.
-"""
+"""Blend a map with an image: placement of the cells, colours, and mixing. Overlays, sheets and figures share it."""
 
 from __future__ import annotations
 
@@ -31,20 +28,20 @@ Plane = NDArray[np.float32]
 PER_UNIT = "score per unit of normalised input"
 IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 
-STRIP = 64  # rows stretched at once: the weights of a strip meet few cells, and the strip stays in the cache
+STRIP = 64  # rows resized at once: the weights of a strip cover few cells, and the strip stays in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Shade:
-    """A map as a share of its full colour: -1..1 where it is signed, 0..1 otherwise."""
+    """Map as a share of its full colour: -1..1 if it is signed, else 0..1."""
 
     values: Plane  # (h, w)
     sign: Sign
     limit: float  # the map value at full colour, in the map's units
-    saturated: bool  # whether some value lies beyond the limit
+    saturated: bool  # whether a value exceeds the limit
 
     def table(self, colormap: str | None) -> Pixels:
-        """The 256 colours that this shade is drawn in: (256, 3)."""
+        """Return the 256 colours of this shade: (256, 3)."""
         signed = self.sign == "signed"
         if not isinstance(colormap, str | None):
             raise RenderError(f"colormap={colormap!r} is not the name of a colour map, such as {SEQUENTIAL}")
@@ -52,22 +49,22 @@ class Shade:
 
 
 def require_one(explanation: Explanation, name: str) -> None:
-    """Raise unless it is an explanation of one image: `name` draws one picture."""
+    """Raise RenderError unless it is an explanation of one image, which `name` draws."""
     require_explanation(explanation, name)
     if len(explanation) != 1:
         raise RenderError(f"{name} draws one image and got {len(explanation)}; write [{name}(e) for e in explanation]")
 
 
 def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Frame:
-    """The picture to draw on, and where the map lies on it: the explanation's own, or all of `picture`."""
+    """Return the image to draw on with the place of the map: the explanation's own, or all of `picture`."""
     if picture is not None:
         opened = open_picture(picture)
         return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
     frame = explanation.frames[0]
     if frame is None:
         raise RenderError(
-            "the image was explained as a tensor, so its picture is not known; explain its path or the PIL "
-            "picture instead, or pass overlay(..., picture=photo), where the map covers the whole photo"
+            "the image was given as a tensor, so the original is not known; explain its path or the PIL image instead, "
+            "or pass overlay(..., picture=image), where the map covers the whole image"
         )
     return frame
 
@@ -78,24 +75,24 @@ def shade(
     percentile: Percentile = "auto",
     limit: float | None = None,
 ) -> Shade:
-    """The map of one image, divided by its limit and clipped there.
+    """Return the map of one image, divided by its limit and clipped.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
         RenderError: The limit is negative or not finite, or an option is unknown.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere, so the drawing shows nothing; or it is at the level of rounding
-            errors, which is drawn as zero unless it is a gradient. The warning says why.
+        SaliencyWarning: The map is constant, so the drawing shows nothing; or its values are below the rounding error,
+            which is drawn as zero unless it is a gradient. The warning states the reason.
     """
-    read = explanation.sign if sign is None else sign
-    evidence = reduce_channels(explanation, None, sign)
-    maps = read_sign(evidence, read)
-    low, high = (float(each) for each in maps.aminmax())
+    used_sign = explanation.sign if sign is None else sign
+    reduced = reduce_channels(explanation, None, sign)
+    maps = read_sign(reduced, used_sign)
+    low, high = map(float, maps.aminmax())
     if limit is not None:
         limit = real_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     if low == high:
-        warn(_why_flat(explanation, high, bool((evidence < 0).any())))
+        warn(_why_flat(explanation, high, bool((reduced < 0).any())))
     elif max(-low, high) <= _rounding(explanation):
         is_zeroed = units(explanation) != PER_UNIT
         warn(_why_rounding(explanation, max(-low, high), is_zeroed=is_zeroed))
@@ -104,16 +101,16 @@ def shade(
         limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
     shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
-    return Shade(shares.astype(np.float32), read, limit, bool((np.abs(values) > limit).any()))
+    return Shade(shares.astype(np.float32), used_sign, limit, bool((np.abs(values) > limit).any()))
 
 
 def _rounding(explanation: Explanation) -> float:
-    """How far the score is off by being rounded to a number; 0 where the values are in other units than the score.
+    """Return the rounding error of the score; 0 if the values are not in units of the score.
 
-    Measured in float32 beside float64 on five networks: of an image's similarity to itself, whose gradient is zero, the
-    gradients, Grad-CAM and Layer-CAM come to 0.23 of it at most, Grad-CAM++ and DeconvNet to 5. Of a probability of
-    1 - 1e-6, they still point the right way and come to 2.8 at least. Half types count as float32: their gradients are
-    exact to a share of themselves, which is far below the rounding of the score.
+    Measured in float32 against float64 on five networks. For an image's similarity to itself, whose gradient is zero,
+    the largest values of gradients, Grad-CAM and Layer-CAM are 0.23 of it at most, those of Grad-CAM++ and DeconvNet 5.
+    For a probability of 1 - 1e-6 the maps are still right, and their largest values are 2.8 of it at least. Half types
+    count as float32: their gradients have a relative error, which is far below the rounding of the score.
     """
     if units(explanation) not in IN_SCORE:
         return 0.0
@@ -126,7 +123,7 @@ def _where(explanation: Explanation) -> str:
 
 
 def _why_rounding(explanation: Explanation, largest: float, *, is_zeroed: bool) -> str:
-    # A gradient depends on the units and the size of the input, so a small one may be right.
+    # A gradient depends on the units and the size of the input, so a small one may be correct.
     verdict = "is drawn as zero" if is_zeroed else "may show rounding errors only"
     return (
         f"{_where(explanation)} {verdict}: its values, {largest:.2g} at most, are below the rounding error of a score "
@@ -134,20 +131,20 @@ def _why_rounding(explanation: Explanation, largest: float, *, is_zeroed: bool) 
     )
 
 
-def _why_flat(explanation: Explanation, value: float, lost: bool) -> str:
+def _why_flat(explanation: Explanation, value: float, has_negative: bool) -> str:
     where = _where(explanation)
-    if lost:
-        return f'{where} is zero everywhere: all evidence speaks against it; sign="signed" shows where'
+    if has_negative:
+        return f'{where} is zero everywhere: all values are negative; sign="signed" shows them'
     if explanation.values.shape[-2:].numel() == 1:
-        return f"{where} is one single cell, because the layer has no more; explain an earlier layer"
+        return f"{where} is a single cell, as the output of the layer; choose an earlier layer"
     if value == 0:
-        return f"{where} is zero everywhere: by this method nothing in the image moves the score"
-    return f"{where} is {value:.3g} everywhere, so it points at no place"
+        return f"{where} is zero everywhere: by this method, nothing in the image changes the score"
+    return f"{where} is constant ({value:.3g}), so it highlights nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The whole pixels of a picture whose centres lie in a frame's box; at least the one under the box's middle."""
+    """Pixels of an image whose centres lie in a frame's box; at least the one under the middle of the box."""
 
     left: int
     top: int
@@ -156,31 +153,31 @@ class Window:
 
     @property
     def area(self) -> tuple[slice, slice]:
-        """The rows and columns, as an index into an array of the picture."""
+        """Rows and columns, as an index into an array of the image."""
         return slice(self.top, self.bottom), slice(self.left, self.right)
 
     @property
     def box(self) -> Box:
-        """Its outline, as a frame's box."""
+        """Outline as the box of a frame."""
         return float(self.left), float(self.top), float(self.right), float(self.bottom)
 
 
 def window(frame: Frame) -> Window:
-    """Where the map is drawn.
+    """Return the window in which the map is drawn.
 
     Raises:
-        RenderError: The box lies beside the picture.
+        RenderError: The box is outside the image.
     """
     left, top, right, bottom = frame.box
     columns, rows = _whole(left, right, frame.picture.width), _whole(top, bottom, frame.picture.height)
     if not columns or not rows:
         width, height = frame.picture.size
-        raise RenderError(f"the box {frame.box} lies beside the {width}x{height} picture that it was found on")
+        raise RenderError(f"the box {frame.box} is outside the image of {width}x{height} pixels")
     return Window(columns.start, rows.start, columns.stop, rows.stop)
 
 
 def _whole(low: float, high: float, length: int) -> range:
-    """The pixels between two edges, of those that there are."""
+    """Return the existing pixels between two edges."""
     first, last = math.ceil(low - 0.5), math.ceil(high - 0.5)
     if first == last:  # thinner than a pixel, between two centres
         first = math.floor((low + high) / 2)
@@ -189,11 +186,11 @@ def _whole(low: float, high: float, length: int) -> range:
 
 
 def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
-    """The map at each pixel of the window: bilinear by centres, to a fraction of a pixel: (rows, columns).
+    """Resize the map to the pixels of the window, bilinear by centres: (rows, columns).
 
-    Beyond the centres of the outermost cells the map goes on as it ends. Where a cell is smaller than a
-    pixel, all cells under the pixel count, so that no evidence falls between pixels. Not by OpenCV's affine warp,
-    which rounds positions to 1/32 of a cell in its older versions: that shows as stairs on 7 x 7 maps.
+    Beyond the centres of the outermost cells the map is constant. If cells are smaller than pixels, all cells under a
+    pixel are averaged, so no value falls between pixels. OpenCV's affine warp is not used: its older versions round
+    positions to 1/32 of a cell, which shows as stairs on 7 x 7 maps.
     """
     left, top, right, bottom = frame.box
     wide = _stretch(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
@@ -201,7 +198,7 @@ def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
 
 
 def _stretch(cells: Plane, low: float, high: float, first: int, last: int) -> Plane:
-    """Rows `first` to `last` of a picture on which the rows of `cells` cover `low` to `high`."""
+    """Return rows `first` to `last` of an image on which the rows of `cells` cover `low` to `high`."""
     pitch = len(cells) / (high - low)  # cells per pixel
     centres = (np.arange(first, last) + (0.5 - low)) * pitch - 0.5
     if pitch > 1:
@@ -218,7 +215,7 @@ def _stretch(cells: Plane, low: float, high: float, first: int, last: int) -> Pl
 
 
 def _averaged(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) -> Plane:
-    """The mean of the cells under each pixel, weighted by a tent of `reach` cells to either side."""
+    """Return the mean of the cells under each pixel, weighted by a triangle of `reach` cells on either side."""
     out = np.empty((len(centres), cells.shape[1]), np.float32)
     for start in range(0, len(centres), STRIP):
         strip = centres[start : start + STRIP]
@@ -232,9 +229,9 @@ def _averaged(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) ->
 def paint(
     frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity, trust: Plane | None = None
 ) -> Image.Image:
-    """The frame's picture with the map over its box, in RGB; untouched outside it and at opacity 0.
+    """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
-    `trust` (h, w) is how much of each cell's colour is shown, 0 to 1; None shows all of it.
+    `trust` (h, w) is the share of each cell's colour that is shown, 0 to 1; None shows all of it.
     """
     import cv2
 
@@ -255,41 +252,41 @@ def paint(
 
 
 def rgb(picture: Image.Image) -> Image.Image:
-    """The picture in RGB; itself where it is."""
+    """Return the image in RGB; the image itself if it is RGB."""
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def _entries(shares: Plane, sign: Sign) -> Pixels:
-    """The table entry of each share, rounded to the nearest; zero is the centre of a signed table."""
+    """Return the nearest table entry of each share; zero is the centre of a signed table."""
     base, gain = (CENTRE, 127) if sign == "signed" else (0, 255)
     return (shares * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
 
 
 def _checked(opacity: object) -> float | None:
-    """The opacity as a number, or None where the map gives it."""
+    """Return the opacity as a number; None if the map determines it."""
     if isinstance(opacity, str) and opacity == "map":
         return None
     return real_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
 
 
 def probability(explanation: Explanation) -> list[str]:
-    """How likely the model finds the class of one image, for the eye: ["95.1 %"]; empty without a class."""
+    """Return the probability of the class of one image as text, ["95.1 %"]; empty without a class."""
     if explanation.probabilities is None:
         return []
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]
 
 
 def title(explanation: Explanation) -> str:
-    """What one image was explained for, and how likely the model finds it: "espresso 95.1 %"."""
+    """Return the target of one image and its probability: "espresso 95.1 %"."""
     return " ".join([explanation.target_names[0], *probability(explanation)])
 
 
 def method_title(explanation: Explanation) -> str:
-    """The method as it is written in Python; its registered name where this installation has no such method."""
+    """Return the class name of the method; its registered name if this installation has no such method."""
     method = METHODS.get(explanation.method)
     return method.__name__ if method else explanation.method
 
 
 def units(explanation: Explanation) -> str:
-    """What one unit of the map is, where the method says so in `units`; otherwise only what the number is."""
+    """Return the units of the map, if the method declares `units`; else a name of the value."""
     return getattr(METHODS.get(explanation.method), "units", "") or f"{method_title(explanation)} value"

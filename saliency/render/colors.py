@@ -1,7 +1,6 @@
-"""Colour tables: 256 entries of RGB for every name that matplotlib knows.
+"""Colour tables of 256 RGB entries, for every colour map of matplotlib.
 
-matplotlib is imported when the first table is asked for, and only its tables are taken: nothing is drawn with
-it.
+matplotlib is imported with the first table.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CENTRE = 128  # the entry of zero in a centred table
 
 
 def colormaps() -> tuple[str, ...]:
-    """The names that `colormap=` takes, sorted."""
+    """Return the names that `colormap=` accepts, sorted."""
     import matplotlib as mpl
 
     return tuple(sorted(mpl.colormaps))
@@ -28,19 +27,19 @@ def colormaps() -> tuple[str, ...]:
 
 @cache
 def table(name: str, centred: bool = False) -> NDArray[np.uint8]:
-    """256 colours from the lowest value to the highest: (256, 3) RGB, read-only.
+    """Return 256 colours from the lowest value to the highest: (256, 3) RGB, read-only.
 
-    A centred table has the colour map's exact middle at entry 128, and its two ends at 1 and 255, the same
-    number of steps away; a table of even length has no middle entry otherwise. Entry 0 is then that of 1.
+    A centred table has the middle of the colour map at entry 128, and its ends at 1 and 255, equally far; otherwise a
+    table of even length has no middle entry. Its entry 0 equals entry 1.
 
     Raises:
-        RenderError: matplotlib knows no such colour map; the message has the closest names.
+        RenderError: matplotlib has no such colour map; the message has the closest names.
     """
     import matplotlib as mpl
 
     if name not in mpl.colormaps:
         raise RenderError(
-            f'no colour map "{name}"; any name of matplotlib works, such as {SEQUENTIAL} or {DIVERGING}'
+            f'no colour map "{name}"; use a name of matplotlib, such as {SEQUENTIAL} or {DIVERGING}'
             f"{did_you_mean(name, colormaps())}"
         )
     steps = np.arange(256)

@@ -1,4 +1,4 @@
-"""The matplotlib figure: photo, overlay and a colour bar with the map's numbers."""
+"""Matplotlib figures: image, overlay and a colour bar in the map's units."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from .blending import Opacity, Shade, frame_of, method_title, paint, shade, titl
 from .heatmap import several, shared_limit
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 DPI = 100
+PANEL = 3.6  # inches: the width of a panel, and its largest height
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches. It needs no display and no pyplot, which would keep it alive in a list."""
-    made: Figure = _kind()(figsize=(width, height), layout="constrained", dpi=DPI)
-    return made
+    """Create an empty figure of a size in inches. It needs no display, and is not registered in pyplot."""
+    figure: Figure = _figure_class()(figsize=(width, height), layout="constrained", dpi=DPI)
+    return figure
 
 
 @cache
-def _kind() -> Any:
+def _figure_class() -> Any:
     import matplotlib.figure
 
     class Figure(matplotlib.figure.Figure):
-        """A figure that a notebook can show though nobody has imported pyplot."""
+        """Figure that a notebook shows without pyplot."""
 
         def _repr_png_(self) -> bytes:
             png = io.BytesIO()
@@ -36,14 +39,6 @@ def _kind() -> Any:
             return png.getvalue()
 
     return Figure
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
-
-PANEL = 3.6  # inches: the width of a panel, and the most of its height
 
 
 def figure(
@@ -54,32 +49,31 @@ def figure(
     shared: bool = False,
     label: str | None = None,
 ) -> Figure:
-    """One row per image: the photo, the overlay, and a colour bar in the map's units.
+    """Draw one row per image: the image, the overlay, and a colour bar in the map's units.
 
-    The bar shows the colours before they are mixed with the photo, and ends in a point where values lie
-    beyond it.
+    The bar shows the colours before they are mixed with the image. Its ends are pointed if values exceed it.
 
     Args:
-        explanations: Any number of them, of one or more images each.
+        explanations: Any number of explanations, of one or more images.
         opacity: As in `overlay`.
         colormap: As in `overlay`.
         shared: One scale for all rows, so that equal colours are equal values.
-        label: What the bar says; by default the method's units.
+        label: The label of the bar; by default the method's units.
 
     Returns:
-        A matplotlib Figure: `figure(e).savefig("cat.pdf")`. A notebook shows it by itself.
+        A matplotlib Figure: `figure(e).savefig("cat.pdf")`. A notebook shows it directly.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: Nothing to draw, an explanation that knows no picture, or an impossible option.
+        RenderError: There is no explanation, an explanation has no image, or an option is invalid.
 
     Warns:
-        SaliencyWarning: A map is the same everywhere, or rounding errors, which are drawn as zero.
+        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
     """
-    images = [image for each in several(explanations, "figure") for image in each]
+    images = [image for explanation in several(explanations, "figure") for image in explanation]
     limit = shared_limit(images) if shared else None
-    pictures = [frame_of(each).picture for each in images]
-    heights = [PANEL * min(1.0, each.height / each.width) + 0.5 for each in pictures]
+    pictures = [frame_of(image).picture for image in images]
+    heights = [PANEL * min(1.0, picture.height / picture.width) + 0.5 for picture in pictures]
     drawing = new_figure(2 * PANEL + 1.2, sum(heights))
     panels = drawing.subplots(len(images), 2, squeeze=False, height_ratios=heights)
     for (left, right), image in zip(panels, images, strict=True):
@@ -106,7 +100,7 @@ def _draw_row(
     right.set_title(method_title(image))
     for axes in (left, right):
         axes.set_axis_off()
-    beside = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the picture, whatever its shape
+    beside = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the image, whatever its shape
     numbers = ScalarFormatter()
     numbers.set_powerlimits((-3, 4))
     bar = drawing.colorbar(_scale(shading, colormap), cax=beside, extend=_ends(shading), format=numbers)

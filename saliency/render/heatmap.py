@@ -1,18 +1,18 @@
-"""From an explanation to one number per pixel, in the method's own units.
+"""Convert an explanation to one number per pixel, in the method's own units, and measure its significance.
 
-The order is fixed: channels are reduced, the sign is read, outliers are clipped, and only then is the map
-resized. Nothing is ever normalised. Everything that draws takes its maps and its limits from here, so that
-the defaults of drawing stand in one place:
+The order is fixed: channels are reduced, the sign is applied, outliers are clipped, and then the map is resized.
+Nothing is normalised. All drawing takes its maps and limits from here. The defaults are:
 
-    how the values are read   `Explanation.sign`, as the method's paper reads them
-    how channels are reduced  their sum; for magnitudes the largest of them (Simonyan 2013)
-    where colours saturate    `usual_percentile`, by whether there is a value per colour channel
+    sign        `Explanation.sign`, as in the paper of the method
+    channels    their sum; for magnitudes the largest of them (Simonyan 2013)
+    saturation  `usual_percentile`, by whether there is a value per colour channel
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -40,24 +40,24 @@ def heatmap(
     channels: Channels | None = None,
     percentile: float | None = None,
 ) -> Tensor:
-    """One number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
+    """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
 
-    Half and bfloat16 values are reduced in float32; other types stay. The resize is bilinear, by pixel
-    centres (`align_corners=False`), and averages over the area where it shrinks.
+    Half and bfloat16 values are reduced in float32; other types stay. The resize is bilinear by pixel centres
+    (`align_corners=False`), with antialiasing if it shrinks.
 
     Args:
-        explanation: What a method returned; `explanation.values` are left as they are.
-        size: (H, W) of the map; by default the size of the model's input, whatever the layer's was.
-        sign: "positive" keeps what is above zero, "signed" keeps everything, "absolute" takes magnitudes; by
-            default what the method's paper does.
-        channels: "sum", "mean" or "max_abs" (the channel that is furthest from zero, with its sign); by
-            default the sum, and "max_abs" where the sign is "absolute".
-        percentile: Clips, per image, the magnitudes above this percentile of all magnitudes (99.5 suits
-            gradients); by default nothing is clipped. Never a rescaling: the units stay.
+        explanation: The result of a method; it does not change.
+        size: (H, W) of the map; by default the size of the model's input.
+        sign: "positive" keeps values above zero, "signed" keeps all values, "absolute" takes magnitudes; by default as
+            in the paper of the method.
+        channels: "sum", "mean" or "max_abs" (the channel that is furthest from zero, with its sign); by default the
+            sum, and "max_abs" if the sign is "absolute".
+        percentile: Clips, per image, the magnitudes above this percentile of all magnitudes (99.5 suits gradients); by
+            default nothing is clipped. The units stay.
 
     Raises:
         NonFiniteError: A value is NaN or infinite; the message names the image.
-        RenderError: No explanation, an unknown name, a size below 1, or a percentile outside 0..100.
+        RenderError: Not an explanation, an unknown name, a size below 1, or a percentile outside 0..100.
     """
     require_explanation(explanation, "heatmap")
     maps = read_sign(reduce_channels(explanation, channels, sign), explanation.sign if sign is None else sign)
@@ -68,13 +68,13 @@ def heatmap(
 
 
 def require_explanation(given: object, name: str) -> None:
-    """Raise RenderError unless it is an explanation; `name` is what draws or measures it."""
+    """Raise RenderError unless it is an explanation; `name` is the function that takes it."""
     if not isinstance(given, Explanation):
-        raise RenderError(f"{name} takes what attribute(...) returned, an Explanation; got {type(given).__name__}")
+        raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(given).__name__}")
 
 
 def reduce_channels(explanation: Explanation, channels: Channels | None, sign: Sign | None) -> Tensor:
-    """The values with their channels reduced, and their signs as they were: (N, h, w).
+    """Return the values with their channels reduced, before the sign is applied: (N, h, w).
 
     Raises:
         NonFiniteError: A value, or the sum of finite ones, is NaN or infinite.
@@ -96,17 +96,17 @@ def reduce_channels(explanation: Explanation, channels: Channels | None, sign: S
 
 
 def read_sign(maps: Tensor, sign: Sign) -> Tensor:
-    """The maps as `sign` reads them: what is above zero, everything, or magnitudes."""
+    """Apply a sign to maps: keep values above zero, all values, or magnitudes."""
     if sign == "positive":
         return maps.clamp(min=0)
     return maps.abs() if sign == "absolute" else maps
 
 
 def limits(maps: Tensor, percentile: float | None) -> Tensor:
-    """The magnitude that `percentile` % of each map's pixels do not exceed: (N,); the largest for None.
+    """Return the magnitude that `percentile` % of each map's pixels do not exceed: (N,); the largest for None.
 
-    It is always the magnitude of some pixel. Where it would be zero although the map is not (a few hot pixels
-    on nothing), it is the largest: clipping must not erase a map.
+    It is always the magnitude of a pixel. If it is zero but the map is not (a few nonzero pixels), it is the largest:
+    clipping must not erase a map.
 
     Raises:
         RenderError: The percentile is not above 0 and at most 100.
@@ -124,10 +124,10 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
 
 
 def usual_percentile(explanation: Explanation) -> float | None:
-    """Where drawing saturates when nobody says: 99.5 for values per colour channel, nowhere for smooth maps.
+    """Return the default percentile of drawing: 99.5 for values per colour channel, None for smooth maps.
 
-    Gradients at the input have a few pixels far above the rest, which would leave all others dark. Maps with
-    one channel (CAMs, occlusion) are smooth, and their peak is the message.
+    Gradients at the input have a few pixels far above the rest, which would leave all others dark. Maps with one
+    channel (CAMs, occlusion) are smooth, and their peak is significant.
     """
     return SPECKLED_PERCENTILE if explanation.values.shape[1] > 1 else None
 
@@ -138,31 +138,31 @@ def shared_limit(
     sign: Sign | None = None,
     percentile: Percentile = "auto",
 ) -> float:
-    """The map value at which the strongest of these images reaches its full colour, in the maps' units.
+    """Return the map value at which the strongest of several images reaches its full colour, in the maps' units.
 
-    Passed as `limit=` to every drawing, it puts all of them on one scale: equal colours are equal values.
+    Passed as `limit=` to several drawings, it gives them one scale: equal colours are equal values.
 
     Args:
-        explanations: Any number of explanations, of one or more images each.
+        explanations: Any number of explanations, of one or more images.
         sign: As in `heatmap`; by default each explanation's own.
-        percentile: As in `heatmap`; "auto" is what drawing does by itself (see `usual_percentile`).
+        percentile: As in `heatmap`; "auto" is the default of drawing, `usual_percentile`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
         RenderError: There is no explanation, or an option is unknown.
     """
-    return max(_limit(each, sign, percentile) for each in several(explanations, "shared_limit"))
+    return max(_limit(explanation, sign, percentile) for explanation in several(explanations, "shared_limit"))
 
 
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
-    """One explanation, or any number of them, as a list. Raises RenderError where there is none."""
+    """Return one explanation, or any number of them, as a list. Raises RenderError if it is empty."""
     is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
-    given: list[Any] = [explanations] if is_one else list(explanations)
-    for each in given:
-        require_explanation(each, name)
-    if not given:
+    items: list[Any] = [explanations] if is_one else list(explanations)
+    for item in items:
+        require_explanation(item, name)
+    if not items:
         raise RenderError(f"{name} got no explanation; pass at least one")
-    return given
+    return items
 
 
 def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) -> float:
@@ -171,7 +171,7 @@ def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) 
 
 
 def chosen_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
-    """The percentile itself, or the usual one of this explanation for "auto"."""
+    """Return the percentile itself, or the default for this explanation if it is "auto"."""
     if isinstance(percentile, str):
         check_choice("percentile", percentile, ("auto",), error=RenderError)
         return usual_percentile(explanation)
@@ -184,8 +184,8 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
         if count:
             raise NonFiniteError(
                 f"the {explanation.method} map of image {image} is NaN or infinite at {count} of "
-                f"{maps[image].numel()} pixels; look at the score and at the model's weights, and leave "
-                "float16 where it overflows"
+                f"{maps[image].numel()} pixels; check the score and the model's weights, and use another type if "
+                "float16 overflows"
             )
 
 
@@ -199,3 +199,65 @@ def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
     return interpolate(maps[:, None], size=(height, width), mode="bilinear", align_corners=False, antialias=shrinks)[
         :, 0
     ]
+
+
+def standard_error(explanation: Explanation) -> Explanation:
+    """Return the standard errors of an explanation as an explanation, to draw and measure like any other.
+
+    Args:
+        explanation: An explanation by a method that samples.
+
+    Raises:
+        RenderError: The explanation has no standard error.
+    """
+    error = _require_error(explanation, "standard_error")
+    return replace(
+        explanation,
+        values=error,
+        error=None,
+        residual=None,
+        agreement=None,
+        sign="positive",
+        target_names=tuple(f"standard error of {name}" for name in explanation.target_names),
+    )
+
+
+def significance(explanation: Explanation, *, sign: Sign | None = None, channels: Channels | None = None) -> Tensor:
+    """Return how many standard errors each pixel of the map is away from zero: (N, h, w), without a unit.
+
+    About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
+    fully correlated errors: the true significance is not smaller. A value without error counts as infinitely far, and
+    zero without error as 0.
+
+    Args:
+        explanation: An explanation by a method that samples.
+        sign: As in `heatmap`.
+        channels: As in `heatmap`.
+
+    Raises:
+        NonFiniteError: A value is NaN or infinite.
+        RenderError: The explanation has no standard error, or an option is unknown.
+    """
+    error = _require_error(explanation, "significance").to(explanation.values.dtype)
+    read = explanation.sign if sign is None else sign
+    if channels is None:
+        channels = "max_abs" if read == "absolute" else "sum"
+    maps = reduce_channels(explanation, channels, sign)
+    if channels == "max_abs":
+        at = explanation.values.abs().argmax(1, keepdim=True)
+        errors = error.gather(1, at)[:, 0]
+    else:
+        errors = error.sum(1) if channels == "sum" else error.mean(1)
+    shown = read_sign(maps, read).abs()
+    distance = shown / errors.to(shown.dtype)
+    return torch.where(shown == 0, torch.zeros_like(distance), distance)
+
+
+def _require_error(explanation: Explanation, name: str) -> Tensor:
+    require_explanation(explanation, name)
+    if explanation.error is None:
+        raise RenderError(
+            f"the explanation by {explanation.method} has no standard error: the method does not sample, or drew fewer "
+            "than two samples; smooth_grad, rise and kernel_shap, for example, have one"
+        )
+    return explanation.error

@@ -1,13 +1,11 @@
-"""From an explanation to a picture: the map in colours, over the original photo, where the model looked.
+"""Draw an explanation over the original image, or cut out the image by it, and save images.
 
-    overlay        the photo with the map over it
-    cutout         the photo only where the map is strong
-    contact_sheet  photos by methods, with titles
-    figure         a matplotlib figure with a colour bar in the map's units
-    shared_limit   one scale for several drawings
-    save_picture   fast, and whole or not at all
-
-Nothing here changes an explanation, and the photo is never renormalised. `flow` draws what `inspection` measured.
+overlay        the image with the map over it
+cutout         the image only where the map is strong
+contact_sheet  images by methods, with titles
+figure         a matplotlib figure with a colour bar in the map's units
+shared_limit   one scale for several drawings
+save_picture   fast writing of files that are complete or absent
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from ..io.image_io import ImageLike
 from ..validation import real_number
 from .blending import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
 from .figure import figure
-from .heatmap import Percentile, shared_limit
+from .heatmap import Percentile, shared_limit, significance
 from .sheet import contact_sheet
-from .significance import significance
 
 __all__ = ["contact_sheet", "cutout", "figure", "overlay", "save_picture", "shared_limit"]
 
@@ -47,29 +44,28 @@ def overlay(
     limit: float | None = None,
     min_significance: float | None = None,
 ) -> Image.Image:
-    """The original, uncropped photo with the map in colours where the model looked: RGB, the photo's size.
+    """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
-    Outside the model's crop, and everywhere at opacity 0, it equals the photo bit for bit.
+    Outside the model's crop, and everywhere at opacity 0, it equals the image bit for bit.
 
     Args:
-        explanation: Of one image.
-        picture: Drawn on instead of the explanation's own picture; the map then covers all of it.
-        opacity: 0..1, or "map": as strong as the map is, so that pixels without evidence stay as they are.
-        colormap: Any name of matplotlib; by default inferno, and RdBu_r for signed maps, whose centre is
-            zero.
-        sign: As in `heatmap`; by default what the method's paper does.
-        percentile: Where colours saturate, in percent of the map's magnitudes; None is the largest; "auto" is
-            99.5 for gradients at the input and the largest for maps with one channel.
-        limit: The map value at full colour instead, as `shared_limit` finds it for several.
-        min_significance: Shows the photo where the map is less than so many standard errors from zero, the more the
-            less it is; 2 leaves what chance would not do. For methods that sample; see `significance`.
+        explanation: An explanation of one image.
+        picture: An image to draw on instead of the explanation's own; the map then covers all of it.
+        opacity: 0..1, or "map" for the magnitude of the map, so that pixels at zero stay unchanged.
+        colormap: Any name of matplotlib; by default inferno, and RdBu_r for signed maps, whose centre is zero.
+        sign: As in `heatmap`; by default as in the paper of the method.
+        percentile: Where colours saturate, in percent of the map's magnitudes; None is the largest; "auto" is 99.5 for
+            gradients at the input and the largest for maps with one channel.
+        limit: The map value at full colour instead, such as a `shared_limit`.
+        min_significance: Fades the colours of pixels that are fewer standard errors than this from zero; 2 keeps what
+            is unlikely to be chance. For methods that sample; see `significance`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: More images than one, no picture, or an unknown or impossible option.
+        RenderError: More images than one, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere, or rounding errors, which are drawn as zero.
+        SaliencyWarning: The map is constant, or below the rounding error, which is drawn as zero.
     """
     require_one(explanation, "overlay")
     shading = shade(explanation, sign, percentile, limit)
@@ -79,7 +75,7 @@ def overlay(
 
 
 def _trust(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
-    """How much of each cell's colour is shown, 0 to 1 (h, w), where what is not significant fades; None for all."""
+    """Return the share of each cell's colour that is shown, 0 to 1 (h, w); None for all."""
     if min_significance is None:
         return None
     min_significance = real_number(
@@ -101,24 +97,24 @@ def cutout(
     background: str = "black",
     sign: Sign | None = None,
 ) -> Image.Image:
-    """The photo only where the map is strong, on a plain background: RGB, as large as the photo.
+    """Show the image only where the map is strong, on a plain background: RGB, in the size of the image.
 
-    What lies outside the model's crop is background: the model did not see it.
+    Outside the model's crop everything is background: the model did not see it.
 
     Args:
-        explanation: Of one image.
+        explanation: An explanation of one image.
         picture: As in `overlay`.
-        keep: The share of the crop's pixels that is shown, those with the largest magnitudes (pixels that tie
-            with the last of them too, pixels without evidence never); None fades the photo in with the map.
-        background: A colour: a name ("white"), "#rrggbb", or whatever else Pillow reads.
-        sign: As in `heatmap`; by default what the method's paper does.
+        keep: The share of the crop's pixels that is shown, those with the largest magnitudes (also pixels that tie with
+            the last of them, but no pixels at zero); None fades the image by the map.
+        background: A colour: a name ("white"), "#rrggbb", or another format of Pillow.
+        sign: As in `heatmap`; by default as in the paper of the method.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: More images than one, no picture, or an impossible option.
+        RenderError: More images than one, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: The map is the same everywhere, or rounding errors, which count as zero.
+        SaliencyWarning: The map is constant, or below the rounding error, which counts as zero.
     """
     require_one(explanation, "cutout")
     if keep is not None:
@@ -134,13 +130,13 @@ def cutout(
 
 
 def _on_background(picture: Image.Image, area: tuple[slice, slice], weight: Plane, background: str) -> Image.Image:
-    """The picture where the weight is 1, the background where it is 0 and outside `area`."""
+    """Return the image where the weight is 1, the background where it is 0 and outside `area`."""
     import cv2
 
     try:
         color = ImageColor.getcolor(str(background), "RGB")
     except ValueError as error:
-        raise RenderError(f'background "{background}" is no colour; write a name or "#rrggbb"') from error
+        raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
     ground = np.full((picture.height, picture.width, 3), color, np.uint8)
     photo = np.asarray(rgb(picture))[area]
     ground[area] = cv2.blendLinear(photo, ground[area], weight, 1 - weight)
@@ -148,17 +144,17 @@ def _on_background(picture: Image.Image, area: tuple[slice, slice], weight: Plan
 
 
 def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
-    """Write the picture in the format that the path's suffix names, and return the path.
+    """Write an image in the format of the path's suffix, and return the path.
 
-    The file appears whole or not at all: it is written beside its place and moved there. PNG is lossless and
-    several times faster than Pillow's; JPEG and WebP are of quality 90.
+    The file is complete or absent: it is written under a temporary name and moved. PNG is lossless and several times
+    faster than Pillow's; JPEG and WebP have quality 90.
 
     Raises:
-        RenderError: It is no PIL picture, or the suffix is none of .png, .jpg, .jpeg and .webp.
-        OSError: The folder is missing, or cannot be written to.
+        RenderError: It is not a PIL image, or the suffix is not .png, .jpg, .jpeg or .webp.
+        OSError: The folder is missing, or not writable.
     """
     if not isinstance(picture, Image.Image):
-        raise RenderError(f"save_picture takes a picture, as overlay(...) returns; got {type(picture).__name__}")
+        raise RenderError(f"save_picture takes a PIL image, as overlay(...) returns; got {type(picture).__name__}")
     path = Path(path)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(PICTURE_SUFFIXES)}')
@@ -173,9 +169,9 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
 
 
 def _png(picture: Image.Image) -> bytes:
-    """The picture as the bytes of a PNG file.
+    """Encode an image as PNG.
 
-    No parameters are passed: the very naming of a compression level switches OpenCV's fast strategy off.
+    No parameters are passed: any compression level disables OpenCV's fast strategy.
     """
     import cv2
 

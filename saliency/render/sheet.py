@@ -1,4 +1,4 @@
-"""The contact sheet: photos down, methods across, with titles, drawn with Pillow alone."""
+"""Contact sheets: one row per image, one column per method, with titles."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The measures of a sheet, all in proportion to its thumbnails."""
+    """Dimensions of a sheet, in proportion to its thumbnails."""
 
     thumb: int
-    gutter: int  # the width left of the photos
+    gutter: int  # the width to the left of the images
 
     @property
     def gap(self) -> int:
@@ -64,7 +64,7 @@ class _Layout:
         return self.margin + self.line + self.gap
 
     def left(self, column: int) -> int:
-        """The left edge of a column of thumbnails; the photo's is 0."""
+        """Return the left edge of a column of thumbnails; column 0 is the image."""
         return self.margin + self.gutter + column * (self.thumb + self.gap)
 
     def centre(self, column: int) -> int:
@@ -73,7 +73,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The explanations of one photo, and the thumbnails of the photo and of their drawings."""
+    """Explanations of one image, and the thumbnails of the image and the overlays."""
 
     explanations: Sequence[Explanation]
     thumbs: Sequence[Image.Image]
@@ -99,42 +99,39 @@ def contact_sheet(
     percentile: Percentile = "auto",
     shared: bool = False,
 ) -> Image.Image:
-    """One row per photo, one column per method, the untouched photo first: RGB on white.
+    """Draw one row per image and one column per method, the original image first: RGB on white.
 
-    To the left of each row stand the class and its probability, over each column its method. Where a row
-    explains several classes, each of its drawings carries its own class below instead.
+    The class and its probability are to the left of the row, the method is above the column. If a row explains several
+    classes, the class is below each overlay instead.
 
     Args:
-        rows: Each row has explanations of one photo, one image each, by the same methods in the same order.
-        thumb: The longer edge of the thumbnails in pixels, at least 32; all else grows with it.
+        rows: One row per image, of explanations of one image by the same methods in the same order.
+        thumb: The longer edge of the thumbnails in pixels, at least 32; everything else scales with it.
         opacity: As in `overlay`.
         colormap: As in `overlay`.
-        percentile: As in `overlay`, of what the thumbnail shows.
-        shared: Draw each column on one scale, so that colours compare down the column; otherwise each drawing
-            has its own.
+        percentile: As in `overlay`, of the values that the thumbnail shows.
+        shared: Draw each column on one scale, so that its colours are comparable; otherwise each overlay has its own.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: The rows are empty or do not match, an explanation knows no picture, or an impossible
-            option.
+        RenderError: The rows are empty or do not match, an explanation has no image, or an option is invalid.
 
     Warns:
-        SaliencyWarning: A map is the same everywhere, or rounding errors, which are drawn as zero.
+        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
     """
     thumb = check_whole_number("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
-    _require_nested(rows)
     _require_columns(rows)
-    table = [[_drawing(each, thumb, percentile) for each in row] for row in rows]
-    scales = [max(each.limit for each in column) for column in zip(*table, strict=True)]
+    table = [[_drawing(explanation, thumb, percentile) for explanation in row] for row in rows]
+    column_limits = [max(drawing.limit for drawing in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, drawings in zip(rows, table, strict=True):
-        ends = scales if shared else [each.limit for each in drawings]
-        thumbs = [each.painted(limit, colormap, opacity) for each, limit in zip(drawings, ends, strict=True)]
+        limits_ = column_limits if shared else [drawing.limit for drawing in drawings]
+        thumbs = [drawing.painted(limit, colormap, opacity) for drawing, limit in zip(drawings, limits_, strict=True)]
         drawn.append(_Row(explanations, [drawings[0].frame.picture, *thumbs]))
     layout = _Layout(thumb, _gutter(drawn, thumb))
     sheet = Image.new("RGB", _size(drawn, layout), PAPER)
     pen = ImageDraw.Draw(sheet)
-    _write_heads(pen, layout, ["photo", *(method_title(each) for each in rows[0])])
+    _write_heads(pen, layout, ["photo", *map(method_title, rows[0])])
     top = layout.head
     for row in drawn:
         _paste_thumbs(sheet, layout, top, row)
@@ -143,31 +140,29 @@ def contact_sheet(
     return sheet
 
 
-def _require_nested(rows: object) -> None:
+def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
+    """Raise RenderError unless all rows are explanations of one image by the same methods."""
     if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple) for row in rows):
         raise RenderError("contact_sheet takes rows of explanations; write [[e] for e in explanation] for one method")
-
-
-def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
     if not rows or not rows[0]:
-        raise RenderError("contact_sheet got nothing to draw; pass one row per photo, one explanation per method")
-    for each in itertools.chain(*rows):
-        require_one(each, "contact_sheet")
-    methods = [each.method for each in rows[0]]
-    for index, row in enumerate(rows):
-        if [each.method for each in row] != methods:
+        raise RenderError("contact_sheet got nothing to draw; pass one row per image, one explanation per method")
+    for explanation in itertools.chain(*rows):
+        require_one(explanation, "contact_sheet")
+    first, *others = ([explanation.method for explanation in row] for row in rows)
+    for index, methods in enumerate(others, start=1):
+        if methods != first:
             raise RenderError(
-                f"row {index} has the methods {', '.join(each.method for each in row) or '(none)'} and row 0 "
-                f"has {', '.join(methods)}; a column has one title, so all rows need the same methods"
+                f"row {index} has the methods {', '.join(methods) or '(none)'} and row 0 has {', '.join(first)}; a "
+                "column has one title, so all rows need the same methods"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """A map at the pixels of its thumbnail, and where its colours saturate when it is drawn alone."""
+    """Map at the pixels of its thumbnail, and the limit of its own scale."""
 
     frame: Frame
-    shading: Shade  # a share of its largest value at each pixel of the window
+    shading: Shade  # the share of its largest value at each pixel of the window
     limit: float  # in the map's units
 
     def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
@@ -177,7 +172,7 @@ class _Drawing:
 
 
 def _drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _Drawing:
-    """The map as the thumbnail can show it: speckles average out first, and the colours span what is left of them."""
+    """Resize the map to the thumbnail first, so that the limit is that of the averaged values."""
     frame = _shrunk(frame_of(explanation), thumb)
     inside = window(frame)
     largest = shade(explanation, percentile=None)
@@ -187,7 +182,7 @@ def _drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _D
 
 
 def _shrunk(frame: Frame, thumb: int) -> Frame:
-    """The frame with its picture's longer edge at `thumb`, and its box with it."""
+    """Resize a frame so that the longer edge of its image is `thumb`."""
     width, height = frame.picture.size
     scale = thumb / max(width, height)
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -206,12 +201,12 @@ def _font(thumb: int) -> Font:
 
 
 def _gutter(rows: Sequence[_Row], thumb: int) -> int:
-    """The width of the row titles: as wide as the longest needs, up to three quarters of a thumbnail."""
+    """Return the width of the row titles: that of the longest, up to three quarters of a thumbnail."""
     font = _font(thumb)
     titles = [row.explanations[0].target_names[0] for row in rows if row.one_class]
     if not titles:
         return 0
-    longest = max(font.getlength(each) for each in [*titles, "100.0 %"])
+    longest = max(map(font.getlength, [*titles, "100.0 %"]))
     return min(math.ceil(longest), thumb * 3 // 4) + thumb // 12
 
 
@@ -230,14 +225,14 @@ def _write_heads(pen: ImageDraw.ImageDraw, layout: _Layout, heads: Sequence[str]
 
 
 def _paste_thumbs(sheet: Image.Image, layout: _Layout, top: int, row: _Row) -> None:
-    """Each thumbnail in the middle of its cell."""
+    """Paste the thumbnails in the middle of their cells."""
     for column, each in enumerate(row.thumbs):
         left = layout.left(column) + (layout.thumb - each.width) // 2
         sheet.paste(each, (left, top + (row.drawn_height - each.height) // 2))
 
 
 def _write_captions(pen: ImageDraw.ImageDraw, layout: _Layout, top: int, row: _Row) -> None:
-    """The class left of the row, or a class below each drawing where they differ."""
+    """Write the class to the left of the row, or below each overlay if the classes differ."""
     font = _font(layout.thumb)
     if row.one_class:
         first, right = row.explanations[0], layout.left(0) - layout.thumb // 12
@@ -259,7 +254,7 @@ def _write_lines(
     numbers: Sequence[str],
     anchor: str,
 ) -> None:
-    """Lines from `place` downwards: names in ink, numbers in soft ink."""
+    """Write lines from `place` downwards: names in ink, numbers in soft ink."""
     inks = [INK] * len(names) + [SOFT_INK] * len(numbers)
     for index, (text, ink) in enumerate(zip([*names, *numbers], inks, strict=True)):
         middle = place[1] + index * layout.line + layout.line // 2
@@ -267,7 +262,7 @@ def _write_lines(
 
 
 def ellipsised(text: str, font: Font, width: float) -> str:
-    """The text, or as much of its beginning as fits into the width with an ellipsis behind it."""
+    """Return the text, or the longest beginning of it that fits into the width with an ellipsis."""
     text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
@@ -278,7 +273,7 @@ def ellipsised(text: str, font: Font, width: float) -> str:
 
 
 def wrapped(text: str, font: Font, width: float, most: int = 3) -> list[str]:
-    """The text in at most `most` lines of whole words; what does not fit ends in an ellipsis."""
+    """Return the text in at most `most` lines of whole words; a line that is too long ends in an ellipsis."""
     lines: list[str] = []
     words = text.split()
     while words and len(lines) < most - 1:

@@ -219,7 +219,7 @@ def test_a_map_that_the_relu_emptied_names_the_cure() -> None:
 
 
 def test_a_constant_map_is_drawn_at_full_colour_with_a_word() -> None:
-    with pytest.warns(SaliencyWarning, match="0.25 everywhere"):
+    with pytest.warns(SaliencyWarning, match=r"constant \(0.25\)"):
         drawn = overlay(explained(torch.full((1, 4, 4), 0.25), whole(noise(9, 9))), opacity=1)
     assert (pixels_of(drawn) == table("inferno")[255]).all()
 

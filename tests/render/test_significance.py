@@ -79,7 +79,7 @@ def test_what_is_not_significant_fades(opacity: Opacity) -> None:
 def test_a_fade_of_a_method_without_errors_says_which_have_them() -> None:
     explanation = sampled(halves(3, -3), None)
     for call in (lambda: overlay(explanation, min_significance=2), lambda: standard_error(explanation)):
-        with pytest.raises(RenderError, match=r"vanilla_gradient gave no standard error.*smooth_grad"):
+        with pytest.raises(RenderError, match=r"vanilla_gradient has no standard error.*smooth_grad"):
             call()
 
 
