@@ -281,7 +281,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
     ("words", "answer"),
     [
         (["--method", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
-        (["--method", "zzz"], 'no method "zzz"; there are grad_cam, '),
+        (["--method", "zzz"], 'no method "zzz"; the methods are grad_cam, '),
         (["--method", "other.jpg"], "--method names no method, but other.jpg"),
         (["--methods", "grad_cam"], 'no option "--methods"; did you mean "--method"'),
         (["--model", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean "efficientnet_lite'),
@@ -298,7 +298,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
         (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
         (["--set", "smooth"], "expected NAME=VALUE"),
-        (["--colormap", "infernal"], 'no colour map "infernal"; any name of matplotlib works'),
+        (["--colormap", "infernal"], 'no colour map "infernal"; use a name of matplotlib'),
         (["--opacity", "2"], "argument --opacity: 2 is not a number from 0 to 1, or map"),
         (["--percentile", "nan"], "argument --percentile: nan is not a number above 0"),
         (["--sign", "both"], "argument --sign: invalid choice: 'both'"),
@@ -327,7 +327,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
     monkeypatch.setattr(choices, "load", lambda name, weights: model)
     got = explain(run, tmp_path, COFFEE, "--target", "1000", "-m", "grad_cam", "vanilla_gradient")
     assert (got.code, got.err) == (2, "saliency: class 1000 is outside 0..999, the classes of the model's output\n")
-    assert "the model carries no class names" in explain(run, tmp_path, COFFEE, "--target", "espresso").err
+    assert "the model has no class names" in explain(run, tmp_path, COFFEE, "--target", "espresso").err
     assert "class 967" in explain(run, tmp_path, COFFEE, "--target", "967").out
 
 
