@@ -44,7 +44,6 @@ LIGHT = {
     "cli",
     "cli.parsing",
     "cli.console",
-    "cli.summary",
     "cli.commands.lists",
     "cli.commands.explain",
     "cli.commands.layers",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -34,7 +34,6 @@ class Command:
         function: Where its function is, "module:name" under `saliency.cli.commands`. It takes the parsed arguments and
             a `Screen`, and returns the exit code.
         options: The names of its options; see `saliency.cli.options.OPTIONS`.
-        helps: Help texts that differ from those of the table.
         epilog: The end of its help.
     """
 
@@ -42,7 +41,6 @@ class Command:
     usage: str
     function: str
     options: str = ""
-    helps: dict[str, str] = field(default_factory=dict)
     epilog: str = ""
 
 
@@ -97,7 +95,7 @@ def command_parser(name: str) -> Parser:
         epilog=command.epilog,
         usage=f"saliency {name} {command.usage}".strip(),
     )
-    add_options(parser, command.options.split(), command.helps)
+    add_options(parser, command.options.split())
     return parser
 
 
@@ -183,8 +181,7 @@ exit codes:
         "MAPS... [options]",
         "render:run",
         f"MAPS --quiet --method --out --format {_STYLE}",
-        {"--method": "only the maps of these methods (default: all)"},
-        """\
+        epilog="""\
 examples:
   saliency batch photos/ --out maps --maps
   saliency render maps --colormap viridis --opacity map --out viridis
@@ -204,8 +201,7 @@ examples:
         "[MODEL] [options]",
         "layers:run",
         "MODEL --photo --weights --all --depth --stats --gradients --target --html",
-        {"--target": "class of --gradients, name or index (default: the top class)"},
-        """\
+        epilog="""\
 examples:
   saliency layers
   saliency layers vgg16 --weights none --depth 1
@@ -217,8 +213,7 @@ examples:
         "[PATTERN] [--all]",
         "lists:models",
         "PATTERN --all",
-        {"--all": "every model of torchvision and timm"},
-        """\
+        epilog="""\
 examples:
   saliency models
   saliency models resnet

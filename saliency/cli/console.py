@@ -152,6 +152,11 @@ def aligned(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list
     return ["  ".join(c + " " * (w - cell_len(c)) for c, w in zip(row, widths, strict=True)).rstrip() for row in plain]
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 photo", "2 photos"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def visible(name: object) -> str:
     """Return a name that is safe to print: control characters and unprintable ones are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))

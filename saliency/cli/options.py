@@ -17,6 +17,7 @@ from ..errors import did_you_mean
 
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
+ALL = "all"  # every method
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Option:
     keywords: dict[str, Any]
 
 
-def add_options(parser: argparse.ArgumentParser, names: Collection[str], helps: dict[str, str]) -> None:
-    """Add the named options in the order of `OPTIONS`; `helps` replaces some help texts."""
+def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add the named options in the order of `OPTIONS`."""
     for title, options in OPTIONS.items():
         chosen = [option for option in options if option.name in names]
         if not chosen:
@@ -47,8 +48,7 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str], helps: 
         for option in chosen:
             if option.exclusive not in parents:
                 parents[option.exclusive] = group.add_mutually_exclusive_group()
-            changed = {"help": helps[option.name]} if option.name in helps else {}
-            parents[option.exclusive].add_argument(*option.flags, **option.keywords | changed)
+            parents[option.exclusive].add_argument(*option.flags, **option.keywords)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -167,7 +167,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("-r --recursive", "", "include subfolders"),
         _option("--limit", "N", "only the first N photos", type=_whole),
         _option("--photo", "PHOTO", "run the model on this photo (default: on noise)"),
-        _option("--all", "", "every layer, at any depth", "depth"),
+        _option("--all", "", "list everything", "depth"),
         _option("--depth", "N", "levels of nested layers (default: as many as fit)", "depth", type=_whole),
         _option("--stats", "", "also statistics of activations: means, zeros, dead channels, NaN"),
         _option("--gradients", "", "also gradients of the score of one class"),
@@ -185,7 +185,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "-m --method",
             "NAME",
-            f"one or more, or all; see saliency methods (default: {METHOD})",
+            f"one or more, or all; see saliency methods (default: {METHOD}; render: all)",
             dest="methods",
             nargs="+",
             action="extend",

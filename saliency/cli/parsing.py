@@ -15,9 +15,7 @@ from ..io.atomic_write import IMAGE_SUFFIXES
 from ..methods import METHODS
 from ..zoo import load
 from .console import Screen, UsageError
-from .options import METHOD
-
-ALL = "all"
+from .options import ALL, METHOD
 
 
 def methods_and_photos(words: Sequence[str] | None) -> tuple[list[str], list[str]]:

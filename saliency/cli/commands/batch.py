@@ -12,11 +12,8 @@ from rich.table import Column
 from rich.text import Text
 
 from ...batch import StoppedError, Summary, batch
-from ..console import Screen, visible
-from ..options import METHOD, overlay_style
-from ..summary import count
-
-ALL = "all"
+from ..console import Screen, count, visible
+from ..options import ALL, METHOD, overlay_style
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:

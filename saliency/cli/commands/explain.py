@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from PIL import Image
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
 
 from ...attribution.explanation import Explanation
 from ...batch.drawing import write_results
 from ...batch.errors import Failure
 from ...batch.listing import ImageEntry, with_names
 from ...batch.manifest import Row
-from ...batch.network import LoadedImage, Network, Results, Task
+from ...batch.network import LoadedImage, Network, Task
 from ...batch.run import require_sensible_options
 from ...batch.run_options import RunOptions
 from ...batch.sources import find_images
 from ...io.preprocess import Frame
-from ...render.blending import probability
 from ...render.colors import table
 from ...render.overlay import contact_sheet, save_picture
-from ..console import Screen, UsageError, visible
-from ..options import overlay_style
-from ..parsing import ALL, methods_and_photos, ready_model, require_folder
-from ..summary import Outcome, print_summary
+from ..console import GAP, Screen, UsageError, as_typed, count, visible
+from ..options import ALL, overlay_style
+from ..parsing import methods_and_photos, ready_model, require_folder
 
 SHEET = "sheet.png"
 THUMB = 240
+
+Cells = tuple[str, str, str, str, Text]
+"""Photo, class, probability, method and result, as printed."""
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -58,7 +65,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     network = Network(options, ready_model(arguments.model, arguments.weights, arguments.device, screen))
     _protect_photos(images, names, arguments)
     require_folder(arguments.out)
-    outcomes: list[Outcome] = []
+    rows: list[Row] = []
     thumbs: list[dict[str, Explanation]] = []
     sheet, done, is_interrupted = None, 0, False
     try:
@@ -68,12 +75,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
                 screen.subject = visible(image.label)
                 loaded = network.load(image)
                 results = network.explain([loaded])[0]
-                if not any(outcome.file for outcome in outcomes):
-                    failures = [result if isinstance(result, Failure) else None for result in results.values()]
-                    require_sensible_options(options, failures)
+                if not any(row["overlay"] for row in rows):
+                    errors = [result if isinstance(result, Failure) else None for result in results.values()]
+                    require_sensible_options(options, errors)
                 thumbs.append({})
                 for row in write_results(options, arguments.out, Task(done, image, tuple(names)), loaded, results):
-                    outcomes.append(_outcome(arguments, image, row, results))
+                    rows.append(row)
                     if arguments.sheet and row["error"] is None:
                         thumbs[-1][row["method"]] = _thumb(results[row["method"]], loaded, options)
                 done += 1
@@ -83,11 +90,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
                 sheet = _draw_sheet(thumbs, options, arguments.out)
     except KeyboardInterrupt:
         is_interrupted = True
-    print_summary(outcomes, arguments.out, sheet, screen)
+    # With --method all, a method that does not apply to the model is not a failure.
+    expected = "NotApplicableError" if ALL in (arguments.methods or ()) else None
+    failures = _print_results(rows, expected, arguments.out, sheet, screen)
     if is_interrupted:
         raise KeyboardInterrupt(f"{done} of {len(images)} photos are done")
-    has_failed = any(outcome.reason and not outcome.expected for outcome in outcomes)
-    return 1 if has_failed or not any(outcome.file for outcome in outcomes) else 0
+    return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
 def _protect_photos(images: Sequence[ImageEntry], methods: Sequence[str], arguments: argparse.Namespace) -> None:
@@ -98,21 +106,6 @@ def _protect_photos(images: Sequence[ImageEntry], methods: Sequence[str], argume
     for file in [*files, *([SHEET] if arguments.sheet else [])]:
         if out / file in photos:
             raise UsageError(f"--out {arguments.out}: {file} would replace one of the photos; choose another folder")
-
-
-def _outcome(arguments: argparse.Namespace, image: ImageEntry, row: Row, results: Results) -> Outcome:
-    """Return a row of the manifest as a line of the summary."""
-    known = next((result for result in results.values() if isinstance(result, Explanation)), None)
-    return Outcome(
-        Path(image.source),
-        row["method"] or "",
-        target="" if known is None else known.target_names[0],
-        probability="" if known is None else " ".join(probability(known)),
-        layer=row["layer"],
-        file=None if row["overlay"] is None else arguments.out / row["overlay"],
-        reason=row["error"] or "",
-        expected=row["error_kind"] == "NotApplicableError" and ALL in (arguments.methods or ()),
-    )
 
 
 def _thumb(result: object, loaded: LoadedImage, options: RunOptions) -> Explanation:
@@ -140,3 +133,74 @@ def _draw_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, o
         complete, thumb=THUMB, opacity=style.opacity, colormap=style.colormap, percentile=style.percentile
     )
     return save_picture(sheet, out / SHEET)
+
+
+def _print_results(rows: Sequence[Row], expected: str | None, out: Path, sheet: Path | None, screen: Screen) -> int:
+    """Print a table of the rows and where the files are, and return the number of failures.
+
+    Failures are printed on stderr if no terminal shows the table. An error of the kind `expected` is not a failure.
+    """
+    failed = [row for row in rows if row["error"] is not None and row["error_kind"] != expected]
+    if screen.quiet or not screen.is_terminal:
+        for row in failed:
+            screen.error(f"{' by '.join(filter(None, (row['source'], row['method'])))}: {row['error']}")
+    if not rows:
+        return 0
+    cells = []
+    for _, group in groupby(rows, itemgetter("index")):
+        of_photo = list(group)
+        # A failed method has no target, but those of one photo share it.
+        known = next((row for row in of_photo if row["name"] is not None), of_photo[0])
+        share = known["probability"]
+        about = (
+            visible(Path(known["source"]).name),
+            known["name"] or "",
+            "" if share is None else f"{100 * share:.1f} %",
+        )
+        cells.append([(*about, row["method"] or "", _result(row, out, expected)) for row in of_photo])
+    if screen.is_terminal:
+        _print_by_photo(cells, screen)
+    else:
+        columns = [Column("photo"), Column("class"), Column("prob."), Column("method"), Column("file")]
+        screen.table(columns, [cell for of_photo in cells for cell in of_photo])
+    _print_totals([row for row in rows if row["overlay"]], len(failed), out, sheet, screen)
+    return len(failed)
+
+
+def _result(row: Row, out: Path, expected: str | None) -> Text:
+    if row["overlay"]:
+        return Text(visible(out / row["overlay"]))
+    return Text(as_typed(row["error"]), "dim" if row["error_kind"] == expected else "red")
+
+
+def _print_by_photo(cells: Sequence[Sequence[Cells]], screen: Screen) -> None:
+    """Print each photo and its class above its methods and files, which fits any width."""
+    width = max(len(method) for of_photo in cells for *_, method, _ in of_photo)
+    for of_photo in cells:
+        photo, *target = of_photo[0][:3]
+        screen.say(Text.assemble((photo, "bold"), *((f"  {part}", "cyan") for part in target if part)))
+        grid = Table.grid(padding=(0, GAP, 0, 0))
+        grid.add_column(width=width)
+        grid.add_column(overflow="fold")
+        for *_, method, result in of_photo:
+            grid.add_row(method, result)
+        screen.show(Padding(grid, (0, 0, 0, GAP)))
+
+
+def _print_totals(written: Sequence[Row], failures: int, out: Path, sheet: Path | None, screen: Screen) -> None:
+    screen.say()
+    if written:
+        photos = len({row["index"] for row in written})
+        folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
+        screen.say(f"{count(len(written), 'overlay')} of {count(photos, 'photo')}{folder}")
+    if sheet:
+        screen.say(f"contact sheet: {visible(sheet)}")
+    if written:
+        screen.say(Text("bright: evidence for the class; tinted rectangle: the crop that the model saw", "dim"))
+    layers = list(dict.fromkeys((row["layer"], row["method"]) for row in written if row["layer"]))
+    if layers:
+        usual = Counter(layer for layer, _ in layers).most_common(1)[0][0]
+        others = [f"{method} at {layer}" for layer, method in layers if layer != usual]
+        screen.say(Text(f"layer read by the CAMs: {'; '.join([str(usual), *others])}", "dim"))
+    if failures:
+        screen.say(Text(count(failures, "failure"), "red"))

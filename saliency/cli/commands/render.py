@@ -10,9 +10,8 @@ from rich.text import Text
 from ...batch import StoppedError
 from ...batch.saved_maps import redraw
 from ...render.colors import table
-from ..console import Screen, visible
+from ..console import Screen, count, visible
 from ..options import overlay_style
-from ..summary import count
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
