@@ -1,4 +1,4 @@
-"""What methods of many passes cost over the plain passes, and how far their maps agree with the exact ones.
+"""Time of methods of many passes over that of the plain passes, and agreement of their maps with the exact ones.
 
 The baseline is written out by hand: the same number of forwards, or of forwards and backwards to the input, of the
 same network on the same picture, at the chunk size that is the fastest of 1, 2, 4, 8 and 16 in the same run.
@@ -84,7 +84,7 @@ def once(contenders: dict[str, Contender]) -> dict[str, Timing]:
 
 
 def best_chunk(on: Subject, *, backward: bool, passes: int = 16, rounds: int = 3) -> int:
-    """The fastest chunk size of the plain passes: the least of some rounds of each."""
+    """The fastest chunk size of the plain passes, by the minimum over some rounds."""
     took = {
         size: min(seconds(lambda size=size: plain(on, passes, size, backward=backward)) for _ in range(rounds))  # type: ignore[misc]
         for size in SIZES
@@ -94,7 +94,7 @@ def best_chunk(on: Subject, *, backward: bool, passes: int = 16, rounds: int = 3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A method under test: how it is built, how many plain passes it is worth, and what it may cost over them."""
+    """A method under test: its constructor, its number of plain passes, and its largest time over them."""
 
     label: str
     build: Callable[[nn.Module, str], Attribution]
@@ -104,7 +104,7 @@ class Work:
 
 
 def works(passes_of_rise: int) -> list[Work]:
-    """The methods of the issue, at each precision."""
+    """The methods under test, at each precision."""
     forwards = {"exact": 1.08, "fast": 0.85, "bf16": 0.50}
     backwards = {"exact": 1.08, "fast": 0.92}
     made: list[Work] = [
@@ -121,11 +121,11 @@ def works(passes_of_rise: int) -> list[Work]:
     return made
 
 
-def agreement(found: Tensor, exact: Tensor) -> str:
+def agreement(values: Tensor, exact: Tensor) -> str:
     """The cosine and the rank correlation of two maps."""
-    a, b = (each.sum(1).flatten().double() for each in (found, exact))
+    a, b = (each.sum(1).flatten().double() for each in (values, exact))
     cosine = float(a @ b / (a.norm() * b.norm()))
-    return f"{cosine:.4f} / {rank_correlation(found.sum(1), exact.sum(1)):.4f}"
+    return f"{cosine:.4f} / {rank_correlation(values.sum(1), exact.sum(1)):.4f}"
 
 
 def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
@@ -138,7 +138,7 @@ def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
         "(wall)",
         "target",
         "cosine / rank",
-        "what was done",
+        "how the passes ran",
     )
     for name in names:
         on = subject(name)
@@ -204,8 +204,8 @@ def score_cam(photos: list[str]) -> Iterator[str]:
 
 
 def ablation_cam(rounds: int) -> Iterator[str]:
-    """Ablation-CAM over all channels against the part behind the layer, run by hand."""
-    yield "\n### Ablation-CAM, all channels, over the part behind the layer run by hand\n"
+    """Ablation-CAM over all channels against the part after the layer, run by hand."""
+    yield "\n### Ablation-CAM, all channels, over the part after the layer run by hand\n"
     yield header("network", "layer", "ratio", "target")
     resnet: Any = subject("resnet50")
     net: Any = resnet.model
@@ -277,8 +277,8 @@ def tolerance() -> Iterator[str]:
 
 
 def peers(rounds: int) -> Iterator[str]:
-    """What others take for the same work, over the plain passes."""
-    yield "\n### The others, over the plain passes (bundled network, one image)\n"
+    """Time of other toolkits for the same passes, over the plain passes."""
+    yield "\n### Other toolkits, over the plain passes (bundled network, one image)\n"
     yield header("", "ratio")
     on = subject("efficientnet_lite0")
     with contextlib.suppress(ImportError):

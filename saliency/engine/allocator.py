@@ -1,4 +1,4 @@
-"""Memory that stays with the process: the C library's habit of giving it back is paid for at every pass."""
+"""Keep freed memory in the process instead of returning it to the system after every pass."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import ctypes
 import os
 import sys
 
-# The numbers of these options in glibc's malloc.h are part of its binary interface.
+# These numbers from glibc's malloc.h are part of its binary interface.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _NEVER = 2**30  # bytes
 _PAD = 2**26
 
 
 def keep_memory() -> bool:
-    """Let this process keep the memory that it frees, and say whether it will.
+    """Keep the memory that this process frees, and return whether it will be kept.
 
-    By default glibc maps each block above 32 MiB anew and gives it back when it is freed, and the system clears and
-    maps its pages at each pass again. This call raises three limits of glibc (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD,
-    M_TOP_PAD) for the whole process, whatever else runs in it, and they stay raised. It may be called at any time and
-    again. Blocks of a gigabyte and more are still given back.
+    By default glibc maps each block above 32 MiB and returns it when it is freed, so the system clears and maps its
+    pages again at each pass. This call raises three limits of glibc (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD).
+    They hold for the whole process and stay raised. The call can be made at any time, and repeated. Blocks of a
+    gigabyte and more are still returned.
 
-    The cost: what the process once needed it keeps, up to 1 GiB at the end of its heap and whatever lies below a block
-    that is still in use. Peaks grew by 0 to 30 %.
+    The cost: the process keeps up to 1 GiB of free memory at the end of its heap, and all free memory below a block
+    that is in use. Peak memory grew by 0 to 30 %.
 
     The gain, in ms of CPU time per image, before and after (one thread, AMD EPYC, glibc 2.36; fresh processes):
 
@@ -32,14 +32,14 @@ def keep_memory() -> bool:
     | 16 | 34, 13 | 57, 37 | 90, 55 | 146, 123 |
 
     Returns:
-        True where glibc does so from now on. False on other systems and C libraries, where nothing is changed.
+        True if glibc keeps memory from now on; False on other systems and C libraries, where nothing is changed.
     """
     if not _is_glibc():
         return False
-    # Looked up in the process itself, so that the allocator that is really in use answers.
+    # Look it up in the process itself, since another allocator may be in use.
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # Before 2.35, glibc refuses a threshold above 32 MiB; it can be told to map no block at all instead.
+    # Before 2.35, glibc refuses a threshold above 32 MiB, but it can be set to map no block at all.
     kept = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
     return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))
 
@@ -49,5 +49,5 @@ def _is_glibc() -> bool:
         return False
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (ValueError, OSError):  # another C library does not know the question
+    except (ValueError, OSError):  # not known to another C library
         return False

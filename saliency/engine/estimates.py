@@ -1,4 +1,4 @@
-"""A mean over samples that come in chunks, and how far it can be trusted."""
+"""Running mean of samples that come in chunks, with its standard error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Estimate:
-    """A mean per pixel over samples that stream by, with its standard error, in constant memory.
+    """Running mean per pixel over samples, with its standard error, in constant memory.
 
-    Chunks are merged by the rule of Chan et al., so that only rounding depends on how the samples were cut into chunks.
+    Chunks are merged by the rule of Chan et al., so only rounding depends on the chunk size.
 
     Source: Welford, "Note on a Method for Calculating Corrected Sums of Squares and Products" (1962),
         https://doi.org/10.1080/00401706.1962.10490022; Chan et al., "Updating Formulae and a Pairwise Algorithm for
@@ -23,14 +23,14 @@ class Estimate:
         self._even: Tensor | None = None  # the sum of the samples 0, 2, 4, ...
 
     def add(self, samples: Tensor) -> None:
-        """Take in a chunk of samples (k, ...)."""
+        """Add a chunk of samples (k, ...)."""
         if not len(samples):
             return
         added = len(samples)
         mean = samples.mean(0)
         squares = (samples - mean).square_().sum(0)
         even = samples[self.count % 2 :: 2].sum(0)
-        mean, squares, even = (_precise(each) for each in (mean, squares, even))
+        mean, squares, even = (_precise(moment) for moment in (mean, squares, even))
         if self._mean is None or self._squares is None or self._even is None:
             self._mean, self._squares, self._even = mean, squares, even
         else:
@@ -45,31 +45,31 @@ class Estimate:
     def mean(self) -> Tensor:
         """The mean of all samples (...), in float64 where the device has it."""
         if self._mean is None:
-            raise ValueError("no sample has come in yet")
+            raise ValueError("no sample was added yet")
         return self._mean
 
     @property
     def variance(self) -> Tensor:
         """The unbiased variance of the samples (...); zero for a single one."""
         if self._squares is None:
-            raise ValueError("no sample has come in yet")
+            raise ValueError("no sample was added yet")
         return self._squares / max(self.count - 1, 1)
 
     @property
     def error(self) -> Tensor | None:
-        """The standard error of the mean (...); None for fewer than two samples, which say nothing of it."""
+        """The standard error of the mean (...); None for fewer than two samples."""
         return (self.variance / self.count).sqrt() if self.count > 1 else None
 
     @property
     def relative_error(self) -> float:
-        """The root mean square of the standard errors over that of the means; infinite where it is not known."""
+        """The root mean square of the standard errors over that of the means; infinite if unknown."""
         return relative_error(self.mean, self.error)
 
     @property
     def agreement(self) -> float | None:
-        """The rank correlation of the maps of every other sample and of those between; None below four samples.
+        """The rank correlation between the maps of the even and of the odd samples; None below four samples.
 
-        Of a map with channels, the channels are summed first.
+        Channels are summed first.
         """
         if self.count < 4 or self._even is None:
             return None
@@ -79,7 +79,7 @@ class Estimate:
 
 
 def relative_error(mean: Tensor, error: Tensor | None) -> float:
-    """The root mean square of standard errors over that of the values; 0 for 0 over 0, infinite where unknown."""
+    """Return the root mean square of standard errors over that of the values; 0 for 0 over 0, infinite if unknown."""
     if error is None:
         return float("inf")
     above, below = float(error.double().square().mean().sqrt()), float(mean.double().square().mean().sqrt())
@@ -87,18 +87,18 @@ def relative_error(mean: Tensor, error: Tensor | None) -> float:
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
-    """Spearman's rank correlation of two maps (..., H, W), -1 to 1; leading axes are summed. 1 for constant maps.
+    """Return Spearman's rank correlation of two maps (..., H, W); leading axes are summed. 1 for constant maps.
 
     Source: Spearman, "The Proof and Measurement of Association between Two Things" (1904).
     """
-    ranks = [_ranks(each.reshape(-1, *each.shape[-2:]).sum(0).flatten()) for each in (first, second)]
-    first, second = (each - each.mean() for each in ranks)
+    ranks = [_ranks(maps.reshape(-1, *maps.shape[-2:]).sum(0).flatten()) for maps in (first, second)]
+    first, second = (rank - rank.mean() for rank in ranks)
     norm = float(first.norm() * second.norm())
     return float(first @ second) / norm if norm else 1.0
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """The rank of each value; ties share the mean of theirs."""
+    """The rank of each value; ties get their mean rank."""
     at: Tensor
     counts: Tensor
     _, at, counts = torch.unique(values, return_inverse=True, return_counts=True)
@@ -107,7 +107,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def precise_type(tensor: Tensor) -> torch.dtype:
-    """The type that sums are kept in: float64, where the device of a tensor has it."""
+    """Return the type for sums: float64, unless the device of a tensor does not have it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 

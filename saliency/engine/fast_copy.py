@@ -153,13 +153,13 @@ def _measure(
 ) -> tuple[Pairs | None, str]:
     """Return what is folded and the gain in words, or None and why the variant is dropped."""
     pairs = foldable_pairs(model, x[:1])
-    made = _private_variant(model, variant, pairs, backward=backward)
-    found, outputs = _trial(made, x, backward=backward), len(expected) - backward
-    error, cosine = agreement(found[:outputs], expected[:outputs])
-    gradient_cosine = agreement(found[-1], expected[-1])[1] if backward else cosine
+    candidate = _private_variant(model, variant, pairs, backward=backward)
+    tensors, outputs = _trial(candidate, x, backward=backward), len(expected) - backward
+    error, cosine = agreement(tensors[:outputs], expected[:outputs])
+    gradient_cosine = agreement(tensors[-1], expected[-1])[1] if backward else cosine
     if not variant.is_exact_enough(error, cosine, gradient_cosine):
         return None, f"was not exact enough here (cosine {min(cosine, gradient_cosine):.4f})"
-    ratio = time_ratio(made, model, x, backward=backward)
+    ratio = time_ratio(candidate, model, x, backward=backward)
     if ratio > REQUIRED_RATIO:
         return None, f"was no faster here ({ratio:.2f} of the plain time)"
     norms = sum(isinstance(module, NORMS) for module in model.modules())
@@ -176,13 +176,13 @@ def _build(model: nn.Module, row: Tensor, choice: _Choice, *, backward: bool) ->
         return FasterModel(model, choice.note)
     precision = choice.variant.precision
     try:
-        made = _private_variant(model, choice.variant, choice.pairs, backward=backward)
-        error, cosine = agreement(_trial(made, row, backward=False), _trial(model, row, backward=False))
+        candidate = _private_variant(model, choice.variant, choice.pairs, backward=backward)
+        error, cosine = agreement(_trial(candidate, row, backward=False), _trial(model, row, backward=False))
     except Exception as failure:  # noqa: BLE001 - for example memory that is short now
         return FasterModel(model, f"exact: {precision} failed here ({type(failure).__name__})")
     if not choice.variant.is_exact_enough(error, cosine, cosine):
         return FasterModel(model, f"exact: {precision} was not exact enough here (cosine {cosine:.4f})")
-    return FasterModel(made, choice.note)
+    return FasterModel(candidate, choice.note)
 
 
 def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
@@ -195,7 +195,7 @@ def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
         return [tensor.detach() for tensor in (*tensors, *gradients)]
 
 
-def time_ratio(made: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
+def time_ratio(candidate: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
     """Return the time of a copy as a part of the model's, each the better of two runs."""
 
     def seconds(module: nn.Module) -> float:
@@ -205,8 +205,8 @@ def time_ratio(made: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) 
             torch.cuda.synchronize(x.device)
         return time.perf_counter() - began
 
-    rounds = [(seconds(made), seconds(model)) for _ in range(2)]
-    return min(ours for ours, _ in rounds) / min(theirs for _, theirs in rounds)
+    rounds = [(seconds(candidate), seconds(model)) for _ in range(2)]
+    return min(first for first, _ in rounds) / min(second for _, second in rounds)
 
 
 class _Converted(nn.Module):
@@ -224,20 +224,20 @@ class _Converted(nn.Module):
             output = self.model(inputs)
         if self.variant.precision == "fast":
             return output
-        return tree_map_tensors(output, lambda each: each.to(x.dtype) if each.dtype == torch.bfloat16 else each)
+        return tree_map_tensors(output, lambda value: value.to(x.dtype) if value.dtype == torch.bfloat16 else value)
 
 
 def _private_variant(model: nn.Module, variant: Variant, pairs: Pairs, *, backward: bool) -> nn.Module:
-    made = private_copy(model)
-    fold(made, pairs)
-    nn.Module.to(made, memory_format=torch.channels_last)
+    candidate = private_copy(model)
+    fold(candidate, pairs)
+    nn.Module.to(candidate, memory_format=torch.channels_last)
     if variant.weights is not None:
-        nn.Module.to(made, dtype=variant.weights)
+        nn.Module.to(candidate, dtype=variant.weights)
     if backward:
         # Backward passes past frozen weights are slower, in 16 bits through a transformer twenty times.
-        for parameter in made.parameters():
+        for parameter in candidate.parameters():
             parameter.requires_grad = parameter.is_floating_point()
-    return _Converted(made, variant)
+    return _Converted(candidate, variant)
 
 
 def private_copy(model: nn.Module) -> nn.Module:
@@ -248,11 +248,11 @@ def private_copy(model: nn.Module) -> nn.Module:
     """
     # Objects in the memo are not copied: a hook may be a method of an object that collects.
     memo = {id(hook): hook for module in unique_modules(model) for hook in module_hooks(module)}
-    made: nn.Module = copy.deepcopy(model, memo)
-    for module in unique_modules(made):
+    duplicate: nn.Module = copy.deepcopy(model, memo)
+    for module in unique_modules(duplicate):
         if getattr(module, "training", False):
             module.training = False
-    return made
+    return duplicate
 
 
 def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:
@@ -273,18 +273,16 @@ def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:
     values, reads = UntracedAccess(), _Reads(model)
     with torch.no_grad(), reads, values:
         run_model(model, x)
-    if reads.takes_numbers or values.found or has_global_module_hooks():
+    if reads.takes_numbers or values.reason or has_global_module_hooks():
         return ()
     pairs = []
     for name, convolution in convolutions.items():
-        convolved = reads.only_read(convolution.weight)
-        if convolved is None or convolved.op is not torch.ops.aten.convolution.default:
+        op, options, convolved = reads.only_read(convolution.weight)
+        if op is not torch.ops.aten.convolution.default or options[2] is not convolution.bias:
             continue
-        normalised = reads.only_read(convolved.output)
-        if normalised is None or "batch_norm" not in str(normalised.op) or convolved.args[2] is not convolution.bias:
-            continue
-        statistics = [each for each in normalised.args if id(each) in norms and reads.only_read(each)]
-        if normalised.args[0] is convolved.output and len(statistics) == 1:
+        op, options, _ = reads.only_read(convolved)
+        statistics = [value for value in options if id(value) in norms and reads.only_read(value)[0] is op]
+        if "batch_norm" in str(op) and options[0] is convolved and len(statistics) == 1:
             pairs.append((name, norms[id(statistics[0])]))
     return tuple(pairs)
 
@@ -302,11 +300,11 @@ def _is_foldable_norm(module: Any) -> bool:
     return type(module) in NORMS or {name for name, _ in module.named_children()} == {"drop", "act"}
 
 
-def fold(made: nn.Module, pairs: Pairs) -> None:
+def fold(model: nn.Module, pairs: Pairs) -> None:
     """Fold the batch norms of some pairs into their convolutions, in a private copy."""
     for convolution_name, norm_name in pairs:
-        convolution: Any = made.get_submodule(convolution_name)
-        norm: Any = made.get_submodule(norm_name)
+        convolution: Any = model.get_submodule(convolution_name)
+        norm: Any = model.get_submodule(norm_name)
         statistics = norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
         with torch.no_grad():
             convolution.weight, convolution.bias = fuse_conv_bn_weights(
@@ -317,15 +315,11 @@ def fold(made: nn.Module, pairs: Pairs) -> None:
             if hasattr(norm, name):
                 rest.add_module(name, getattr(norm, name))
         rest.training = False
-        made.set_submodule(norm_name, rest)
+        model.set_submodule(norm_name, rest)
 
 
-class _Read(NamedTuple):
-    """An operation that reads a tensor."""
-
-    op: Any
-    args: tuple[Any, ...]
-    output: Any
+_Read = tuple[Any, tuple[Any, ...], Any]
+"""An operation that reads a tensor, its arguments and its result."""
 
 
 class _Reads(DispatchMode):
@@ -343,26 +337,26 @@ class _Reads(DispatchMode):
         self.takes_numbers |= torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
         for tensor in tree_leaves((args, kwargs or {}), Tensor):
             if id(tensor) in self._watched:
-                self._reads[id(tensor)].append(_Read(op, args, output))
+                self._reads[id(tensor)].append((op, args, output))
         if op is torch.ops.aten.convolution.default:
             self._watched[id(output)] = output
         return output
 
-    def only_read(self, tensor: Tensor) -> _Read | None:
-        """Return the only operation that reads a tensor; None if there is none or several."""
+    def only_read(self, tensor: Tensor) -> _Read:
+        """Return the only operation that reads a tensor; (None, (), None) if there is none or several."""
         reads = self._reads[id(tensor)]
-        return reads[0] if len(reads) == 1 else None
+        return reads[0] if len(reads) == 1 else (None, (), None)
 
 
 def agreement(output: Any, expected: Any) -> tuple[float, float]:
     """Return the relative error and the cosine of the worst tensor; (inf, -1) if they cannot be compared."""
     trees = (output, expected)
-    first, second = ([each.detach() for each in tree_tensors(tree) if each.is_floating_point()] for tree in trees)
-    if not second or [each.shape for each in first] != [each.shape for each in second]:
+    first, second = ([value.detach() for value in tree_tensors(tree) if value.is_floating_point()] for tree in trees)
+    if not second or [value.shape for value in first] != [value.shape for value in second]:
         return float("inf"), -1.0
     error, cosine = 0.0, 1.0
     for pair in zip(first, second, strict=True):
-        a, b = (each.flatten().to(torch.promote_types(each.dtype, torch.float32)) for each in pair)
+        a, b = (value.flatten().to(torch.promote_types(value.dtype, torch.float32)) for value in pair)
         difference, norm = float((a - b).norm()), float(b.norm())
         if not (difference < float("inf") and norm < float("inf")):  # also NaN
             return float("inf"), -1.0

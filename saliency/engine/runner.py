@@ -195,9 +195,9 @@ class PassRunner(ExitStack):
             return self.model
         from .fast_copy import faster_model
 
-        found = faster_model(self.model, self.x, self.precision, backward=backward)
-        self.ran("gradients" if backward else "forwards", found.note)
-        return found.model
+        faster = faster_model(self.model, self.x, self.precision, backward=backward)
+        self.ran("gradients" if backward else "forwards", faster.note)
+        return faster.model
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):

@@ -50,11 +50,11 @@ class Patch(NamedTuple):
             return self.rows
         if self.clean is None:
             raise ReplayMismatch("a step reads a map beyond what has changed, which no step did in the first forward")
-        made = cut(self.clean, place, beyond)
+        content = cut(self.clean, place, beyond)
         own = zip(self.rows, self.place.tops, self.place.lefts, strict=True)
-        for row, top, left, changed in zip(made, place.tops, place.lefts, own, strict=True):
+        for row, top, left, changed in zip(content, place.tops, place.lefts, own, strict=True):
             _paste(row, top, left, *changed)
-        return made
+        return content
 
     def whole(self) -> Tensor:
         """Return the whole maps (k, C, H, W)."""
@@ -65,12 +65,12 @@ class Patch(NamedTuple):
 def cut(clean: Tensor, place: Rectangles, beyond: float = 0.0) -> Tensor:
     """Return the content of rectangles (k, C, h, w) of a map (1, C, H, W), with `beyond` outside of the map."""
     height, width = clean.shape[-2:]
-    made = clean.new_empty(len(place.tops), clean.shape[1], place.height, place.width)
-    for row, top, left in zip(made, place.tops, place.lefts, strict=True):
+    content = clean.new_empty(len(place.tops), clean.shape[1], place.height, place.width)
+    for row, top, left in zip(content, place.tops, place.lefts, strict=True):
         if top < 0 or left < 0 or top + place.height > height or left + place.width > width:
             row.fill_(beyond)
         _paste(row, top, left, clean[0], 0, 0)
-    return made
+    return content
 
 
 def _paste(into: Tensor, top: int, left: int, source: Tensor, source_top: int, source_left: int) -> None:
@@ -171,12 +171,9 @@ def _max_pool(call: Call) -> Result:
     kernel, dilation = named["kernel_size"], named.get("dilation", [1])
     stride = named.get("stride") or kernel
     geometry = kernel, stride, named.get("padding", [0]), dilation
-    # The second result holds places in the whole map.
-    return (
-        _slide(call, geometry, -torch.inf, lambda x: F.max_pool2d(x, kernel, stride, 0, dilation))
-        if call.is_single
-        else None
-    )
+    if not call.is_single:  # the second result holds places in the whole map
+        return None
+    return _slide(call, geometry, -torch.inf, lambda x: F.max_pool2d(x, kernel, stride, 0, dilation))
 
 
 def _avg_pool(call: Call) -> Result:
@@ -249,7 +246,7 @@ def _around(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:
 
 
 def _least(starts: Iterable[tuple[int, ...]]) -> list[int]:
-    return [min(each) for each in zip(*starts, strict=True)]
+    return [min(of_window) for of_window in zip(*starts, strict=True)]
 
 
 def _aligned(part: Any, place: Rectangles, size: tuple[int, ...]) -> Any:

@@ -88,7 +88,7 @@ def as_list(result: Any) -> list[Any]:
 def _schema(op: Op) -> dict[str, bool]:
     """The arguments of an operation by name, and whether it writes to them."""
     arguments = operator_schema(op).arguments
-    return {each.name: each.alias_info is not None and each.alias_info.is_write for each in arguments}
+    return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
 
 def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -99,9 +99,9 @@ def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
 def _map(part: Any, change: Callable[[Any], Any]) -> Any:
     """Return arguments with everything that is not a container changed. Tuples become lists."""
     if isinstance(part, tuple | list):
-        return [_map(each, change) for each in part]
+        return [_map(child, change) for child in part]
     if isinstance(part, dict):
-        return {name: _map(each, change) for name, each in part.items()}
+        return {name: _map(child, change) for name, child in part.items()}
     return change(part)
 
 
@@ -109,19 +109,19 @@ class UntracedAccess(TorchFunctionMode):
     """Notices when a forward takes values out of tensors in ways that the dispatcher does not show.
 
     Attributes:
-        found: The first such access; empty if there is none.
+        reason: The first such access; empty if there is none.
     """
 
     _functions = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = ""
+        self.reason = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and note it if it takes values out."""
         if func in self._functions and not isinstance(args[0], nn.Parameter):
-            self.found = self.found or f"the model takes values out of tensors by {func.__name__}()"
+            self.reason = self.reason or f"the model takes values out of tensors by {func.__name__}()"
         return func(*args, **(kwargs or {}))
 
 
@@ -216,7 +216,7 @@ class Tape(DispatchMode):
         reason = self._unreadable(tensors)
         if reason:
             return reason
-        if any(self._slot(each) is None and not self._memory(each).is_new for each in _written(op, args, kwargs)):
+        if any(self._slot(to) is None and not self._memory(to).is_new for to in _written(op, args, kwargs)):
             return f"{op} writes to what the model keeps"
         if _reads_values(op, [tensor for tensor in tensors if self._slot(tensor) is not None]):
             return f"{op} makes numbers or shapes of values"
@@ -539,4 +539,4 @@ def _merged_external(one: Tensor, two: Tensor, rows: int, *, overwritten: bool) 
             external = _External(one.narrow(grown[0], 0, one.shape[grown[0]] // rows), grown[0], overwritten)
         if trees_agree(external.at(rows), one) and trees_agree(external.at(rows + 1), two):
             return external
-    raise ReplayMismatch("what is used beside the tensor that is followed is not the same for each row")
+    raise ReplayMismatch("a tensor that the replayed operations read is not the same for each row")

@@ -36,7 +36,7 @@ class TailForward(PartialForward):
         LayerError: The layer is not run, or does not return a floating-point tensor with one row for the image.
     """
 
-    part = "behind the layer only"
+    part = "only the part after the layer"
 
     def __init__(self, model: nn.Module, layer: str | nn.Module, x: Tensor) -> None:
         super().__init__(model, x)
@@ -48,7 +48,7 @@ class TailForward(PartialForward):
             with access:
                 self._calls = self._count_calls()
             tape, self.output = self._record(None)
-            tape.refusal = access.found or tape.refusal
+            tape.refusal = access.reason or tape.refusal
             rows = self._laid_out(_variants(self.activation))
             self._program = self._attempt(lambda: self._prepare(tape, self.output, rows))
 
@@ -118,7 +118,7 @@ class TailForward(PartialForward):
             replaced = (self.activation if rows is None else rows).clone()
             if tape is not None:
                 tape.begin(replaced)
-            return tree_map_tensors(output, lambda each: replaced if each is first else each)
+            return tree_map_tensors(output, lambda tensor: replaced if tensor is first else tensor)
 
         with HookManager() as hooks:
             hooks.revise(self._layer, change)

@@ -44,7 +44,7 @@ class WindowForward(PartialForward):
             with access:
                 self._run(None)
             tape, output = self._record(None)
-            tape.refusal = access.found or tape.refusal
+            tape.refusal = access.reason or tape.refusal
             rows = self._patch(*_trial_windows(self._x)).whole()  # (3, C, H, W)
             self._program = self._attempt(lambda: self._prepare(tape, output, rows))
         self.share = 1.0
