@@ -1,10 +1,11 @@
-"""Methods that follow straight paths from baselines to the image: integrated and expected gradients, and IDGI."""
+"""Methods on straight paths from baselines to the image: integrated gradients, expected gradients and IDGI."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,46 +16,52 @@ from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledA
 from ..engine.runner import MakeInputs, PassRunner
 from ..targets.class_names import class_scores
 from ..targets.targets import ClassScore, OutputTarget, Probability
+from ..validation import check_choice, check_whole_number
 from .baselines import BaselineLike, ResolvedBaseline, baselines, resolve_baseline
-from .quadrature import Adaptive, Rule
-from .quadrature import rule as rule_of
+
+Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
+
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 MOST_NODES = 256
-"""Where an adaptive integral ends at the latest: the gradients at all nodes are kept."""
+"""The most nodes of an adaptive integral. The gradients at all nodes are kept."""
+FIRST_NODES = 9
+"""The number of evenly spaced nodes that an adaptive integral starts with."""
+NEW_NODES = 4
+"""The most intervals that it halves at a time. The number is fixed, so that the result does not depend on chunks."""
 
 
 class IntegratedGradients(MultiPassAttribution):
-    """The mean gradient on the straight path from a baseline to the image, times the way between them.
+    """The mean gradient on the straight path from a baseline to the image, times their difference.
 
-    The default baseline is the mean colour, 0 in the normalised input: it is the same for all images, is known of every
-    model, and lies nearer to most pixels than black, under which dark pixels get nothing however much they count.
+    The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
+    every model, and is closer to most pixels than black. With a black baseline, dark pixels get nothing.
 
-    A trained network's gradient changes so fast along the path that fixed rules converge slowly: on the bundled network
-    and real photos, 50 nodes of Gauss and Legendre leave a residual of 1 to 17 % of the rise, 32 one of 5 to 50 %. A
-    `tolerance` is met with far fewer passes, in two ways. The scores at two nodes say what the gradients in between
-    must add up to, so the gradients at both are mixed accordingly, which is exact for one kink in between; and nodes
-    are added where no mixture does, in the intervals with the largest residuals. All nodes are kept (those of Gauss and
-    Legendre's rule, asked for more, are all new ones). The weights are never negative and sum to 1 under every rule, so
-    the result is always a mean of true gradients.
+    A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
+    and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 17 % of the rise, 32 nodes one of 5 to 50 %. A
+    `tolerance` is met with far fewer passes, in two ways. The scores at two nodes give the mean gradient between them,
+    so the gradients at both are mixed to match it, which is exact for one kink between the nodes. New nodes are added
+    in the intervals with the largest residuals. All nodes are kept (a Gauss-Legendre rule with more nodes needs all new
+    ones). Under every rule the weights are not negative and sum to 1, so the result is a mean of true gradients.
 
-    A small residual is not a small error of the map: at 1 %, after 10 to 17 passes, the maps of the bundled network's
-    top class on five photos have a cosine of .87 to .98 with those of 256 nodes; under 50 nodes .994 to .999.
+    A small residual is not a small error of the map. At 1 %, after 10 to 17 passes, the maps of the bundled network's
+    top class on five photos have a cosine of .87 to .98 with those of 256 nodes; with 50 nodes .994 to .999.
 
     Args:
         model: As for every method.
-        baseline: "mean", "black", "white", "blur", "noise" (of the normalised input's mean and spread), a number in
-            units of the normalised input, a float tensor, a picture or its path; of several, or of a tensor
+        baseline: "mean", "black", "white", "blur", "noise" (of the normalised input's mean and standard deviation), a
+            number in units of the normalised input, a float tensor, an image or its path. For several, or a tensor
             (K, C, H, W), the mean over all is taken.
         rule: "gauss_legendre", "midpoint", "trapezoid", "riemann_left" or "riemann_right".
         steps: The number of nodes on each path.
-        tolerance: The residual, relative to the score's rise over the baseline's, at which nodes suffice. They are then
-            chosen as said above, and `rule` and `steps` do not count.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        tolerance: The residual, relative to the difference of the score and the baseline's score, at which the nodes
+            suffice. They are then chosen as described above; `rule` and `steps` are not used.
+        **options: See `saliency.attribution.options.EngineOptions`.
 
-    Values: (N, C, H, W), signed, in score units; they and the residual make up the score less that of the baseline.
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
     Raises:
-        MethodError: An option that is none, or a baseline that does not fit.
+        MethodError: An option is invalid, or a baseline does not fit.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Sundararajan et al., "Axiomatic Attribution for Deep Networks" (2017), https://arxiv.org/abs/1703.01365;
@@ -74,47 +81,47 @@ class IntegratedGradients(MultiPassAttribution):
         rule: Rule = "gauss_legendre",
         steps: int = 50,
         tolerance: float | None = None,
-        **running: Unpack[EngineOptions],
+        **options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(model, **running)
+        super().__init__(model, **options)
         self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
         self.rule, self.steps = rule, steps
-        self.tolerance = checked_tolerance(tolerance)
-        rule_of(rule, steps)
+        self.tolerance = Budget(tolerance=tolerance).tolerance
+        quadrature(rule, steps)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The mean over the baselines of the integral on the path from each."""
+        """Compute the mean over the baselines of the integrals on their paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         if self.tolerance is not None:
             return _adaptively_integrated(passes, references, self.tolerance)
         gradients = mean_gradients(passes, references, self.rule, self.steps)
         values = ((passes.x - references) * gradients).mean(0)  # (C, H, W)
-        return ImageAttribution(values, residual=residual_of(values, score, scores_of(passes, references)))
+        return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
 
 class IDGI(MultiPassAttribution):
-    """The score's rise along the path from a baseline, each step's dealt out by the squared gradient.
+    """The rise of the score along the path from a baseline, where each step is shared by the squared gradient.
 
-    Of what integrated gradients sums up, only the part along the gradient changes the score; the rest is noise that
-    cancels in the sum alone. So each step's rise is given to the pixels by their share in the gradient's square, which
-    makes the values add up exactly, but for steps that begin where the gradient is zero.
+    Of what integrated gradients add up, only the part along the gradient changes the score; the rest is noise. So the
+    rise of each step is given to the pixels by their share in the squared gradient. The values then sum exactly to the
+    rise, except for steps that start where the gradient is zero.
 
     As in the authors' code, a class is explained by its probability, and the result's `target_names` say so. Any other
-    target is explained as it is, as `saliency.value(281)` for the logit, and so is the only output of a model. On the
-    bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average, and 21 % where
-    the logit is explained.
+    target is explained as it is, such as `saliency.value(281)` for the logit, and so is the only output of a model. On
+    the bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average, and 21 %
+    if the logit is explained.
 
     Args:
         model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        **options: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
 
     Raises:
-        MethodError: An option that is none, or a baseline that does not fit.
+        MethodError: An option is invalid, or a baseline does not fit.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Yang et al., "IDGI: A Framework to Eliminate Explanation Noise from Integrated Gradients" (2023),
@@ -126,64 +133,72 @@ class IDGI(MultiPassAttribution):
     quick_options: ClassVar[Mapping[str, Any]] = {"steps": 3}
 
     def __init__(
-        self, model: nn.Module, *, baseline: BaselineLike = "mean", steps: int = 50, **running: Unpack[EngineOptions]
+        self, model: nn.Module, *, baseline: BaselineLike = "mean", steps: int = 50, **options: Unpack[EngineOptions]
     ) -> None:
-        super().__init__(model, **running)
+        super().__init__(model, **options)
         self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
-        self.steps = steps
-        rule_of("midpoint", steps)
+        self.steps = check_whole_number("steps", steps)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
-        """The probability of a class instead of its logit."""
+        """Return the probability of a class instead of its logit."""
         if not isinstance(target.target, ClassScore):
             return target
         return ResolvedTarget(_ProbabilityIfAny((target.target,)), target.images, target.categories)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The steps' rises, dealt out."""
+        """Share the rise of each step by the squared gradient at its start."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        stations = self.steps + 1
+        nodes = self.steps + 1
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
-        risen = 0.0
-        open_share, open_score = torch.zeros_like(values), 0.0  # of the station that the last chunk ended at
-        at = torch.linspace(0, 1, stations, dtype=torch.float64, device="cpu")
-        for done in passes.gradients(on_paths(passes.x, references, at), len(references) * stations):
-            shares = _squared_shares(done.gradients.to(values.dtype))
-            for place, (share, here) in enumerate(zip(shares, done.scores.tolist(), strict=True), start=done.start):
-                if place % stations:
-                    values += (here - open_score) * open_share
-                    risen += here - open_score
-                open_share, open_score = share, here
-        values, risen = values / len(references), risen / len(references)
-        return ImageAttribution(values, residual=risen - float(values.sum(dtype=torch.float64)))
+        rise = 0.0
+        last_shares, last_score = torch.zeros_like(values), 0.0
+        at = torch.linspace(0, 1, nodes, dtype=torch.float64, device="cpu")
+        for done in passes.gradients(on_paths(passes.x, references, at), len(references) * nodes):
+            rows = zip(_squared_shares(done.gradients.to(values.dtype)), done.scores.tolist(), strict=True)
+            for node, (shares, node_score) in enumerate(rows, start=done.start):
+                if node % nodes:
+                    values += (node_score - last_score) * last_shares
+                    rise += node_score - last_score
+                last_shares, last_score = shares, node_score
+        values, rise = values / len(references), rise / len(references)
+        return ImageAttribution(values, residual=rise - float(values.sum(dtype=torch.float64)))
 
 
 class _ProbabilityIfAny(Probability):
-    """The probability of a class; the score itself where the model gives one number per image."""
+    """Probability of a class, or the score itself if the model returns one number per image."""
 
     def resolve_from(self, output: Any) -> OutputTarget:
-        """With the top class, where none was named."""
+        """Resolve the top class, if no class was named."""
         score = self.scores[0].resolve_from(output)
         return score if class_scores(output).shape[1] == 1 else Probability((score,))
 
 
-class ExpectedGradients(SampledAttribution):
-    """The mean of gradient times way over random places on random paths: integrated gradients over many baselines.
+def _squared_shares(gradients: Tensor) -> Tensor:
+    """The share of each value in the sum of squares of its gradient (k, C, H, W); zero for a zero gradient."""
+    largest = gradients.abs().amax((1, 2, 3), keepdim=True)
+    # Scale first: the square of a small gradient would vanish.
+    squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
+    total = squares.sum((1, 2, 3), keepdim=True)
+    return squares / torch.where(total == 0, torch.ones_like(total), total)
 
-    Each sample takes one baseline and one place on its path. That makes no single baseline's colour invisible, and the
-    map comes with a standard error. By default each baseline is one random colour, normally distributed as the
-    normalised input's values are, which needs no data; the authors draw training images.
+
+class ExpectedGradients(SampledAttribution):
+    """Integrated gradients averaged over many baselines: gradient times difference at random points of random paths.
+
+    Each sample takes one baseline and one point on its path. So no single colour is invisible as a baseline, and the
+    map has a standard error. By default each baseline is one random colour, normally distributed as the values of the
+    normalised input, which needs no data; the authors draw training images.
 
     Args:
         model: As for every method.
-        references: "colours"; or what is drawn from: a float tensor (K, C, H, W), or a list of pictures, paths, or
-            baselines as of `IntegratedGradients`. Of "noise", each sample has its own.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        references: "colours", or what baselines are drawn from: a float tensor (K, C, H, W), or a list of images,
+            paths, or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
+        **options: See `saliency.attribution.options.SamplingOptions`.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score less the baselines' mean score.
 
     Raises:
-        MethodError: An option that is none, or a reference that does not fit.
+        MethodError: An option is invalid, or a reference does not fit.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Erion et al., "Improving Performance of Deep Learning Models with Axiomatic Attribution Priors and Expected
@@ -196,37 +211,36 @@ class ExpectedGradients(SampledAttribution):
     quick_options: ClassVar[Mapping[str, Any]] = {"passes": 4}
 
     def __init__(
-        self, model: nn.Module, *, references: BaselineLike = "colours", **sampling: Unpack[SamplingOptions]
+        self, model: nn.Module, *, references: BaselineLike = "colours", **options: Unpack[SamplingOptions]
     ) -> None:
-        super().__init__(model, **sampling)
+        super().__init__(model, **options)
+        is_default = isinstance(references, str) and references == "colours"
         self.references: ResolvedBaseline | list[ResolvedBaseline] = (
-            "colours"
-            if isinstance(references, str) and references == "colours"
-            else resolve_baseline("references", references, self.preprocess)
+            "colours" if is_default else resolve_baseline("references", references, self.preprocess)
         )
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The mean over the samples."""
+        """Compute the mean over the samples."""
         x, estimate = passes.x, Estimate()
-        drawn = self.references in ("colours", "noise")
-        given = x if drawn else baselines(self.references, x, self.preprocess, self.seed)
+        is_drawn = self.references in ("colours", "noise")
+        given = x if is_drawn else baselines(self.references, x, self.preprocess, self.seed)
 
         def draw(sample: int) -> tuple[Tensor, float]:
-            """A sample's baseline (C, H, W) and its place on the path."""
+            """The baseline (C, H, W) of a sample and its point on the path."""
             random = generator(self.seed, sample)
-            place = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
-            if not drawn:
-                return given[int(torch.randint(len(given), (), generator=random, device="cpu"))], place
+            point = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
+            if not is_drawn:
+                return given[int(torch.randint(len(given), (), generator=random, device="cpu"))], point
             shape = (x.shape[1], 1, 1) if self.references == "colours" else x.shape[1:]
-            return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), place
+            return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), point
 
         def make(start: int, stop: int) -> Tensor:
-            drawings = [draw(sample) for sample in range(start, stop)]
-            return torch.stack([torch.lerp(reference, x[0], place) for reference, place in drawings])
+            return torch.stack(
+                [torch.lerp(reference, x[0], point) for reference, point in map(draw, range(start, stop))]
+            )
 
         for done in passes.gradients(make, self.most_passes):
-            count = len(done.scores)
-            references = torch.stack([draw(sample)[0] for sample in range(done.start, done.start + count)])
+            references = torch.stack([draw(done.start + row)[0] for row in range(len(done.scores))])
             estimate.add((x - references).to(wide(x)) * done.gradients)
             if passes.enough(estimate):
                 break
@@ -234,28 +248,28 @@ class ExpectedGradients(SampledAttribution):
 
 
 def on_paths(x: Tensor, references: Tensor, at: Tensor) -> MakeInputs:
-    """The inputs on the straight paths from each of K baselines to the image: all nodes of one, then the next's.
+    """Return a function that creates the inputs on the straight paths from K baselines to the image, path by path.
 
     Args:
         x: (1, C, H, W) the image.
         references: (K, C, H, W) the baselines.
-        at: (n,) the nodes, 0 at the baseline and 1 at the image.
+        at: (n,) the nodes on each path, 0 at the baseline and 1 at the image.
     """
 
     def make(start: int, stop: int) -> Tensor:
-        places = torch.arange(start, stop, device="cpu")
-        shares = at[places % len(at)].to(x).view(-1, 1, 1, 1)
-        return torch.lerp(references[(places // len(at)).to(x.device)], x, shares)
+        numbers = torch.arange(start, stop, device="cpu")
+        shares = at[numbers % len(at)].to(x).view(-1, 1, 1, 1)
+        return torch.lerp(references[(numbers // len(at)).to(x.device)], x, shares)
 
     return make
 
 
-def mean_gradients(passes: PassRunner, references: Tensor, rule_name: Rule, steps: int) -> Tensor:
+def mean_gradients(passes: PassRunner, references: Tensor, rule: Rule, steps: int) -> Tensor:
     """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes.
 
     After an interrupt, the mean over the passes that were run.
     """
-    nodes = rule_of(rule_name, steps)
+    nodes = quadrature(rule, steps)
     repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), nodes.weights)  # (K, K * n)
     weights = repeated.to(passes.x.device, wide(passes.x))
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
@@ -267,35 +281,138 @@ def mean_gradients(passes: PassRunner, references: Tensor, rule_name: Rule, step
     return total / counted.clamp(min=torch.finfo(counted.dtype).tiny).view(-1, 1, 1, 1)
 
 
-def scores_of(passes: PassRunner, inputs: Tensor) -> Tensor:
-    """The scores (k,) of inputs (k, C, H, W); fewer after an interrupt."""
-    found = [done.scores for done in passes.forwards(lambda start, stop: inputs[start:stop], len(inputs))]
-    return torch.cat(found) if found else inputs.new_zeros(0)
+def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: Tensor) -> float | None:
+    """Return the difference of the score and the baselines' mean score that the values do not add up to.
 
-
-def residual_of(values: Tensor, score: Tensor, references: Tensor) -> float | None:
-    """What values miss of the score less the mean of the baselines' scores; None where an interrupt left these out."""
-    if not len(references):
+    None after an interrupt, without the scores of the baselines (K, C, H, W).
+    """
+    scores = [done.scores for done in passes.forwards(lambda start, stop: references[start:stop], len(references))]
+    if not scores:
         return None
-    return float(score) - float(references.double().mean()) - float(values.sum(dtype=torch.float64))
+    return float(score) - float(torch.cat(scores).double().mean()) - float(values.sum(dtype=torch.float64))
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type that sums are kept in: that of the input, but no half precision."""
+    """Return the dtype of sums: that of the input, but no half precision."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def checked_tolerance(tolerance: float | None) -> float | None:
-    """A tolerance that is one. Raises MethodError."""
-    Budget(tolerance=tolerance)
-    return tolerance
+class Nodes(NamedTuple):
+    """Nodes and weights of a quadrature rule over 0..1."""
+
+    at: Tensor  # (n,) float64, rising
+    weights: Tensor  # (n,) float64, of sum 1
+
+
+def quadrature(rule: str, count: int) -> Nodes:
+    """Return the nodes and weights of a rule for integrals over 0..1, in float64 on the CPU.
+
+    Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1, the
+    Riemann sums, which take the left or right end of each of n intervals, for constants.
+
+    Args:
+        rule: One of `RULES`.
+        count: The number of nodes; at least two for the trapezoid rule, which includes both ends.
+
+    Raises:
+        MethodError: The rule does not exist, or the number of nodes is too small.
+
+    Source: Golub and Welsch, "Calculation of Gauss Quadrature Rules" (1969),
+        https://doi.org/10.1090/S0025-5718-69-99647-1.
+    """
+    check_choice("rule", rule, RULES)
+    count = check_whole_number("steps", count, least=2 if rule == "trapezoid" else 1)
+    if rule == "gauss_legendre":
+        nodes, weights = np.polynomial.legendre.leggauss(count)
+        at = (nodes + 1) / 2
+    elif rule == "trapezoid":
+        at, weights = np.linspace(0, 1, count), np.ones(count)
+        weights[[0, -1]] /= 2
+    else:
+        shift = {"riemann_left": 0.0, "midpoint": 0.5, "riemann_right": 1.0}[rule]
+        at, weights = (np.arange(count) + shift) / count, np.ones(count)
+    return Nodes(torch.from_numpy(at), torch.from_numpy(weights / weights.sum()))
+
+
+class AdaptiveIntegral:
+    """Mean slope of a function over 0..1, from its values and slopes at nodes that are added where needed.
+
+    In each interval between two nodes, the slopes at both ends are mixed so that their mean is the secant, which the
+    values give. For a piecewise linear function with one kink in the interval this is exact, wherever the kink lies;
+    networks with ReLUs are piecewise linear on a straight path. If the secant is not between the two slopes, only the
+    closer slope is used, and a residual remains. The intervals with the largest residuals are halved next.
+
+    The weights of the slopes are not negative and sum to 1, so the result is a mean of slopes.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[float, float, float]] = []  # position, value and slope, in the order of arrival
+
+    def wanted(self) -> list[float]:
+        """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
+        if not self.nodes:
+            return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
+        _, at, _, _ = self._sorted()
+        residuals = self._mixed()[1].abs()
+        worst = residuals.sort(descending=True, stable=True).indices[:NEW_NODES]
+        worst = worst[residuals[worst] > 0.1 * residuals.max()]
+        centres: list[float] = ((at[worst] + at[worst + 1]) / 2).sort().values.tolist()
+        return centres
+
+    def add(self, at: float, value: float, slope: float) -> None:
+        """Add the function's value and slope at a node."""
+        self.nodes.append((at, value, slope))
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
+        if len(self.nodes) == 1:
+            return torch.ones(1, dtype=torch.float64, device="cpu")
+        order, at, _, _ = self._sorted()
+        shares, widths = self._mixed()[0], at.diff()
+        weights = torch.zeros_like(at)
+        weights[order[:-1]] += widths * shares
+        weights[order[1:]] += widths * (1 - shares)
+        return weights / widths.sum()  # an interrupted run has not reached the end
+
+    @property
+    def rise(self) -> float:
+        """The difference of the values at the last and the first node."""
+        _, _, values, _ = self._sorted()
+        return float(values[-1] - values[0])
+
+    @property
+    def residual(self) -> float:
+        """The part of the rise that the weighted slopes do not add up to."""
+        return float(self._mixed()[1].sum())
+
+    @property
+    def rounding(self) -> float:
+        """The residual that rounding may cause, for values in float32."""
+        return 1e-6 * max(abs(value) for _, value, _ in self.nodes)
+
+    def _sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The order of the nodes by position (n,), and their positions, values and slopes in this order."""
+        at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
+        order = at.argsort()
+        return order, at[order], values[order], slopes[order]
+
+    def _mixed(self) -> tuple[Tensor, Tensor]:
+        """For each interval (n - 1,), the share of the slope at its left end, and the residual."""
+        _, at, values, slopes = self._sorted()
+        left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
+        difference = left - right
+        differs = difference.abs() > 1e-9 * slopes.abs().max()
+        shares = (rises / widths - right) / torch.where(differs, difference, 1.0)
+        shares = torch.where(differs, shares, 0.5).clamp(0, 1)
+        return shares, rises - widths * (shares * left + (1 - shares) * right)
 
 
 def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: float) -> ImageAttribution:
-    """The mean over the baselines, with as many nodes on each path as the residual asks for."""
+    """The mean over the baselines, with as many nodes on each path as the tolerance needs."""
     x = passes.x
-    ways = (x - references).to(wide(x))  # (K, C, H, W)
-    paths = [Adaptive() for _ in references]
+    differences = (x - references).to(wide(x))  # (K, C, H, W)
+    paths = [AdaptiveIntegral() for _ in references]
     gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
     while passes.stopped == "complete" and not _is_met(paths, tolerance):
         if passes.used >= MOST_NODES * len(paths):
@@ -307,31 +424,19 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
             return torch.stack([torch.lerp(references[path], x[0], at) for path, at in wanted[start:stop]])
 
         for done in passes.gradients(make, len(wanted)):
-            rows = zip(wanted[done.start :], done.scores.tolist(), done.gradients, strict=False)
+            rows = zip(wanted[done.start :], done.scores.tolist(), done.gradients.to(differences), strict=False)
             for (path, at), value, gradient in rows:
-                paths[path].add(at, value, float((gradient.to(ways.dtype) * ways[path]).sum(dtype=torch.float64)))
+                paths[path].add(at, value, float((gradient * differences[path]).sum(dtype=torch.float64)))
                 gradients[path].append(gradient)
-    means = [
-        torch.einsum("n,nchw->chw", path.weights.to(ways), torch.stack(found).to(ways.dtype))
-        for path, found in zip(paths, gradients, strict=True)
-        if found
-    ]
-    values = (ways[: len(means)] * torch.stack(means)).mean(0)
-    return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths))
+    reached = [i for i, path in enumerate(paths) if path.nodes]
+    means = [torch.einsum("n,nchw->chw", paths[i].weights.to(differences), torch.stack(gradients[i])) for i in reached]
+    values = (differences[reached] * torch.stack(means)).mean(0)
+    return ImageAttribution(values, residual=sum(paths[i].residual for i in reached) / len(paths))
 
 
-def _is_met(paths: list[Adaptive], tolerance: float) -> bool:
-    """Whether the mean residual of some paths is small, measured by their mean rise, or by what rounding leaves."""
-    if not paths[0].at:
+def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:
+    """Whether the mean residual is small relative to the mean rise, or no larger than rounding."""
+    if not paths[0].nodes:
         return False
-    residual, rise = (abs(sum(each)) for each in ([path.residual for path in paths], [path.rise for path in paths]))
+    residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))
     return residual <= max(tolerance * rise, sum(path.rounding for path in paths))
-
-
-def _squared_shares(gradients: Tensor) -> Tensor:
-    """The share of each value in the square of its gradient (k, C, H, W); zero where the gradient is."""
-    largest = gradients.abs().amax((1, 2, 3), keepdim=True)
-    # Scaled first: the square of a small gradient would vanish.
-    squares = (gradients / torch.where(largest == 0, torch.ones_like(largest), largest)).square()
-    total = squares.sum((1, 2, 3), keepdim=True)
-    return squares / torch.where(total == 0, torch.ones_like(total), total)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import NotApplicableError, SaliencyWarning, TargetError
-from saliency.methods.bias_terms import BiasWatch
-from saliency.methods.full_grad import FullGrad
+from saliency.methods.full_grad import BiasRecorder, FullGrad
 
 
 @pytest.fixture(autouse=True)
@@ -135,15 +134,15 @@ def test_the_map_is_the_papers() -> None:
 
 def test_the_general_bias_of_a_batch_norm_is_its_formula() -> None:
     norm, x = lived_in(nn.BatchNorm2d(4)), torch.randn(1, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    with BiasWatch(x) as closed:
+    with BiasRecorder(x) as closed:
         norm(x)
     weight, bias = norm.get_parameter("weight"), norm.get_parameter("bias")
     mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
-    with BiasWatch(x) as general:
+    with BiasRecorder(x) as general:
         torch.batch_norm(x, weight, bias, mean, variance, False, 0.1, 1e-5, False)
     expected = (bias - weight * mean / (variance + 1e-5).sqrt()).detach()[None, :, None, None]
-    torch.testing.assert_close(closed.biases[0].bias, expected)
-    torch.testing.assert_close(general.biases[0].bias, expected.expand(1, 4, 3, 3))
+    torch.testing.assert_close(closed.biases[0].values, expected)
+    torch.testing.assert_close(general.biases[0].values, expected.expand(1, 4, 3, 3))
 
 
 def test_what_does_not_depend_on_the_image_has_no_part() -> None:

@@ -14,10 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, value
 from saliency.errors import MethodError, NotApplicableError
 from saliency.methods.baselines import blurred
-from saliency.methods.integrated_gradients import IDGI, ExpectedGradients, IntegratedGradients
+from saliency.methods.integrated_gradients import (
+    FIRST_NODES,
+    IDGI,
+    RULES,
+    AdaptiveIntegral,
+    ExpectedGradients,
+    IntegratedGradients,
+    Rule,
+    quadrature,
+)
 from saliency.methods.path_variants import BlurIG, GuidedIG
-from saliency.methods.quadrature import FIRST_NODES, RULES, Adaptive, Rule
-from saliency.methods.quadrature import rule as rule_of
 from saliency.testing import tiny_model
 
 SHAPE = (3, 8, 8)
@@ -51,7 +58,7 @@ def linear(seed: int = 5) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("count", [2, 3, 8, 50, 301])
 def test_the_weights_of_a_rule_sum_to_one(name: str, count: int) -> None:
-    nodes = rule_of(name, count)
+    nodes = quadrature(name, count)
     assert nodes.at.shape == nodes.weights.shape == (count,)
     assert float(nodes.weights.sum()) == pytest.approx(1, abs=1e-14)
     assert bool((nodes.at.diff() > 0).all())
@@ -60,7 +67,7 @@ def test_the_weights_of_a_rule_sum_to_one(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
 def test_gauss_and_legendre_are_exact_to_degree_2n_minus_1_and_no_further(count: int) -> None:
-    nodes = rule_of("gauss_legendre", count)
+    nodes = quadrature("gauss_legendre", count)
     for degree in range(2 * count):
         assert float(nodes.weights @ nodes.at**degree) == pytest.approx(1 / (degree + 1), abs=1e-13)
     assert abs(float(nodes.weights @ nodes.at ** (2 * count)) - 1 / (2 * count + 1)) > 1e-16
@@ -68,17 +75,17 @@ def test_gauss_and_legendre_are_exact_to_degree_2n_minus_1_and_no_further(count:
 
 @pytest.mark.parametrize(("name", "degree"), [("midpoint", 1), ("trapezoid", 1)])
 def test_midpoints_and_trapezoids_are_exact_for_straight_lines(name: str, degree: int) -> None:
-    nodes = rule_of(name, 7)
+    nodes = quadrature(name, 7)
     assert float(nodes.weights @ nodes.at**degree) == pytest.approx(1 / (degree + 1), abs=1e-14)
 
 
 def test_riemann_sums_take_the_side_that_they_say() -> None:
-    assert rule_of("riemann_left", 4).at.tolist() == [0, 0.25, 0.5, 0.75]
-    assert rule_of("riemann_right", 4).at.tolist() == [0.25, 0.5, 0.75, 1]
+    assert quadrature("riemann_left", 4).at.tolist() == [0, 0.25, 0.5, 0.75]
+    assert quadrature("riemann_right", 4).at.tolist() == [0.25, 0.5, 0.75, 1]
 
 
-def integrated(value: Callable[[float], float], slope: Callable[[float], float], rounds: int) -> Adaptive:
-    adaptive = Adaptive()
+def integrated(value: Callable[[float], float], slope: Callable[[float], float], rounds: int) -> AdaptiveIntegral:
+    adaptive = AdaptiveIntegral()
     for _ in range(rounds):
         for at in adaptive.wanted():
             adaptive.add(at, value(at), slope(at))
@@ -90,7 +97,7 @@ def test_one_kink_is_integrated_exactly_wherever_it_lies(kink: float) -> None:
     adaptive = integrated(lambda a: 2 * a + 5 * max(a - kink, 0), lambda a: 2 + 5.0 * (a > kink), 1)
     weights = adaptive.weights
     assert adaptive.residual == pytest.approx(0, abs=1e-13)
-    above = torch.tensor([float(at > kink) for at in adaptive.at], dtype=torch.float64)
+    above = torch.tensor([float(at > kink) for at, _, _ in adaptive.nodes], dtype=torch.float64)
     assert float(weights @ above) == pytest.approx(1 - kink)
 
 
@@ -99,15 +106,15 @@ def test_adaptive_weights_are_those_of_a_mean_and_the_residual_is_what_they_miss
     weights = adaptive.weights
     assert float(weights.sum()) == pytest.approx(1)
     assert bool((weights >= 0).all())
-    slopes = torch.tensor([3 * at * at for at in adaptive.at], dtype=torch.float64)
+    slopes = torch.tensor([3 * at * at for at, _, _ in adaptive.nodes], dtype=torch.float64)
     assert adaptive.rise - float(weights @ slopes) == pytest.approx(adaptive.residual)
-    assert len(adaptive.at) == len(set(adaptive.at)) > FIRST_NODES
+    assert len(adaptive.nodes) == len({node[0] for node in adaptive.nodes}) > FIRST_NODES
 
 
 def test_new_nodes_come_where_the_residual_is() -> None:
     adaptive = integrated(lambda a: (a > 0.3) * 1.0, lambda a: 0.0, 6)
-    assert all(0.25 < at < 0.375 for at in adaptive.at[FIRST_NODES:])
-    assert min(abs(at - 0.3) for at in adaptive.at) < 0.01
+    assert all(0.25 < at < 0.375 for at, _, _ in adaptive.nodes[FIRST_NODES:])
+    assert min(abs(at - 0.3) for at, _, _ in adaptive.nodes) < 0.01
 
 
 # --- integrated gradients
@@ -392,7 +399,7 @@ def test_the_map_is_the_weighted_sum_of_the_gradients_at_the_nodes_of_all_baseli
     model, x = Gated(ahead, skip=skip, **options), image(count=2)
     baselines = image(7, 2)
     found = IntegratedGradients(model, baseline=baselines, steps=5, chunk=3).attribute(x, 1).values
-    nodes, expected = rule_of("gauss_legendre", 5), torch.zeros_like(x)
+    nodes, expected = quadrature("gauss_legendre", 5), torch.zeros_like(x)
     for baseline in baselines:
         for at, weight in zip(nodes.at.tolist(), nodes.weights.tolist(), strict=True):
             here = torch.lerp(baseline.expand_as(x), x, at).requires_grad_()
