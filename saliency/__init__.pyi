@@ -55,13 +55,13 @@ from .methods.integrated_gradients import IntegratedGradients as IntegratedGradi
 from .methods.path_variants import BlurIG as BlurIG
 from .methods.path_variants import GuidedIG as GuidedIG
 from .methods.perturbation.feature_ablation import FeatureAblation as FeatureAblation
-from .methods.perturbation.lime import LIME as LIME
+from .methods.perturbation.lime_shap import LIME as LIME
+from .methods.perturbation.lime_shap import KernelSHAP as KernelSHAP
+from .methods.perturbation.lime_shap import ShapleySampling as ShapleySampling
 from .methods.perturbation.mask_optimisation import ExtremalPerturbation as ExtremalPerturbation
 from .methods.perturbation.mask_optimisation import MeaningfulPerturbation as MeaningfulPerturbation
 from .methods.perturbation.occlusion import Occlusion as Occlusion
 from .methods.perturbation.rise import RISE as RISE
-from .methods.perturbation.shap import KernelSHAP as KernelSHAP
-from .methods.perturbation.shap import ShapleySampling as ShapleySampling
 from .methods.perturbation.sobol_hsic import HSIC as HSIC
 from .methods.perturbation.sobol_hsic import Sobol as Sobol
 from .methods.score_cam import ISCAM as ISCAM

@@ -1,4 +1,4 @@
-"""What an image is compared with: colours, its own blur, noise, other images, or several of these."""
+"""References that an image is compared with: baselines of path methods, and fills of hidden pixels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,128 +18,247 @@ from ..engine.multi_pass import generator
 from ..errors import MethodError, did_you_mean
 from ..io.image_io import ImageLike
 from ..io.inputs import Prepare, read
-from ..validation import real_number
+from ..validation import is_real, real_number
 
-COLOURS = ("mean", "black", "white")
-KINDS = (*COLOURS, "blur", "noise")
+BASELINES = ("mean", "black", "white", "blur", "noise")
+BASELINE_BLUR = 0.1
+"""The standard deviation of the "blur" baseline, as a share of the image's shorter edge."""
 
-BLUR = 0.1
-"""The standard deviation of the "blur" baseline, over the length of the image's shorter edge."""
+FILLS = ("mean", "blur", "inpaint")
+FILL_BLUR = 1 / 20
+"""The standard deviation of the "blur" fill, as a share of the image's shorter edge: 11 pixels at 224."""
+INPAINT_RADIUS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GivenBaseline:
-    """Baselines that came as a picture or a tensor, as the model takes them."""
+class GivenImages:
+    """Images that came as a picture or a tensor, as the model takes them."""
 
     name: str
     values: Tensor  # (K, C, H, W)
 
 
-ResolvedBaseline = str | float | GivenBaseline
+ResolvedBaseline = str | float | GivenImages
 BaselineLike = ImageLike | float | Sequence[ImageLike | float]
-"""One of `KINDS`, a number, a float tensor (C, H, W) or (K, C, H, W), a picture or its path; or several of them."""
+"""One of `BASELINES`, a number, a float tensor (C, H, W) or (K, C, H, W), an image or its path; or several of them."""
 
 
 def resolve_baseline(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline | list[ResolvedBaseline]:
-    """A checked baseline, or several, that a method can keep: pictures are read here, once.
+    """Return a checked baseline, or several; images are read once, here.
 
     Args:
-        option: What the method calls it.
+        option: The name of the option.
         like: See `BaselineLike`. A number is in units of the normalised input.
-        preprocess: How pictures become the model's input, and what "black" and "white" are there.
+        preprocess: How images become the model's input. It also defines "black" and "white".
 
     Raises:
-        MethodError: It is none of these, or black or white of a model without preprocessing.
-        ImageError: A picture cannot be read.
+        MethodError: The value is invalid, or black or white for a model without preprocessing.
+        ImageError: An image cannot be read.
     """
-    if isinstance(like, list | tuple):
-        if not like:
-            raise MethodError(f"{option} is an empty list; expected at least one baseline")
-        return [_settled(option, each, preprocess) for each in like]
-    return _settled(option, like, preprocess)
+    if not isinstance(like, list | tuple):
+        return _resolved(option, like, preprocess)
+    if not like:
+        raise MethodError(f"{option} is an empty list; expected at least one baseline")
+    return [_resolved(option, item, preprocess) for item in like]
 
 
-def _settled(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline:
-    if isinstance(like, GivenBaseline):
+def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaseline:
+    if isinstance(like, GivenImages):
         return like
     if isinstance(like, Real):
         return real_number(option, like)
-    if isinstance(like, str) and like in KINDS:
+    if isinstance(like, str) and like in BASELINES:
         if like in ("black", "white") and preprocess is None:
             raise MethodError(
-                f'{option}="{like}": this model carries no preprocessing, so what {like} is in its input is not '
-                f'known; pass preprocess=..., a number in units of the input, or {option}="mean", which is 0'
+                f'{option}="{like}": this model carries no preprocessing, so the value of {like} in its input is '
+                f'unknown; pass preprocess=..., a number in units of the input, or {option}="mean", which is 0'
             )
         return like
-    if isinstance(like, str) and not os.path.exists(like):  # noqa: PTH110 - a string that may be no path
+    if isinstance(like, str) and not os.path.exists(like):  # noqa: PTH110 - a string that may not be a path
         raise MethodError(
-            f"{option}={like!r} is neither a file nor one of {', '.join(KINDS)}{did_you_mean(like, KINDS)}"
+            f"{option}={like!r} is neither a file nor one of {', '.join(BASELINES)}{did_you_mean(like, BASELINES)}"
         )
     if not isinstance(like, str | os.PathLike | Image.Image | np.ndarray | Tensor):
         raise MethodError(
-            f"{option} is a {type(like).__name__}; expected one of {', '.join(KINDS)}, a number, a tensor, a picture, "
-            "a path, or a list of these"
+            f"{option} is a {type(like).__name__}; expected one of {', '.join(BASELINES)}, a number, a tensor, an "
+            "image, a path, or a list of these"
         )
     values = read(like, preprocess).tensor
     shape = "x".join(map(str, values.shape))
     name = os.fsdecode(like) if isinstance(like, str | os.PathLike) else f"{type(like).__name__} {shape}"
-    return GivenBaseline(name, values.clone())
+    return GivenImages(name, values.clone())
 
 
-def baselines(kept: ResolvedBaseline | list[ResolvedBaseline], x: Tensor, preprocess: Prepare, seed: int = 0) -> Tensor:
-    """The baselines (K, C, H, W) of one image (1, C, H, W).
+def baselines(
+    resolved: ResolvedBaseline | list[ResolvedBaseline], x: Tensor, preprocess: Prepare, seed: int = 0
+) -> Tensor:
+    """Return the baselines (K, C, H, W) of one image (1, C, H, W).
 
     Args:
-        kept: What `resolve_baseline` gave.
+        resolved: The result of `resolve_baseline`.
         x: The image.
-        preprocess: What `resolve_baseline` had.
-        seed: What "noise" is drawn from; the same for all images.
+        preprocess: As for `resolve_baseline`.
+        seed: The seed of "noise", which is the same for all images.
 
     Raises:
-        MethodError: A given tensor or picture has another size than the image.
+        MethodError: A given tensor or image has a different size than the image.
     """
-    several = kept if isinstance(kept, list) else [kept]
-    return torch.cat([_one(each, x, preprocess, seed, place) for place, each in enumerate(several)])
+    several = resolved if isinstance(resolved, list) else [resolved]
+    return torch.cat([_baseline(one, x, preprocess, seed, number) for number, one in enumerate(several)])
 
 
-def _one(kept: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, place: int) -> Tensor:
-    if isinstance(kept, float):
-        return torch.full_like(x, kept)
-    if isinstance(kept, GivenBaseline):
-        if kept.values.shape[1:] != x.shape[1:]:
-            came, wanted = ("x".join(map(str, each.shape[1:])) for each in (kept.values, x))
-            raise MethodError(f"the baseline ({kept.name}) is {came}, and the image {wanted}; expected the same size")
-        return kept.values.to(x)
-    if kept == "mean":
-        return torch.zeros_like(x)
-    if kept == "blur":
-        return blurred(x, BLUR * min(x.shape[-2:]))
-    if kept == "noise":
-        return torch.randn(x.shape, generator=generator(seed, place), dtype=torch.float64, device="cpu").to(x)
-    return colour(kept, x, preprocess).expand_as(x).clone()
+def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, number: int) -> Tensor:
+    if isinstance(resolved, GivenImages):
+        if resolved.values.shape[1:] != x.shape[1:]:
+            got, expected = ("x".join(map(str, images.shape[1:])) for images in (resolved.values, x))
+            raise MethodError(
+                f"the baseline ({resolved.name}) is {got}, and the image {expected}; expected the same size"
+            )
+        return resolved.values.to(x)
+    if resolved == "blur":
+        return blurred(x, BASELINE_BLUR * min(x.shape[-2:]))
+    if resolved == "noise":
+        return torch.randn(x.shape, generator=generator(seed, number), dtype=torch.float64, device="cpu").to(x)
+    if resolved in ("black", "white") and preprocess is not None:
+        height, width = x.shape[-2:]
+        prepared = preprocess(Image.new("RGB", (width, height), resolved))  # (C, H, W)
+        return prepared[:, height // 2, width // 2].to(x)[None, :, None, None].expand_as(x).clone()
+    return torch.full_like(x, 0.0 if resolved == "mean" else float(resolved))
 
 
-def colour(name: str, x: Tensor, preprocess: Prepare) -> Tensor:
-    """A colour (1, C, 1, 1) in the model's input, found by sending a picture of it through the preprocessing."""
-    if preprocess is None:
-        raise MethodError(f"what {name} is cannot be known without preprocessing; pass preprocess=...")
-    height, width = x.shape[-2:]
-    prepared = preprocess(Image.new("RGB", (width, height), name))  # (C, H, W)
-    middle = prepared[:, prepared.shape[1] // 2, prepared.shape[2] // 2]
-    return middle.to(x).view(1, -1, 1, 1)
+FillLike = float | str | Sequence[float] | Tensor | GivenImages
+"""The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean colour of
+its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or an image (C, H, W) as
+the model takes it."""
+
+Fill = float | str | tuple[float, ...] | GivenImages
+
+
+def resolve_fill(like: FillLike, *, partial: str = "") -> Fill:
+    """Return a checked fill.
+
+    Args:
+        like: See `FillLike`.
+        partial: The name of a method that hides pixels in part, which "inpaint" cannot.
+
+    Raises:
+        MethodError: The value is invalid.
+    """
+    fill: Any = like
+    if isinstance(fill, Tensor):
+        image = fill[0] if fill.dim() == 4 and len(fill) == 1 else fill
+        if image.dim() == 3 and image.is_floating_point() and torch.isfinite(image).all():
+            return GivenImages("image", image.detach().clone()[None])
+        fill = f"a {fill.dtype} tensor of shape {tuple(fill.shape)}"
+    elif isinstance(fill, str):
+        if fill == "inpaint" and partial:
+            raise MethodError(
+                f'{partial} hides pixels in part, which fill="inpaint" cannot; use "blur", "mean" or a number'
+            )
+        if fill in FILLS:
+            return fill
+        raise MethodError(f'fill="{fill}" is not one of {", ".join(FILLS)}{did_you_mean(fill, FILLS)}')
+    elif isinstance(fill, GivenImages):
+        return fill
+    elif is_real(fill):
+        return float(fill)
+    elif isinstance(fill, list | tuple) and fill and all(map(is_real, fill)):
+        return tuple(map(float, fill))
+    raise MethodError(
+        f"fill={fill} is invalid; expected a finite number, one number per channel, one of {', '.join(FILLS)}, or a "
+        "finite float tensor (C, H, W) as the model takes it"
+    )
+
+
+class Filler:
+    """Variants of one image with some of its pixels hidden.
+
+    Args:
+        x: (1, C, H, W) the image.
+        fill: The value of hidden pixels.
+
+    Attributes:
+        background: (1, C, H, W) the image with all pixels hidden; 0 for "inpaint", which has nothing to start from.
+
+    Raises:
+        MethodError: The fill has different channels or another size than the image.
+    """
+
+    def __init__(self, x: Tensor, fill: Fill) -> None:
+        self.x = x
+        self._inpaints = fill == "inpaint"
+        self.background = _background(x, fill)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the images (k, C, H, W) in which the pixels of a boolean mask (k, 1, H, W) are replaced."""
+        if not self._inpaints:
+            return torch.where(hidden, self.background, self.x)
+        return torch.stack([self._inpainted(self.x[0], mask[0]) for mask in hidden])
+
+    def patch(self, top: int, left: int, size: tuple[int, int]) -> Tensor:
+        """Return the content (C, h, w) of a hidden window of `size` (h, w)."""
+        height, width = size
+        if not self._inpaints:
+            return self.background[0, :, top : top + height, left : left + width]
+        # Inpainting uses nearby pixels only, so the rest of the image is left out.
+        margin = 2 * INPAINT_RADIUS
+        above, before = max(top - margin, 0), max(left - margin, 0)
+        part = self.x[0, :, above : top + height + margin, before : left + width + margin]
+        rows, columns = slice(top - above, top - above + height), slice(left - before, left - before + width)
+        hidden = torch.zeros(part.shape[1:], dtype=torch.bool, device="cpu")
+        hidden[rows, columns] = True
+        return self._inpainted(part, hidden)[:, rows, columns]
+
+    def _inpainted(self, image: Tensor, hidden: Tensor) -> Tensor:
+        """An image or a part of it, (C, h, w), with the pixels `hidden` (h, w) inpainted from those around them.
+
+        Source: Bertalmio et al., "Navier-Stokes, Fluid Dynamics, and Image and Video Inpainting" (2001),
+            https://doi.org/10.1109/CVPR.2001.990497. OpenCV's implementation depends on a range of 0 to 255.
+        """
+        import cv2
+
+        if bool(hidden.all()):
+            return torch.zeros_like(image)
+        low, high = (extreme.cpu().double()[:, None, None] for extreme in self.x[0].flatten(1).aminmax(dim=1))
+        scale = (high - low).clamp(min=1e-30) / 255
+        mask = hidden.cpu().numpy().astype(np.uint8)
+        channels = ((image.cpu().double() - low) / scale).float().numpy()
+        inpainted = np.stack([cv2.inpaint(channel, mask, INPAINT_RADIUS, cv2.INPAINT_NS) for channel in channels])
+        result = torch.from_numpy(inpainted).double() * scale + low
+        return torch.where(hidden.to(image.device), result.to(image), image)
+
+
+def _background(x: Tensor, fill: Fill) -> Tensor:
+    """The image (1, C, H, W) with all pixels hidden."""
+    if fill == "mean":
+        return x.mean((2, 3), keepdim=True).expand_as(x)
+    if fill == "blur":
+        return blurred(x, FILL_BLUR * min(x.shape[2:]))
+    if isinstance(fill, GivenImages):
+        if fill.values.shape != x.shape:
+            raise MethodError(
+                f"the fill has the shape {tuple(fill.values.shape[1:])}, and the model's input {tuple(x.shape[1:])}; "
+                "expected the same size and channels"
+            )
+        return fill.values.to(x)
+    numbers = fill if isinstance(fill, tuple) else (0.0 if fill == "inpaint" else float(fill),)
+    if len(numbers) not in (1, x.shape[1]):
+        raise MethodError(
+            f"the fill has {len(numbers)} numbers, and the image {x.shape[1]} channels; expected one each"
+        )
+    return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(1, -1, 1, 1).expand_as(x)
 
 
 def blurred(x: Tensor, sigma: float) -> Tensor:
-    """An image (..., H, W) under a Gaussian of standard deviation `sigma` pixels; see `Diffusion`."""
+    """Blur an image (..., H, W) by a Gaussian with a standard deviation of `sigma` pixels; see `Diffusion`."""
     return Diffusion(x)(torch.tensor([sigma], dtype=torch.float64, device="cpu"))[0]
 
 
 class Diffusion:
-    """An image under Gaussians of any width: heat that spreads on a plate whose edges let none out.
+    """An image under Gaussian blurs of any width, reflected at its edges.
 
-    The image is reflected at its edges, so that none of its brightness is lost and no dark rim appears. In the basis of
-    cosines a Gaussian only scales each coefficient, which makes it as cheap for wide as for narrow ones, and gives the
-    exact derivative by the width.
+    Reflection keeps the brightness, so that no edge darkens. In the cosine basis a Gaussian only scales each
+    coefficient, so the cost does not depend on the width, and the derivative with respect to the width is exact.
 
     Args:
         x: (..., H, W) the image.
@@ -149,32 +269,29 @@ class Diffusion:
     def __init__(self, x: Tensor) -> None:
         self._like = x
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        self._rows, self._columns = (_cosines(size, wide) for size in x.shape[-2:])
+        self._rows, self._columns = (_cosine_basis(size).to(wide) for size in x.shape[-2:])
         self._coefficients = self._rows @ wide @ self._columns.mT
         frequencies = [torch.pi / n * torch.arange(n, dtype=torch.float64, device="cpu") for n in x.shape[-2:]]
         self._decay = (frequencies[0][:, None].square() + frequencies[1].square()) / 2  # (H, W)
 
     def __call__(self, sigmas: Tensor) -> Tensor:
-        """The image under each Gaussian: (k, ..., H, W), for standard deviations (k,) in pixels."""
-        return self._scaled(torch.exp(-self._decay * _column(sigmas).square()))
+        """Return the image under each Gaussian, (k, ..., H, W), for standard deviations (k,) in pixels."""
+        sigmas = sigmas.view(-1, 1, 1)
+        return self._scaled(torch.exp(-self._decay * sigmas.square()))
 
     def derivative(self, sigmas: Tensor) -> Tensor:
-        """How fast each of these changes with its standard deviation: (k, ..., H, W), per pixel."""
-        sigma = _column(sigmas)
-        return self._scaled(-2 * sigma * self._decay * torch.exp(-self._decay * sigma.square()))
+        """Return the derivative of each of these by its standard deviation, (k, ..., H, W), per pixel."""
+        sigmas = sigmas.view(-1, 1, 1)
+        return self._scaled(-2 * sigmas * self._decay * torch.exp(-self._decay * sigmas.square()))
 
     def _scaled(self, factors: Tensor) -> Tensor:
         factors = factors.to(self._coefficients).view(-1, *[1] * (self._like.dim() - 2), *factors.shape[-2:])
         return (self._rows.mT @ (factors * self._coefficients) @ self._columns).to(self._like.dtype)
 
 
-def _column(sigmas: Tensor) -> Tensor:
-    return sigmas.detach().to("cpu", torch.float64).view(-1, 1, 1)
-
-
-def _cosines(size: int, like: Tensor) -> Tensor:
-    """The orthonormal matrix (size, size) that takes values to the coefficients of their cosines."""
+def _cosine_basis(size: int) -> Tensor:
+    """The orthonormal matrix (size, size) of the discrete cosine transform, float64."""
     at = torch.arange(size, dtype=torch.float64, device="cpu")
     matrix = torch.cos(torch.pi / size * at[:, None] * (at + 0.5)) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    return matrix.to(like)
+    return matrix

@@ -1,11 +1,11 @@
-"""Extremal perturbations: of all smooth masks of a given area, the one that keeps the score highest."""
+"""Optimised masks: meaningful perturbation hides the smallest part, extremal perturbation keeps the best one."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,136 +19,126 @@ from ...engine.runner import PassRunner
 from ...errors import MethodError
 from ...hooks.model_state import leaf
 from ...validation import check_choice, check_whole_number, real_number
-from .fills import Filler, FillLike, as_fill
+from ..baselines import Filler, FillLike, resolve_fill
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
-"""From the numbers that are optimised, and a shift in pixels, to the image (1, C, H, W) that the model is shown."""
+"""A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
 
-AUTHORS = 224
-"""The edge in pixels of the pictures that the papers give their lengths for; lengths go along with the picture."""
+REFERENCE_EDGE = 224
+"""The edge in pixels of the images that the papers' lengths are for. Lengths grow with the image."""
 
 
 class OptimisedMask(MultiPassAttribution):
-    """A method that optimises masks step by step. The steps of an image come one after the other, whatever `chunk` is.
+    """Base class of methods that optimise masks step by step.
 
-    The score is counted in units of what is at stake: the difference that it makes to hide the whole image. So the
-    weights of what a mask costs mean the same for logits, probabilities and any other score.
+    The steps of an image run one by one, whatever `chunk` is.
+
+    The score is divided by the stake: the difference that hiding the whole image makes. So the weights of the other
+    costs of a mask mean the same for logits, probabilities and any other score.
 
     Args:
         model: As for every method.
-        steps: How many steps of gradient descent each mask takes.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        steps: The number of steps of gradient descent for each mask.
+        **options: See `saliency.attribution.options.EngineOptions`.
     """
 
     sign = "positive"
     quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
     rate: float
-    """How far a step moves a mask's numbers, at most."""
+    """The most that a step changes the numbers of a mask."""
 
-    def __init__(self, model: nn.Module, *, steps: int, **running: Unpack[EngineOptions]) -> None:
-        super().__init__(model, **running)
+    def __init__(self, model: nn.Module, *, steps: int, **options: Unpack[EngineOptions]) -> None:
+        super().__init__(model, **options)
         self.steps = check_whole_number("steps", steps)
 
     def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
-        """The passes of one image, one at a time: each step begins where the one before has ended."""
+        """Return the passes of one image, one at a time: each step starts where the previous one ended."""
         single = copy.copy(self)
         single.chunk = 1
         return super(OptimisedMask, single).passes_of(x, target, image)
 
-    def descend(self, passes: PassRunner, at: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
-        """Some masks' numbers (k, g, g) after all steps, and whether the score ever had a gradient at them.
+    def descend(self, passes: PassRunner, start: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
+        """Return the numbers (k, g, g) of some masks after all steps, and whether the score ever had a gradient.
 
         Args:
             passes: The passes of the image.
-            at: (k, g, g) where to begin; each of the k is optimised for itself.
-            stake: What the score is divided by; negative to raise it.
+            start: (k, g, g) the first numbers; each of the k masks is optimised separately.
+            stake: The divisor of the score; negative to raise it.
             render: See `Render`.
         """
-        states = [Descent.begin(each) for each in at]
-        reach = round(2 * min(passes.x.shape[2:]) / AUTHORS)
-        alive = False
-        passes.least = passes.used + len(at)
+        masks, moments = list(start), torch.zeros(2, *start.shape, dtype=start.dtype, device=start.device)
+        reach = round(2 * min(passes.x.shape[2:]) / REFERENCE_EDGE)
+        has_gradient = False
+        passes.least = passes.used + len(masks)
 
         def shift(step: int) -> tuple[int, int]:
-            drawn = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu").tolist()
-            return int(drawn[0]), int(drawn[1])
+            down, across = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu")
+            return int(down), int(across)
 
         def make(start: int, stop: int) -> Tensor:
-            return render(states[start % len(at)].at, shift(start // len(at))).to(passes.x.dtype)
+            return render(masks[start % len(masks)], shift(start // len(masks))).to(passes.x.dtype)
 
-        for done in passes.gradients(make, self.steps * len(at)):
-            step, which = divmod(done.start, len(at))
-            alive = alive or bool(done.gradients.any())
+        for done in passes.gradients(make, self.steps * len(masks)):
+            step, number = divmod(done.start, len(masks))
+            has_gradient = has_gradient or bool(done.gradients.any())
             with torch.enable_grad():
-                numbers = leaf(states[which].at)
-                shown = render(numbers, shift(step))
-                aim = (shown * done.gradients.to(shown.dtype)).sum() / stake + self.cost_of(numbers, which, step)
-                (gradient,) = torch.autograd.grad(aim, numbers)
-            states[which] = states[which].step(gradient, self.rate)
-        return torch.stack([state.at for state in states]), alive
+                numbers = leaf(masks[number])
+                image = render(numbers, shift(step))
+                loss = (image * done.gradients.to(image.dtype)).sum() / stake + self.cost_of(numbers, number, step)
+                (gradient,) = torch.autograd.grad(loss, numbers)
+            masks[number] = adam_step(masks[number], gradient, moments[:, number], step + 1, self.rate)
+        return torch.stack(masks), has_gradient
 
     @abstractmethod
-    def cost_of(self, at: Tensor, which: int, step: int) -> Tensor:
-        """() what the numbers (g, g) of mask `which` cost at a step, besides the score."""
+    def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
+        """Return the cost () of the numbers (g, g) of a mask at a step, besides the score."""
 
-    def stake(self, passes: PassRunner, score: Tensor, hidden: Tensor) -> float:
-        """What hiding the whole image, which leaves `hidden` (1, C, H, W), does to the score: a positive number."""
-        full = float(score)
-        least = 1e-3 * abs(full)
-        for done in passes.forwards(lambda start, stop: hidden, 1):
-            rest = float(done.scores[0])
-            stake = abs(full - rest)
-            return stake if stake > least else max(least, 1e-3 * abs(rest)) or 1.0
+    def stake(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
+        """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
+        least = 1e-3 * abs(float(score))
+        for done in passes.forwards(lambda start, stop: background, 1):
+            hidden = float(done.scores[0])
+            stake = abs(float(score) - hidden)
+            return stake if stake > least else max(least, 1e-3 * abs(hidden)) or 1.0
         return 1.0
 
 
-class Descent(NamedTuple):
-    """The state of a gradient descent by Adam on numbers between 0 and 1.
+def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rate: float) -> Tensor:
+    """Return numbers within 0..1 after a step of Adam, counted from 1. The two moments (2, ...) change in place.
+
+    `torch.optim.Adam` would import the compiler of PyTorch, which takes seconds.
 
     Source: Kingma and Ba, "Adam" (2014), https://arxiv.org/abs/1412.6980.
     """
-
-    at: Tensor
-    mean: Tensor
-    square: Tensor
-    taken: int
-
-    @staticmethod
-    def begin(at: Tensor) -> Descent:
-        """The descent before its first step."""
-        return Descent(at, torch.zeros_like(at), torch.zeros_like(at), 0)
-
-    def step(self, gradient: Tensor, rate: float) -> Descent:
-        """The descent one step further."""
-        taken = self.taken + 1
-        mean = 0.9 * self.mean + 0.1 * gradient
-        square = 0.999 * self.square + 0.001 * gradient.square()
-        root = (square / (1 - 0.999**taken)).sqrt()
-        # A number without a gradient stays; Adam's usual constant would be large for a small score.
-        off = torch.where(root > 0, mean / (1 - 0.9**taken) / root, torch.zeros_like(root))
-        return Descent((self.at - rate * off).clamp(0, 1), mean, square, taken)
+    moments[0].mul_(0.9).add_(gradient, alpha=0.1)
+    moments[1].mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+    root = (moments[1] / (1 - 0.999**step)).sqrt()
+    # A number without a gradient stays. Adam's usual constant would be large for a small score.
+    direction = torch.where(root > 0, moments[0] / (1 - 0.9**step) / root, torch.zeros_like(root))
+    return (numbers - rate * direction).clamp(0, 1)
 
 
 class MeaningfulPerturbation(OptimisedMask):
-    """The smallest part of the image that has to be hidden for the score to fall.
+    """The smallest part of the image that must be hidden for the score to fall.
 
-    A mask m on a coarse grid, 1 where the image is hidden, is optimised to make score / stake + sparsity * mean(m)
-    + smoothness * (sum of cubed steps of m) small; the stake is what hiding the whole image costs. So with a sparsity
-    of 1 a place is hidden where its share in the score is larger than its share of the area. The optimisation begins
-    with nothing hidden, and not from the paper's disc; masks are shifted by up to 2 of 224 pixels at each step.
+    A mask m on a coarse grid, 1 where the image is hidden, is optimised to minimise score / stake + sparsity * mean(m)
+    + smoothness * (sum of cubed steps of m), where the stake is the loss from hiding the whole image. So with a
+    sparsity of 1 a location is hidden where its share of the score is larger than its share of the area. The
+    optimisation starts with nothing hidden, not with the paper's disc. Masks are shifted by up to 2 of 224 pixels at
+    each step.
 
     Args:
         model: As for every method.
-        steps: Steps of gradient descent; the paper's are 300.
-        sparsity: What it costs to hide, as above; the paper's 0.08 is meant for probabilities.
-        smoothness: What edges cost; the paper's is 0.01.
-        fill: What stands where the image is hidden: see `saliency.methods.perturbation.fills.FillLike`; not "inpaint".
-        **running: See `saliency.attribution.options.EngineOptions`.
+        steps: Steps of gradient descent; 300 in the paper.
+        sparsity: The cost of hiding, as above; the paper's 0.08 is for probabilities.
+        smoothness: The cost of edges; 0.01 in the paper.
+        fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`, without "inpaint".
+        **options: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), 0 to 1: how far each pixel was hidden.
 
     Raises:
-        MethodError: An option that is no positive number, or a fill that depends on what is hidden.
+        MethodError: An option is not a positive number, or the fill depends on what is hidden.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Fong and Vedaldi, "Interpretable Explanations of Black Boxes by Meaningful Perturbation" (2017),
@@ -168,52 +158,42 @@ class MeaningfulPerturbation(OptimisedMask):
         sparsity: float = 1.0,
         smoothness: float = 0.01,
         fill: FillLike = "blur",
-        **running: Unpack[EngineOptions],
+        **options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(model, steps=steps, **running)
+        super().__init__(model, steps=steps, **options)
         self.sparsity = real_number("sparsity", sparsity, least=0)
         self.smoothness = real_number("smoothness", smoothness, least=0)
-        self.fill = still_fill(fill, self.name)
+        self.fill = resolve_fill(fill, partial=self.name)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """What the mask hides in the end."""
-        x = passes.x.clone()  # an inference tensor cannot be kept for a gradient
-        hidden = Filler(x, self.fill).hidden_entirely()
-        x, hidden = at_least_float32(x), at_least_float32(hidden)
+        """Compute the final mask."""
+        x = passes.x.clone()  # an inference tensor cannot be saved for a gradient
+        background = Filler(x, self.fill).background
+        stake = self.stake(passes, score, background)
+        x, background = at_least_float32(x), at_least_float32(background)
         down, across = (enlarging(min(28, edge), edge, x) for edge in x.shape[2:])
 
         def render(mask: Tensor, shift: tuple[int, int]) -> Tensor:
-            return torch.lerp(x, hidden, shifted(down @ mask @ across.T, shift))
+            return torch.lerp(x, background, shifted(down @ mask @ across.T, shift))
 
-        stake = self.stake(passes, score, hidden.to(passes.x.dtype))
         start = x.new_zeros(1, down.shape[1], across.shape[1])
         (mask,), _ = self.descend(passes, start, stake, render)
         return ImageAttribution((down @ mask @ across.T).clamp(0, 1)[None])
 
-    def cost_of(self, at: Tensor, which: int, step: int) -> Tensor:
-        """What is hidden, and the edges."""
-        edges = at.diff(dim=0).abs().pow(3).sum() + at.diff(dim=1).abs().pow(3).sum()
-        return self.sparsity * at.mean() + self.smoothness * edges
-
-
-def still_fill(fill: FillLike, name: str) -> Any:
-    """A fill that does not depend on what is hidden. Raises MethodError for one that does."""
-    kept = as_fill(fill)
-    if kept == "inpaint":
-        raise MethodError(
-            f'{name} hides pixels by degrees, which fill="inpaint" cannot; use "blur", "mean" or a number'
-        )
-    return kept
+    def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
+        """Return the cost of what is hidden, and of edges."""
+        edges = numbers.diff(dim=0).abs().pow(3).sum() + numbers.diff(dim=1).abs().pow(3).sum()
+        return self.sparsity * numbers.mean() + self.smoothness * edges
 
 
 def enlarging(cells: int, pixels: int, like: Tensor) -> Tensor:
-    """(pixels, cells) the linear map from a row of cells to a row of pixels: interpolation behind a slight blur."""
+    """Return the matrix (pixels, cells) that interpolates a row of cells to a row of pixels and blurs it slightly."""
     rows = F.interpolate(torch.eye(cells, dtype=like.dtype, device=like.device)[None], pixels, mode="linear")[0].T
-    return blurring(pixels, 5 * pixels / AUTHORS, like) @ rows
+    return blurring(pixels, 5 * pixels / REFERENCE_EDGE, like) @ rows
 
 
 def blurring(pixels: int, sigma: float, like: Tensor) -> Tensor:
-    """(pixels, pixels) a Gaussian blur as a linear map; at the border only what is there is averaged."""
+    """Return the matrix (pixels, pixels) of a Gaussian blur; at the border it averages the pixels inside."""
     if sigma <= 0:
         return torch.eye(pixels, dtype=like.dtype, device=like.device)
     at = torch.arange(pixels, dtype=like.dtype, device=like.device)
@@ -222,50 +202,48 @@ def blurring(pixels: int, sigma: float, like: Tensor) -> Tensor:
 
 
 def shifted(image: Tensor, by: tuple[int, int]) -> Tensor:
-    """An image or a mask (..., H, W) moved down and to the right; what stands at the border goes on."""
+    """Move an image or a mask (..., H, W) down and to the right; the border is repeated."""
     for axis, step in zip((-2, -1), by, strict=True):
-        if step:
-            edge = image.shape[axis]
-            at = (torch.arange(edge, device=image.device) - step).clamp(0, edge - 1)
-            image = image.index_select(axis, at)
+        at = torch.arange(image.shape[axis], device=image.device) - step
+        image = image.index_select(axis, at.clamp(0, image.shape[axis] - 1)) if step else image
     return image
 
 
 Keep = Literal["best", "worst"]
 
 _LEVELS = 8
-_STRONGEST = 20 / AUTHORS
-_RADIUS = 21 / AUTHORS
+_STRONGEST = 20 / REFERENCE_EDGE
+_RADIUS = 21 / REFERENCE_EDGE
 _TEMPERATURE = 1 / 20
 _GROWTH = 1.0035**800
 
 
 class ExtremalPerturbation(OptimisedMask):
-    """The part of the image, of an area that is asked for, which keeps the score highest while all else is blurred.
+    """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
-    The mask is the smooth maximum of discs around the numbers that are optimised, on a lattice of 7 pixels; the
-    farther it is from 1, the stronger a pixel is blurred, up to a standard deviation of 20 pixels (both for pictures
-    of 224, and in proportion for others). The square distance of its sorted values from the ideal ones, `areas` of
-    them 1 and the rest 0, is weighed against the score, with a weight that grows step by step.
+    The mask is the smooth maximum of discs around the optimised numbers, on a lattice of 7 pixels. The further it is
+    from 1, the stronger a pixel is blurred, up to a standard deviation of 20 pixels (both for images of 224 pixels, and
+    in proportion for others). The squared distance of its sorted values from the ideal ones, `areas` of them 1 and the
+    rest 0, is added to the score with a weight that grows at each step.
 
-    Where this differs from the authors' code: the score counts in units of what blurring the whole image costs, and the
-    descent is Adam's, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps. Images
-    are shifted by up to 2 of 224 pixels at each step. What suffices is looked for from the whole picture on, what is
-    worst to lose from one that is half blurred. It finds one of many good parts: another seed may find another.
+    Differences from the authors' code: the score is divided by the loss from blurring the whole image, and Adam is
+    used, so that weight and rate suit any model; the weight grows by a factor of 16 over all steps. Images are shifted
+    by up to 2 of 224 pixels at each step. "best" starts from the whole image, "worst" from a half blurred one. The
+    result is one of many good parts: another seed may give another.
 
     Args:
         model: As for every method.
         areas: The shares of the image that are kept, each between 0 and 1; each takes all steps.
-        steps: Steps of gradient descent, which go the farther the fewer they are; the paper's are 800.
-        weight: What a false area costs at the first step.
-        keep: "best" looks for the part that suffices; "worst" for the one whose loss lowers the score the most.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        steps: Steps of gradient descent, which are larger if there are fewer; 800 in the paper.
+        weight: The cost of a wrong area at the first step.
+        keep: "best" finds the part that suffices; "worst" the part whose loss lowers the score the most.
+        **options: See `saliency.attribution.options.EngineOptions`.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
-    everywhere where the score does not depend on the mask.
+    everywhere if the score does not depend on the mask.
 
     Raises:
-        MethodError: An area outside 0 to 1, or an option that is no positive number.
+        MethodError: An area outside 0 to 1, or an option that is not a positive number.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Fong et al., "Understanding Deep Networks via Extremal Perturbations and Smooth Masks" (2019),
@@ -285,9 +263,9 @@ class ExtremalPerturbation(OptimisedMask):
         steps: int = 800,
         weight: float = 10.0,
         keep: Keep = "best",
-        **running: Unpack[EngineOptions],
+        **options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(model, steps=steps, **running)
+        super().__init__(model, steps=steps, **options)
         self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
         shares = areas if isinstance(areas, list | tuple) else (areas,)
         self.areas = [real_number("areas", share, above=0, below=1) for share in shares]
@@ -297,50 +275,48 @@ class ExtremalPerturbation(OptimisedMask):
         self.keep = check_choice("keep", keep, ("best", "worst"))
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The mean of the masks of all areas."""
-        x = passes.x.clone()  # an inference tensor cannot be kept for a gradient
-        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        height, width = int(x.shape[2]), int(x.shape[3])
+        """Compute the mean of the masks of all areas."""
+        x = at_least_float32(passes.x.clone())  # an inference tensor cannot be saved for a gradient
+        size = (int(x.shape[2]), int(x.shape[3]))
         levels = pyramid(x)  # (L, C, H, W)
-        lattice = [max(1, min(edge, round(3 * edge / (_RADIUS * min(height, width))))) for edge in (height, width)]
-        upward = self.keep == "best"
+        lattice = [max(1, min(edge, round(3 * edge / (_RADIUS * min(size))))) for edge in size]
+        sign = 1 if self.keep == "best" else -1
 
-        def enlarged(mask: Tensor) -> Tensor:
-            return F.interpolate(mask[None, None], (height, width), mode="bilinear", align_corners=False)[0, 0]
+        def enlarged(numbers: Tensor) -> Tensor:
+            return F.interpolate(smooth_mask(numbers)[None, None], size, mode="bilinear", align_corners=False)[0, 0]
 
         def render(numbers: Tensor, shift: tuple[int, int]) -> Tensor:
-            mask = enlarged(smooth_mask(numbers))
-            return shifted(blurred_where(levels, 1 - mask if upward else mask), shift)
+            mask = enlarged(numbers)
+            return shifted(blurred_where(levels, 1 - mask if sign > 0 else mask), shift)
 
         stake = self.stake(passes, score, levels[-1:].to(passes.x.dtype))
-        # What suffices is looked for from the whole picture on: where all is half blurred, the gradient says little.
-        start = torch.full((len(self.areas), *lattice), 1.0 if upward else 0.5, dtype=x.dtype, device=x.device)
-        found, alive = self.descend(passes, start, -stake if upward else stake, render)
-        if not alive:
+        # "best" starts from the whole image: where all is half blurred, the gradient is not informative.
+        start = x.new_full((len(self.areas), *lattice), 1.0 if sign > 0 else 0.5)
+        numbers, has_gradient = self.descend(passes, start, -sign * stake, render)
+        if not has_gradient:
             passes.notes.append("the score does not depend on what is blurred")
-            return ImageAttribution(x.new_zeros(1, height, width))
-        return ImageAttribution(torch.stack([enlarged(smooth_mask(each)) for each in found]).mean(0)[None].clamp(0, 1))
+            return ImageAttribution(x.new_zeros(1, *size))
+        return ImageAttribution(torch.stack(list(map(enlarged, numbers))).mean(0)[None].clamp(0, 1))
 
-    def cost_of(self, at: Tensor, which: int, step: int) -> Tensor:
-        """How far the sorted mask is from one of the right area."""
-        values = smooth_mask(at).flatten().sort().values
+    def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
+        """Return the distance of the sorted mask from one of the right area."""
+        values = smooth_mask(numbers).flatten().sort().values
         ideal = torch.zeros_like(values)
-        ideal[len(values) - round(self.areas[which] * len(values)) :] = 1
-        # Sorting places that are equal would choose some of them by chance.
-        differs = (values.detach() * 1e6).round().diff(prepend=values.new_full((1,), -1)) != 0
-        group = differs.cumsum(0) - 1
-        size = torch.zeros_like(values).index_add(0, group, torch.ones_like(values))
-        ideal = (torch.zeros_like(values).index_add(0, group, ideal) / size)[group]
+        ideal[len(values) - round(self.areas[mask] * len(values)) :] = 1
+        # Equal values share their ideal: sorting would choose some of them by chance.
+        group: Tensor = torch.unique_consecutive((values.detach() * 1e6).round(), return_inverse=True)[1]
+        sums = torch.zeros(2, len(values), dtype=values.dtype, device=values.device)
+        sums.index_add_(1, group, torch.stack([ideal, torch.ones_like(ideal)]))
+        ideal = (sums[0] / sums[1])[group]
         weight: float = self.weight * _GROWTH ** (step / self.steps)
         return weight * (values - ideal).square().mean()
 
 
 def smooth_mask(numbers: Tensor) -> Tensor:
-    """(h, w) the smooth maximum, at each place of a lattice, of discs with soft edges around numbers (h, w) in 0..1.
+    """Return the smooth maximum, at each point of a lattice, of discs with soft edges around numbers (h, w) in 0..1.
 
-    The lattice's step is a third of the discs' radius. At the border the last number goes on, so that no place comes
-    before another where all numbers are the same. The smooth maximum of values f is their mean under the weights
-    exp(f / temperature).
+    The step of the lattice is a third of the discs' radius. The border is repeated, so that no point is preferred where
+    all numbers are equal. The smooth maximum of values f is their mean under the weights exp(f / temperature).
     """
     reach = 5
     at = torch.arange(-reach, reach + 1, dtype=numbers.dtype, device=numbers.device) / 3
@@ -353,7 +329,7 @@ def smooth_mask(numbers: Tensor) -> Tensor:
 
 
 def pyramid(x: Tensor) -> Tensor:
-    """(L, C, H, W) an image (1, C, H, W), ever more blurred from the first level, which is itself, to the last."""
+    """Return an image (1, C, H, W) at rising levels of blur (L, C, H, W); the first one is the image itself."""
     strongest = _STRONGEST * min(x.shape[2:])
     levels = [x[0]]
     for level in range(1, _LEVELS):
@@ -363,8 +339,8 @@ def pyramid(x: Tensor) -> Tensor:
 
 
 def blurred_where(levels: Tensor, strength: Tensor) -> Tensor:
-    """(1, C, H, W) the image with each pixel blurred by a strength (H, W) from 0 to 1, between the nearest levels."""
+    """Blur each pixel of an image by a strength (H, W) from 0 to 1, between the closest levels: (1, C, H, W)."""
     depth = strength * (len(levels) - 1)
-    nearer = depth.detach().floor().clamp(0, len(levels) - 2)
-    at = nearer.long().expand(1, *levels.shape[1:])
-    return torch.lerp(levels.gather(0, at), levels.gather(0, at + 1), depth - nearer)
+    lower = depth.detach().floor().clamp(0, len(levels) - 2)
+    at = lower.long().expand(1, *levels.shape[1:])
+    return torch.lerp(levels.gather(0, at), levels.gather(0, at + 1), depth - lower)

@@ -1,4 +1,4 @@
-"""Many random masks, and how the score goes with each pixel being shown."""
+"""RISE: the expected score when a pixel is visible, estimated with random masks."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from ...attribution.options import SamplingOptions
 from ...engine.estimates import Estimate, precise_type, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
 from ...engine.runner import PassRunner
-from ...errors import MethodError
 from ...validation import check_choice, check_whole_number, real_number
-from .fills import Filler, FillLike, as_fill
+from ..baselines import Filler, FillLike, resolve_fill
 
 TOGETHER = 16
-"""So many masks are added up at once."""
+"""The number of masks that are added up at once: a single one would take as long."""
 
 
 class RISE(SampledAttribution):
-    """How the score goes with each pixel being shown, over pictures behind random masks.
+    """The effect of each pixel's visibility on the score, over images behind random masks.
 
-    A mask M is a grid of cells, each shown with probability p, enlarged bilinearly and moved by less than a cell. The
-    paper's map is the mean of f(x M) M / p: the mean score under the condition that the pixel is shown. A large part of
-    that is the same everywhere, the score of half a picture, and where few masks were drawn the map is a picture of
-    how often a pixel happened to be shown. So by default the map is debiased: at each pixel the covariance of score and
-    mask over the variance of the mask, in other words the slope of the score as the pixel goes from hidden to shown.
-    It is 0 where nothing depends on the pixel, and can be negative. For masks of 0 and 1 the variance is p (1 - p), and
-    the map that of Hatakeyama et al., the mean score where the pixel is shown less that where it is not; that of
-    enlarged masks is smaller, the least in the middle of the picture. `debiased=False` gives the paper's map.
+    A mask M is a grid of cells, each shown with probability p, enlarged bilinearly and shifted by less than a cell. The
+    paper's map is the mean of f(x M) M / p: the expected score when the pixel is visible. A large part of it is
+    constant, the score of half an image, and with few masks the map shows how often a pixel happened to be visible. So
+    by default the map is debiased: at each pixel the covariance of score and mask divided by the variance of the mask,
+    which is the slope of the score from hidden to visible. It is 0 where nothing depends on the pixel, and can be
+    negative. For masks of 0 and 1 the variance is p (1 - p), and the map is that of Hatakeyama et al., the difference
+    of the mean scores with the pixel visible and hidden. The variance of enlarged masks is smaller, and smallest in the
+    middle of the image. `debiased=False` gives the paper's map.
 
-    The paper takes probabilities: `attribute(image, saliency.probability("espresso"))`. They keep the paper's map
-    positive, and saturate; a logit, which any plain class target means, does neither.
+    The paper uses probabilities: `attribute(image, saliency.probability("espresso"))`. They keep the paper's map
+    positive, and saturate; a logit, which a plain class target means, does neither.
 
     Args:
         model: As for every method.
-        grid: How many cells a mask has, along each edge.
+        grid: The number of cells of a mask along each edge.
         shown: The probability p with which a cell is shown.
         debiased: See above.
-        fill: What stands where the mask hides: a number, or one per channel, in the model's normalised space (0, the
-            mean colour of its training pictures, as in the paper), "mean" (the picture's own), "blur", or a picture
-            (C, H, W) as the model takes it.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0, the mean
+            colour of its training images, as in the paper), "mean" (of the image), "blur", or an image (C, H, W) as the
+            model takes it.
+        **options: See `saliency.attribution.options.SamplingOptions`.
 
-    Values: (N, 1, H, W), in score units; signed where debiased. The standard errors are those of a mean over
-    independent masks; where debiased, they take the mean score as known, which is right to first order in 1 / N.
+    Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are those of a mean over independent
+    masks. If debiased, they take the mean score as known, which is correct to first order in 1 / N.
 
     Raises:
-        MethodError: An option that makes no sense, or does not fit the image.
+        MethodError: An option is invalid, or does not fit the image.
         TargetError: The target does not fit the model's output.
 
     Source: Petsiuk et al., "RISE" (2018), https://arxiv.org/abs/1806.07421; debiased as in Hatakeyama et al.,
@@ -73,49 +72,43 @@ class RISE(SampledAttribution):
         shown: float = 0.5,
         debiased: bool = True,
         fill: FillLike = 0.0,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(model, **sampling)
+        super().__init__(model, **options)
         self.grid, self.shown = check_whole_number("grid", grid), real_number("shown", shown, above=0, below=1)
         self.debiased = bool(check_choice("debiased", debiased, (True, False)))
-        self.fill = as_fill(fill)
-        if self.fill == "inpaint":
-            raise MethodError(
-                'fill="inpaint" does not go with masks that show a pixel in part; take a number, "mean" or "blur"'
-            )
+        self.fill = resolve_fill(fill, partial=self.name)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """The weighted sum of the masks."""
-        x, drawn = passes.x, Masks(passes.x, self.grid, self.shown, self.seed)
-        still = Filler(x, self.fill).still
-        plain = self.fill == 0 or still is None
-        masks: dict[int, Tensor] = {}  # those of the chunk under way
+        """Compute the weighted sum of the masks."""
+        x, masks = passes.x, RandomMasks(passes.x, self.grid, self.shown, self.seed)
+        background = Filler(x, self.fill).background
+        chunk: dict[int, Tensor] = {}  # the masks of the current chunk
 
         def make(start: int, stop: int) -> Tensor:
-            masks.clear()
-            masks[start] = drawn(start, stop)  # (k, 1, H, W)
-            return x * masks[start] if plain or still is None else torch.lerp(still, x, masks[start])
+            chunk.clear()
+            chunk[start] = masks(start, stop)  # (k, 1, H, W)
+            return x * chunk[start] if self.fill == 0 else torch.lerp(background, x, chunk[start])
 
-        # Scores are counted from that of the whole picture, which leaves the covariance as it is.
-        level, scale = (
-            (float(score), drawn.variance) if self.debiased else (None, torch.full_like(x[0, :1], self.shown))
-        )
-        estimate = MaskedScores(self.shown, scale, level)
+        if self.debiased:  # counting scores from that of the whole image does not change the covariance
+            estimate = MaskedScores(self.shown, masks.variance, float(score))
+        else:
+            estimate = MaskedScores(self.shown, torch.full_like(x[0, :1], self.shown), None)
         for done in passes.forwards(make, self.most_passes):
-            estimate.take(done.scores, masks[done.start])
+            estimate.take(done.scores, chunk[done.start])
             if passes.enough(estimate):
                 break
         return from_estimate(estimate, x)
 
 
-class Masks:
+class RandomMasks:
     """Random masks for one image, by number.
 
     Args:
         x: (1, C, H, W) the image.
-        grid: How many cells a mask has, along each edge.
+        grid: The number of cells of a mask along each edge.
         shown: The probability with which a cell is shown.
-        seed: What all draws come from.
+        seed: The seed of all draws.
 
     Attributes:
         variance: (1, H, W) the variance of a mask at each pixel.
@@ -124,40 +117,39 @@ class Masks:
     def __init__(self, x: Tensor, grid: int, shown: float, seed: int) -> None:
         self._size = (int(x.shape[2]), int(x.shape[3]))
         self._grid, self._shown, self._seed = grid, shown, seed
-        self._cell = tuple(math.ceil(edge / grid) for edge in self._size)
+        self._cell = [math.ceil(edge / grid) for edge in self._size]
         # Enlarging is linear along each edge: one matrix (enlarged, grid) for each.
         unit = torch.eye(grid, dtype=torch.float64, device="cpu")[None]
-        enlarged = [F.interpolate(unit, size=(grid + 1) * cell, mode="linear")[0].T for cell in self._cell]
-        self._down, self._across = (each.to(x) for each in enlarged)
-        spread = [
-            each.square().sum(1).unfold(0, edge, 1)[:cell].mean(0)
-            for each, edge, cell in zip(enlarged, self._size, self._cell, strict=True)
-        ]
-        self.variance = (shown * (1 - shown) * spread[0][:, None] * spread[1]).to(x)[None]
+        enlarging = [F.interpolate(unit, size=(grid + 1) * cell, mode="linear")[0].T for cell in self._cell]
+        self._down, self._across = (matrix.to(x) for matrix in enlarging)
+        down, across = (
+            matrix.square().sum(1).unfold(0, edge, 1)[:cell].mean(0)
+            for matrix, edge, cell in zip(enlarging, self._size, self._cell, strict=True)
+        )
+        self.variance = (shown * (1 - shown) * down[:, None] * across).to(x)[None]
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """The masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); each pixel's mean is the same."""
+        """Return the masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown), all pixels of equal mean."""
         height, width = self._size
         cells, down, across = [], [], []
         for number in range(start, stop):
-            drawn_from = generator(self._seed, number)
-            draws = torch.rand(self._grid**2 + 2, generator=drawn_from, dtype=torch.float32, device="cpu")
-            top, left = (int(draws[i - 2] * self._cell[i]) for i in range(2))
+            source = generator(self._seed, number)
+            draws = torch.rand(self._grid**2 + 2, generator=source, dtype=torch.float32, device="cpu")
+            top, left = (int(draw * cell) for draw, cell in zip(draws[-2:], self._cell, strict=True))
             cells.append(draws[:-2] < self._shown)
             down.append(self._down[top : top + height])
             across.append(self._across[left : left + width])
         shown = torch.stack(cells).view(-1, self._grid, self._grid).to(self._down)
-        rows = torch.stack(down) @ shown  # (k, H, grid)
-        return (rows @ torch.stack(across).mT)[:, None]
+        return (torch.stack(down) @ shown @ torch.stack(across).mT)[:, None]
 
 
 class MaskedScores(Estimate):
-    """The sum of masks weighted by their scores, in constant memory.
+    """Sum of masks weighted by their scores, in constant memory.
 
     Args:
         shown: The mean of a mask.
-        scale: (1, H, W) what the sum is divided by.
-        level: A constant near the scores to count them from, for the debiased form; None for the paper's.
+        scale: (1, H, W) the divisor of the sum.
+        level: A constant close to the scores, to count them from, for the debiased form; None for the paper's.
     """
 
     def __init__(self, shown: float, scale: Tensor, level: float | None) -> None:
@@ -172,44 +164,43 @@ class MaskedScores(Estimate):
         self._summed = 0
 
     def take(self, scores: Tensor, masks: Tensor) -> None:
-        """Take in the scores (k,) of masks (k, 1, H, W)."""
+        """Add the scores (k,) of masks (k, 1, H, W)."""
         self._waiting.append((scores, masks))
         self.count += len(scores)
         if self.count - self._summed >= TOGETHER:
             self._add_up()
 
-    def _add_up(self) -> None:
-        """Add what waits: together, because a map takes as long to add as many."""
+    def _add_up(self) -> Tensor:
+        """The sums, with all waiting masks added."""
         if not self._waiting:
-            return
+            return self._sums
         scores, masks = (torch.cat(each) for each in zip(*self._waiting, strict=True))
         self._waiting = []
-        masks = masks.to(torch.promote_types(masks.dtype, torch.float32))  # half of it would not add up
-        exact = scores.to(masks) - self._level
-        even = torch.zeros_like(exact)
+        masks = masks.to(torch.promote_types(masks.dtype, torch.float32))  # sums in half precision are wrong
+        scores = scores.to(masks) - self._level
+        one, even = torch.ones_like(scores), torch.zeros_like(scores)
         even[self._summed % 2 :: 2] = 1
         self._summed += len(scores)
-        self._scores[0] += float(exact.double().sum())
-        self._scores[1] += float((exact * even).double().sum())
-        one = torch.ones_like(exact)
+        self._scores[0] += float(scores.double().sum())
+        self._scores[1] += float((scores * even).double().sum())
         off = (masks - self._centre if self._centre else masks).flatten(1)  # (k, H W)
-        first = torch.stack([exact, one, exact * even, even]) @ off
-        second = torch.stack([exact.square(), exact, one]) @ off.square()
+        first = torch.stack([scores, one, scores * even, even]) @ off
+        second = torch.stack([scores.square(), scores, one]) @ off.square()
         self._sums += torch.cat([first, second]).view_as(self._sums)
+        return self._sums
 
     @property
     def mean(self) -> Tensor:
         """The map (1, H, W)."""
-        known = self._known()
-        scored, bare = known[0], known[1]
+        sums = self._add_up()
         if not self._debiased:
-            return scored / (self._scale * self.count)
-        return (scored - bare * (self._scores[0] / self.count)) / (self._scale * max(self.count - 1, 1))
+            return sums[0] / (self._scale * self.count)
+        return (sums[0] - sums[1] * (self._scores[0] / self.count)) / (self._scale * max(self.count - 1, 1))
 
     @property
     def variance(self) -> Tensor:
-        """The variance (1, H, W) of what one mask adds."""
-        scored, bare, _, _, squares, mixed, alone = self._known()
+        """The variance (1, H, W) of the terms of the sum."""
+        scored, bare, _, _, squares, mixed, alone = self._add_up()
         mean = self._scores[0] / self.count if self._debiased else 0.0
         total = scored - mean * bare
         spread: Tensor = squares - 2 * mean * mixed + mean * mean * alone - total.square() / self.count
@@ -217,17 +208,12 @@ class MaskedScores(Estimate):
 
     @property
     def agreement(self) -> float | None:
-        """The rank correlation of the maps of every other mask and of those between; None below four."""
+        """The rank correlation of the maps of the even and of the odd masks; None below four."""
         if self.count < 4:
             return None
-        all_scored, all_bare, scored, bare = self._known()[:4]
-        evens = (self.count + 1) // 2
+        both, even = self._add_up()[:4].view(2, 2, *self._scale.shape)
+        odd, evens = both - even, (self.count + 1) // 2
         if not self._debiased:
-            return rank_correlation(scored, all_scored - scored)
+            return rank_correlation(even[0], odd[0])
         odd_mean = (self._scores[0] - self._scores[1]) / (self.count - evens)
-        odd = all_scored - scored - (all_bare - bare) * odd_mean
-        return rank_correlation(scored - bare * (self._scores[1] / evens), odd)
-
-    def _known(self) -> Tensor:
-        self._add_up()
-        return self._sums
+        return rank_correlation(even[0] - even[1] * (self._scores[1] / evens), odd[0] - odd[1] * odd_mean)

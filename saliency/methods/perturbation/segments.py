@@ -1,4 +1,4 @@
-"""The parts of a picture that are hidden and shown as one: superpixels, a grid, or what the user drew."""
+"""Segments of an image: superpixels, a grid, or a label map."""
 
 from __future__ import annotations
 
@@ -16,137 +16,127 @@ from ...io.preprocess import Preprocess
 from ...validation import is_pair, is_whole
 
 COMPACTNESS, SMOOTHING = 10.0, 1.0
-"""SLIC's weight of nearness against likeness in colour, and the blur before it in pixels: scikit-image's usual ones."""
+"""SLIC's weight of distance against colour, and the blur before it in pixels: the defaults of scikit-image."""
 
-Segmenting = Callable[[NDArray[np.float64]], Any]
-"""From a picture (H, W, C) in 0..1 to a label (H, W) for each pixel."""
+Segmenter = Callable[[NDArray[np.float64]], Any]
+"""A function from an image (H, W, C) in 0..1 to a label map (H, W)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
-    """A map of labels (H, W), one whole number for each part of the picture."""
+    """A label map (H, W), one integer per pixel."""
 
     tensor: Tensor
     name: str = "labels"
 
 
-SegmentsLike = int | Sequence[int] | NDArray[Any] | Tensor | Labels | Segmenting
-"""About how many superpixels, the (rows, columns) of a grid, a map of labels (H, W) in the size of the model's input,
-or a function from the picture (H, W, C) in 0..1 to such a map."""
+SegmentsLike = int | Sequence[int] | NDArray[Any] | Tensor | Labels | Segmenter
+"""The approximate number of superpixels, the (rows, columns) of a grid, a label map (H, W) in the size of the model's
+input, or a function from the image (H, W, C) in 0..1 to a label map."""
 
-SegmentsBy = int | tuple[int, int] | Labels | Segmenting
+ResolvedSegments = int | tuple[int, int] | Labels | Segmenter
 
 
-def as_segments(like: SegmentsLike) -> SegmentsBy:
-    """A way to segment that can be kept. Raises MethodError where it is none."""
-    made: Any = like
-    if isinstance(made, Labels):
-        return made
-    if isinstance(made, np.ndarray | Tensor):
-        labels = made.detach().cpu() if isinstance(made, Tensor) else torch.from_numpy(np.ascontiguousarray(made))
-        return Labels(_checked(labels))
-    if callable(made):
-        by: Segmenting = made
-        return by
-    if is_whole(made):
-        return int(made)
-    if is_pair(made):
-        return (int(made[0]), int(made[1]))
+def resolve_segments(like: SegmentsLike) -> ResolvedSegments:
+    """Return the checked option `segments`. Raises MethodError if it is invalid."""
+    segments: Any = like
+    if isinstance(segments, np.ndarray | Tensor):
+        return Labels(_checked(segments))
+    if isinstance(segments, Labels) or callable(segments):
+        resolved: ResolvedSegments = segments
+        return resolved
+    if is_whole(segments):
+        return int(segments)
+    if is_pair(segments):
+        return (int(segments[0]), int(segments[1]))
     raise MethodError(
-        f"segments={made!r} is no number of superpixels of at least 1, no (rows, columns) of a grid, no map of whole "
-        "numbers (H, W), and no function from a picture (H, W, C) to one"
+        f"segments={segments!r} is invalid; expected a number of superpixels, the (rows, columns) of a grid, a label "
+        "map (H, W) of integers, or a function from an image (H, W, C) to a label map"
     )
 
 
-def _checked(labels: Tensor) -> Tensor:
-    if labels.dim() != 2 or not labels.numel() or labels.is_floating_point() or labels.is_complex():
-        came = f"{labels.dtype} of shape {tuple(labels.shape)}"
-        raise MethodError(f"a map of segments holds one whole number per pixel, (H, W); got {came}")
-    return labels.long().clone()
+def _checked(labels: Any) -> Tensor:
+    tensor = labels.detach().cpu() if isinstance(labels, Tensor) else torch.from_numpy(np.array(labels))
+    if tensor.dim() != 2 or not tensor.numel() or tensor.is_floating_point() or tensor.is_complex():
+        raise MethodError(
+            f"a map of segments holds one integer per pixel, (H, W); got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    return tensor.long().clone()
 
 
 class Segments:
-    """The parts of one image, numbered from 0.
+    """The segments of one image, numbered from 0.
 
     Attributes:
-        labels: (H, W) the number of each pixel's part.
-        count: How many parts there are, M.
+        labels: (H, W) the number of each pixel's segment.
+        count: The number of segments, M.
         sizes: (M,) the number of pixels of each.
     """
 
     def __init__(self, labels: Tensor) -> None:
-        numbered: Tensor = torch.unique(labels, return_inverse=True)[1]
-        self.labels = numbered
-        self.sizes = torch.bincount(numbered.flatten())
+        self.labels: Tensor = torch.unique(labels, return_inverse=True)[1]
+        self.sizes = torch.bincount(self.labels.flatten())
         self.count = len(self.sizes)
 
     def hidden(self, shown: Tensor) -> Tensor:
-        """The hidden pixels, a boolean mask (k, 1, H, W), where only the parts `shown`, boolean (k, M), are left."""
-        away: Tensor = ~shown.to(self.labels.device)
-        return away[:, self.labels][:, None]
+        """Return the mask (k, 1, H, W) of hidden pixels, given which segments are shown, boolean (k, M)."""
+        hidden: Tensor = ~shown.to(self.labels.device)
+        return hidden[:, self.labels][:, None]
 
     def painted(self, values: Tensor) -> Tensor:
-        """A map (1, H, W) in which the value of each part, of (M,), is shared out evenly among its pixels.
+        """Return a map (1, H, W) in which the value (M,) of each segment is divided evenly among its pixels.
 
-        So the map sums to what the values sum to, and a large part does not outweigh a small one of the same value.
+        The map sums to the sum of the values, and a large segment does not outweigh a small one of the same value.
         """
-        shares = values / self.sizes.to(values.device)
-        return shares[self.labels.to(values.device)][None]
+        return (values / self.sizes.to(values.device))[self.labels.to(values.device)][None]
 
 
-def segmented(x: Tensor, by: SegmentsBy, preprocess: object = None) -> Segments:
-    """The parts of an image.
+def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Segments:
+    """Return the segments of an image.
 
-    Superpixels are found on the picture as the model sees it: the input, taken back into 0..1 by the preprocessing
-    where that is ours, and otherwise stretched to 0..1 from its smallest to its largest value.
+    Superpixels are computed on the image as the model sees it: the input, denormalised to 0..1 if the preprocessing is
+    a `Preprocess`, and otherwise scaled to 0..1 by its smallest and largest value.
 
     Args:
         x: (1, C, H, W) the image, normalised.
-        by: How, as `as_segments` gives it.
-        preprocess: What made the input of the picture, where that is known.
+        by: The result of `resolve_segments`.
+        preprocess: The preprocessing that made the input, if known.
 
     Raises:
-        MethodError: A map has another size than the image, or the user's function gives no map.
+        MethodError: A label map has a different size than the image, or the user's function returns no label map.
     """
     size = (int(x.shape[2]), int(x.shape[3]))
     if isinstance(by, Labels):
         labels = by.tensor
     elif isinstance(by, tuple):
-        labels = _grid(size, by)
+        rows, columns = (torch.arange(n, device="cpu") * min(m, n) // n for n, m in zip(size, by, strict=True))
+        labels = rows[:, None] * by[1] + columns
     else:
-        picture = _picture(x, preprocess)
-        made = _superpixels(picture, by) if isinstance(by, int) else by(picture)
-        labels = _checked(made.detach().cpu() if isinstance(made, Tensor) else torch.from_numpy(np.array(made)))
+        image = _image(x, preprocess)
+        labels = _checked(_superpixels(image, by) if isinstance(by, int) else by(image))
     if tuple(labels.shape) != size:
         raise MethodError(
             f"the map of segments is {labels.shape[0]}x{labels.shape[1]}, and the model's input {size[0]}x{size[1]}; "
-            "make it in the size of the input, or pass a function, which gets the picture in that size"
+            "make it in the size of the input, or pass a function, which gets the image in that size"
         )
     return Segments(labels.to(x.device))
 
 
-def _grid(size: tuple[int, int], cells: tuple[int, int]) -> Tensor:
-    rows, columns = (
-        torch.arange(edge, device="cpu") * min(many, edge) // edge for edge, many in zip(size, cells, strict=True)
-    )
-    return rows[:, None] * cells[1] + columns[None]
-
-
-def _picture(x: Tensor, preprocess: object) -> NDArray[np.float64]:
-    """The picture as the model sees it, (H, W, C), in 0..1."""
-    seen = x[0].detach().cpu().double()
-    if isinstance(preprocess, Preprocess) and len(seen) == 3:
-        seen = preprocess.denormalise(seen)
+def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
+    """The image as the model sees it, (H, W, C), in 0..1."""
+    image = x[0].detach().cpu().double()
+    if isinstance(preprocess, Preprocess) and len(image) == 3:
+        image = preprocess.denormalise(image)
     else:
-        low, high = float(seen.min()), float(seen.max())
-        seen = (seen - low) / (high - low) if high > low else torch.full_like(seen, 0.5)
-    picture: NDArray[np.float64] = seen.clamp(0, 1).permute(1, 2, 0).contiguous().numpy()
-    return picture
+        low, high = float(image.min()), float(image.max())
+        image = (image - low) / (high - low) if high > low else torch.full_like(image, 0.5)
+    array: NDArray[np.float64] = image.clamp(0, 1).permute(1, 2, 0).contiguous().numpy()
+    return array
 
 
-def _superpixels(picture: NDArray[np.float64], count: int) -> Any:
+def _superpixels(image: NDArray[np.float64], count: int) -> Any:
     """Achanta et al., "SLIC Superpixels" (2012), https://doi.org/10.1109/TPAMI.2012.120, by scikit-image."""
     from skimage.segmentation import slic
 
-    colours = picture.shape[2] == 3  # other channels are no colours, and are compared as they are
-    return slic(picture, n_segments=count, compactness=COMPACTNESS, sigma=SMOOTHING, convert2lab=colours, start_label=0)
+    is_rgb = image.shape[2] == 3  # other channels are not colours, and are compared as they are
+    return slic(image, n_segments=count, compactness=COMPACTNESS, sigma=SMOOTHING, convert2lab=is_rgb, start_label=0)

@@ -13,7 +13,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 
 from saliency.errors import MethodError, SaliencyWarning
-from saliency.methods.perturbation.lime import LIME
+from saliency.methods.perturbation.lime_shap import LIME
 from tests.games import SIZE, Game, Linear, coverage, interplay, per_cell, picture
 
 ONES = torch.ones(1, 3, *SIZE, dtype=torch.float64)

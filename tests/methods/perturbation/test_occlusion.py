@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import saliency.methods.perturbation.occlusion as module
 from saliency.errors import MethodError
-from saliency.methods.perturbation.fills import Filler, as_fill
+from saliency.methods.baselines import Filler, resolve_fill
 from saliency.methods.perturbation.occlusion import Occlusion
 from saliency.testing import check_method, tiny_model
 from tests.games import Linear, noise, picture
@@ -120,7 +120,7 @@ def test_an_interrupt_leaves_the_windows_that_were_run() -> None:
     found = Occlusion(model, window=4, stride=4, chunk=1, on_interrupt="return").attribute(x, 0)
     assert found.effort[0].stopped == "interrupt"
     assert found.effort[0].passes == 2
-    assert found.effort[0].note == "40% of the picture were covered"
+    assert found.effort[0].note == "40% of the image was covered"
     assert found.values[0, 0, :4, :8].all()
     assert not found.values[0, 0, 4:].any()
 
@@ -161,24 +161,24 @@ def test_hidden_pixels_hold_the_fill_and_the_others_the_picture() -> None:
         **expected,
         (1.0, 2.0, 3.0): torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1).expand(1, 3, 8, 10),
     }.items():
-        filler = Filler(x, as_fill(fill))
+        filler = Filler(x, resolve_fill(fill))
         made = filler(hidden)
         assert torch.equal(made[~hidden.expand_as(made)], x.expand_as(made)[~hidden.expand_as(made)])
         if still is not None:
-            assert torch.equal(filler.hidden_entirely(), still.double())
-        assert torch.equal(made[0, :, 2:5, 3:6], filler.hidden_entirely()[0, :, 2:5, 3:6])
+            assert torch.equal(filler.background, still.double())
+        assert torch.equal(made[0, :, 2:5, 3:6], filler.background[0, :, 2:5, 3:6])
         assert torch.equal(filler.patch(2, 3, (3, 3)), made[0, :, 2:5, 3:6])
-    assert torch.equal(Filler(x, as_fill(other))(hidden)[1, :, 0], other[:, 0])
-    assert torch.equal(Filler(x, as_fill(other[None]))(hidden)[1, :, 0], other[:, 0])
+    assert torch.equal(Filler(x, resolve_fill(other))(hidden)[1, :, 0], other[:, 0])
+    assert torch.equal(Filler(x, resolve_fill(other[None]))(hidden)[1, :, 0], other[:, 0])
 
 
 def test_a_blur_keeps_a_constant_and_a_picture_its_mean_roughly() -> None:
     constant = torch.full((1, 3, 40, 60), 1.7, dtype=torch.float64)
-    torch.testing.assert_close(Filler(constant, "blur").hidden_entirely(), constant)
+    torch.testing.assert_close(Filler(constant, "blur").background, constant)
     ramp = torch.linspace(-1, 1, 60, dtype=torch.float64).expand(1, 3, 40, 60)
-    blurred = Filler(ramp, "blur").hidden_entirely()
-    torch.testing.assert_close(blurred[..., 10:-10], ramp[..., 10:-10], rtol=0, atol=1e-9)
-    rough = Filler(noise(1, 3, 40, 60), "blur").hidden_entirely()
+    blurred = Filler(ramp, "blur").background
+    torch.testing.assert_close(blurred[..., 14:-14], ramp[..., 14:-14], rtol=0, atol=1e-9)
+    rough = Filler(noise(1, 3, 40, 60), "blur").background
     assert float(rough.std()) < 0.3
 
 
@@ -195,7 +195,7 @@ def test_what_is_painted_in_goes_on_from_around_it_whatever_the_scale() -> None:
     torch.testing.assert_close(made[0, 2], x[0, 2], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(filler.patch(10, 20, (6, 8)), made[0, :, 10:16, 20:28])
     everything = torch.ones_like(hidden)
-    assert torch.equal(filler(everything), filler.hidden_entirely())
+    assert torch.equal(filler(everything), filler.background)
 
 
 def test_a_fill_is_kept_as_what_it_was_and_settings_name_it() -> None:

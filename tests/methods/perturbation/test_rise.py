@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saliency.engine.estimates import rank_correlation
 from saliency.engine.multi_pass import generator
 from saliency.errors import MethodError
-from saliency.methods.perturbation.rise import RISE, MaskedScores, Masks
+from saliency.methods.perturbation.rise import RISE, MaskedScores, RandomMasks
 from saliency.targets.targets import probability
 from saliency.testing import checks, tiny_model
 from tests.games import Linear, coverage, noise, picture
@@ -21,7 +21,7 @@ from tests.games import Linear, coverage, noise, picture
 @pytest.mark.parametrize(("size", "grid"), [((8, 10), 3), ((16, 16), 7), ((5, 23), 2), ((1, 1), 4)])
 def test_a_mask_is_an_enlarged_grid_moved_by_less_than_a_cell(size: tuple[int, int], grid: int) -> None:
     x = torch.zeros(1, 3, *size, dtype=torch.float64)
-    made = Masks(x, grid, 0.4, seed=5)(0, 30)
+    made = RandomMasks(x, grid, 0.4, seed=5)(0, 30)
     cell = [-(-edge // grid) for edge in size]
     for number in range(30):
         draws = torch.rand(grid * grid + 2, generator=generator(5, number))
@@ -36,7 +36,7 @@ def test_a_mask_is_an_enlarged_grid_moved_by_less_than_a_cell(size: tuple[int, i
 
 @pytest.mark.slow
 def test_masks_have_the_mean_and_the_variance_that_are_claimed_at_every_pixel() -> None:
-    drawn = Masks(picture(), 3, 0.3, seed=0)
+    drawn = RandomMasks(picture(), 3, 0.3, seed=0)
     masks = torch.cat([drawn(at, at + 500) for at in range(0, 20_000, 500)])
     torch.testing.assert_close(masks.mean(0), torch.full_like(masks[0], 0.3), rtol=0, atol=0.015)
     torch.testing.assert_close(masks.var(0), drawn.variance, rtol=0.06, atol=0)
@@ -54,7 +54,7 @@ def by_hand(model: nn.Module, x: Tensor, masks: Tensor, shown: float) -> tuple[T
 
 def test_both_forms_are_what_they_are_said_to_be() -> None:
     model, x = tiny_model().double(), noise(1, 3, 16, 16)
-    drawn = Masks(x, 4, 0.6, 3)
+    drawn = RandomMasks(x, 4, 0.6, 3)
     plain, covariance = by_hand(model, x, drawn(0, 50), 0.6)
     options: dict[str, Any] = {"passes": 50, "grid": 4, "shown": 0.6, "seed": 3, "chunk": 7}
     found = RISE(model, **options, debiased=False).attribute(x, 0)
@@ -129,7 +129,7 @@ def test_a_tolerance_ends_the_work_at_the_same_pass_whatever_the_chunk() -> None
 def test_what_a_mask_hides_holds_the_fill() -> None:
     model, x = Linear(), picture()
     found = RISE(model, passes=9, fill=(0.5, 1.0, -2.0), debiased=False, grid=2).attribute(x, 0)
-    masks = Masks(x, 2, 0.5, 0)(0, 9)
+    masks = RandomMasks(x, 2, 0.5, 0)(0, 9)
     still = torch.tensor([0.5, 1.0, -2.0], dtype=torch.float64).view(1, 3, 1, 1)
     with torch.no_grad():
         scores = model(still + (x - still) * masks)[:, 0]
@@ -139,7 +139,7 @@ def test_what_a_mask_hides_holds_the_fill() -> None:
 def test_probabilities_are_a_target_as_any_other() -> None:
     model, x = tiny_model().double(), noise(1, 3, 16, 16)
     found = RISE(model, passes=20, debiased=False).attribute(x, probability(2))
-    masks = Masks(x, 7, 0.5, 0)(0, 20)
+    masks = RandomMasks(x, 7, 0.5, 0)(0, 20)
     with torch.no_grad():
         scores = model(x * masks).softmax(1)[:, 2]
     torch.testing.assert_close(found.values[0], (scores[:, None, None, None] * masks).mean(0) / 0.5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saliency.errors import SaliencyWarning
-from saliency.methods.perturbation.shap import KernelSHAP, ShapleySampling
+from saliency.methods.perturbation.lime_shap import KernelSHAP, ShapleySampling
 from saliency.testing import tiny_model
 from tests.games import SIZE, Game, Linear, coverage, interplay, noise, per_cell, picture, shapley_values
 

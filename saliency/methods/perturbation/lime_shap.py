@@ -1,0 +1,488 @@
+"""Values of segments from the scores of many combinations of them: LIME, KernelSHAP and Shapley sampling."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from functools import cached_property
+from typing import ClassVar, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ...attribution.options import SamplingOptions
+from ...engine.estimates import Estimate, rank_correlation
+from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
+from ...engine.runner import PassRunner
+from ...errors import warn
+from ...validation import real_number
+from ..baselines import Filler, FillLike
+from .feature_ablation import SUPERPIXELS, SegmentAttribution
+from .segments import Segments, SegmentsLike
+
+
+class Regression(NamedTuple):
+    """Coefficients of a weighted least-squares fit."""
+
+    coefficients: Tensor  # (K,)
+    residuals: Tensor  # (n,)
+    errors: Tensor  # (K,)
+
+
+def regression(
+    design: Tensor, scores: Tensor, weights: Tensor, penalty: float = 0.0, leverage: Tensor | float = 0.0
+) -> Regression:
+    """Fit scores by a linear function; of several solutions the one with the smallest coefficients.
+
+    The standard errors hold under any distribution of the residuals: White's sandwich, with each residual divided by
+    the root of 1 less its leverage (HC2). This corrects for what the fit took from the residuals.
+
+    Args:
+        design: (n, K) the variables.
+        scores: (n,)
+        weights: (n,) the weight of each sample.
+        penalty: The weight of the squared coefficients.
+        leverage: The leverage (n,) of an intercept that was removed before.
+
+    Source: MacKinnon and White, "Some Heteroskedasticity-consistent Covariance Matrix Estimators with Improved Finite
+        Sample Properties" (1985), https://doi.org/10.1016/0304-4076(85)90158-7.
+    """
+    ridge = penalty * torch.eye(design.shape[1], dtype=design.dtype, device=design.device)
+    normal = design.T @ (weights[:, None] * design) + ridge
+    inverse = torch.linalg.pinv(normal, hermitian=True, rtol=1e-10)
+    influence = weights[:, None] * (design @ inverse)  # (n, K)
+    coefficients = influence.T @ scores
+    residuals = scores - design @ coefficients
+    corrected = residuals / (1 - leverage - (influence * design).sum(1)).clamp(min=1e-6).sqrt()
+    return Regression(coefficients, residuals, (corrected[:, None] * influence).square().sum(0).sqrt())
+
+
+class Coalitions(Estimate):
+    """Values of segments, from the scores of images of which only some segments are shown.
+
+    The segments that a pass shows depend only on its number. A subclass writes `row` and `solve`.
+
+    Args:
+        segments: The segments.
+        filler: Hides the others.
+        score: () the score of the whole image.
+        seed: The seed of all draws.
+    """
+
+    def __init__(self, segments: Segments, filler: Filler, score: Tensor, seed: int) -> None:
+        super().__init__()
+        self.segments, self.seed = segments, seed
+        self.full = float(score)
+        self.rows = torch.zeros(0, segments.count, dtype=torch.bool, device="cpu")  # what each pass so far showed
+        self.scores = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._filler = filler
+        self._solution: tuple[int, Tensor, Tensor | None] | None = None
+        self._relative_error = (0, math.inf)  # the number of passes, and the relative error then
+
+    @abstractmethod
+    def row(self, number: int) -> Tensor:
+        """Return which segments a pass shows, boolean (M,)."""
+
+    @abstractmethod
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the values (M,) from some of the samples so far, and their standard errors if they are known."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """The number of samples so far."""
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        return torch.stack([self.row(number) for number in range(start, stop)])
+
+    def run(self, passes: PassRunner, count: int) -> None:
+        """Run up to `count` passes, until a limit is met."""
+        for done in passes.forwards(
+            lambda start, stop: self._filler(self.segments.hidden(self._rows(start, stop))), count
+        ):
+            self.rows = torch.cat([self.rows, self._rows(self.count, self.count + len(done.scores))])
+            self.scores = torch.cat([self.scores, done.scores.cpu().double()])
+            self.count = len(self.scores)
+            if passes.enough(self):
+                break
+
+    @property
+    def solution(self) -> tuple[Tensor, Tensor | None]:
+        """The values and their standard errors from all passes so far, computed once."""
+        if self._solution is None or self._solution[0] != self.count:
+            self._solution = (self.count, *self.solve(slice(None)))
+        return self._solution[1:]
+
+    @property
+    def mean(self) -> Tensor:
+        """The map (1, H, W) of the values."""
+        return self.segments.painted(self.solution[0])
+
+    @property
+    def error(self) -> Tensor | None:
+        """The map (1, H, W) of their standard errors."""
+        errors = self.solution[1]
+        return None if errors is None else self.segments.painted(errors)
+
+    @property
+    def relative_error(self) -> float:
+        """As for every estimate; computed again after a sixteenth more passes, and infinite in between."""
+        count, error = self._relative_error
+        if self.count == count:
+            return error
+        if self.count < count + count // 16:
+            return math.inf
+        self._relative_error = (self.count, super().relative_error)
+        return self._relative_error[1]
+
+    @property
+    def agreement(self) -> float | None:
+        """The rank correlation of the maps of the even and of the odd samples; None below four samples."""
+        if self.samples < 4:
+            return None
+        return rank_correlation(*(self.segments.painted(self.solve(slice(i, None, 2))[0]) for i in (0, 1)))
+
+
+class CoalitionSampling(SegmentAttribution, SampledAttribution):
+    """Base class of methods that show many combinations of segments.
+
+    Args:
+        model: As for every method.
+        segments: As for `FeatureAblation`.
+        fill: As for `FeatureAblation`.
+        **options: See `saliency.attribution.options.SamplingOptions`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        segments: SegmentsLike = SUPERPIXELS,
+        fill: FillLike = 0.0,
+        **options: Unpack[SamplingOptions],
+    ) -> None:
+        super().__init__(model, segments=segments, fill=fill, **options)
+
+    def result(self, estimate: Coalitions, passes: PassRunner, least: int, *, is_complete: bool) -> ImageAttribution:
+        """Return the attribution of an estimate; warn of fewer than the `least` passes that determine the values.
+
+        Args:
+            estimate: The estimate.
+            passes: The passes.
+            least: The number of passes that determine the values.
+            is_complete: Whether the values sum to the score less that of the first pass.
+        """
+        count = estimate.segments.count
+        if passes.used < least:
+            passes.notes.append(f"far too few passes for {count} segments")
+            warn(
+                f"{self.name}: {passes.used} passes do not determine the values of {count} segments; allow for at "
+                f"least {least}, and several times as many for precise values, or use fewer segments"
+            )
+        values, error = estimate.mean, estimate.error
+        residual = estimate.full - float(estimate.scores[0]) - float(values.sum()) if is_complete else None
+        error = None if error is None else error.to(passes.x)
+        return ImageAttribution(values.to(passes.x), error, estimate.agreement, residual)
+
+
+class LIME(CoalitionSampling):
+    """A linear regression of the score on which segments are shown, near the whole image.
+
+    Each pass shows every segment with probability 1/2. The scores are regressed on the shown segments, with an
+    intercept and with weights exp(-d^2 / (2 width^2)), where d = 1 - sqrt(k / M) is the cosine distance between k shown
+    segments and all M. The image itself is one more sample, of weight 1. (The 2 is in the authors' code, not in the
+    paper.)
+
+    The note of the result gives the weighted variance that the linear model explains, adjusted for the number of its
+    coefficients (for n samples, the residual variance has n - M - 1 degrees of freedom). The standard errors are those
+    of a weighted regression under any distribution of its residuals (White's sandwich, each residual divided by the
+    root of 1 less its leverage). In simulations they were accurate to 7 % from 1.6 times as many samples as
+    coefficients on. With no more samples than coefficients, M + 1, they are None and a warning is issued; the values
+    are then the smallest coefficients that fit.
+
+    Args:
+        model: As for every method.
+        segments: As for `FeatureAblation`.
+        fill: As for `FeatureAblation`.
+        width: The width of the weights, in units of the cosine distance.
+        penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
+            shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
+            uses 1; with 0, the default, an additive model is recovered exactly.
+        **options: See `saliency.attribution.options.SamplingOptions`.
+
+    Values: (N, 1, H, W), signed, in score units per pixel: the coefficient of a segment, divided evenly among its
+    pixels.
+
+    Raises:
+        MethodError: An option is invalid, or does not fit the image.
+        TargetError: The target does not fit the model's output.
+
+    Source: Ribeiro et al., "Why Should I Trust You?" (2016), https://arxiv.org/abs/1602.04938.
+    """
+
+    name = "lime"
+    cost = "1000 forwards"
+    samples = 1000
+    quick_options: ClassVar = {"segments": (2, 2), "passes": 16}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        segments: SegmentsLike = SUPERPIXELS,
+        fill: FillLike = 0.0,
+        width: float = 0.25,
+        penalty: float = 0.0,
+        **options: Unpack[SamplingOptions],
+    ) -> None:
+        super().__init__(model, segments=segments, fill=fill, **options)
+        self.width = real_number("width", width, least=1e-3)
+        self.penalty = real_number("penalty", penalty, least=0)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the coefficients of the regression."""
+        estimate = _LimeRegression(*self.segmented(passes), score, self.seed)
+        estimate.width, estimate.penalty = self.width, self.penalty
+        estimate.run(passes, self.most_passes)
+        result = self.result(estimate, passes, estimate.segments.count + 1, is_complete=False)
+        if estimate.samples > estimate.segments.count + 1:
+            passes.notes.append(f"the linear model explains {estimate.explained():.0%} of the weighted variance")
+        return result
+
+
+class _LimeRegression(Coalitions):
+    """The weighted regression, with the whole image as its first sample."""
+
+    width: float
+    penalty: float
+
+    @property
+    def samples(self) -> int:
+        return self.count + 1
+
+    def row(self, number: int) -> Tensor:
+        draws = generator(self.seed, number)
+        return torch.rand(self.segments.count, generator=draws, dtype=torch.float32, device="cpu") < 0.5
+
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        fit, _, _ = self._fit(part)
+        return fit.coefficients, fit.errors if len(fit.residuals) > self.segments.count + 1 else None
+
+    def explained(self) -> float:
+        """Return the share of the weighted variance that the model explains, adjusted for its coefficients."""
+        fit, scores, weights = self._fit(slice(None))
+        free = len(scores) - self.segments.count - 1
+        total = float(weights @ scores.square()) / (len(scores) - 1)
+        return 1 - float(weights @ fit.residuals.square()) / free / total if total else 1.0
+
+    def _fit(self, part: slice) -> tuple[Regression, Tensor, Tensor]:
+        """The fit of some samples, and their scores less the weighted mean (n,) and weights (n,)."""
+        shown = torch.cat([self.rows.new_ones(1, self.segments.count), self.rows])[part].double()
+        scores = torch.cat([self.scores.new_zeros(1), self.scores - self.full])[part]
+        weights = torch.exp(-(1 - shown.mean(1).sqrt()).square() / (2 * self.width**2))
+        # Without weighted means, no intercept is needed.
+        shares = weights / weights.sum()
+        shown, scores = shown - shares @ shown, scores - shares @ scores
+        return regression(shown, scores, weights, self.penalty, shares), scores, weights
+
+
+class KernelSHAP(CoalitionSampling):
+    """Shapley values of segments, by a weighted regression of the score on which segments are shown.
+
+    If all combinations are included, each with the weight (M - 1) / (C(M, k) k (M - k)) for k of M shown segments, the
+    coefficients of the regression are the Shapley values. If `passes` (by default 2000) allow for all 2^M - 1, all are
+    run and the values are exact. Otherwise combinations are drawn in proportion to these weights, each with its
+    complement (Covert and Lee), which cancels interactions of any even order. The regression fixes the sum of the
+    values at f(x) - f(x'), where x' is the image with all segments hidden.
+
+    The standard errors are those of the regression under any distribution of its residuals (White's sandwich, each
+    residual divided by the root of 1 less its leverage). In simulations they were accurate to 7 % from 1.6 times as
+    many pairs as segments on. With fewer pairs than segments they are None and a warning is issued; the values are then
+    the smallest that fit.
+
+    Args:
+        model: As for every method.
+        segments: As for `FeatureAblation`.
+        fill: As for `FeatureAblation`.
+        **options: See `saliency.attribution.options.SamplingOptions`.
+
+    Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
+    They sum to f(x) - f(x').
+
+    Raises:
+        MethodError: An option is invalid, or does not fit the image.
+        TargetError: The target does not fit the model's output.
+
+    Source: Lundberg and Lee, "A Unified Approach to Interpreting Model Predictions" (2017),
+        https://arxiv.org/abs/1705.07874; Covert and Lee, "Improving KernelSHAP" (2020),
+        https://arxiv.org/abs/2012.01536.
+    """
+
+    name = "kernel_shap"
+    cost = "2000 forwards"
+    samples = 2000
+    quick_options: ClassVar = {"segments": (2, 3), "passes": 21}
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Solve the regression."""
+        estimate = _KernelRegression(*self.segmented(passes), score, self.seed)
+        count = estimate.segments.count
+        most = min(self.most_passes, max(self.samples, self.passes or 0))
+        estimate.includes_all = count < 30 and 2**count - 1 <= most
+        estimate.run(passes, 2**count - 1 if estimate.includes_all else self.most_passes)
+        if estimate.is_exact:
+            passes.notes.append("all combinations")
+        return self.result(estimate, passes, 0 if estimate.is_exact else 2 * count + 1, is_complete=True)
+
+
+class _KernelRegression(Coalitions):
+    """The regression, on pairs of a combination and its complement. Pass 0 shows nothing.
+
+    The sum of the values is fixed, so the sum of a pair's scores carries no information. Half the difference of the
+    scores is regressed on half the difference of the shown segments, +1/2 or -1/2 for each segment.
+    """
+
+    includes_all = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all combinations were run."""
+        return self.includes_all and self.count == 2**self.segments.count - 1
+
+    @property
+    def samples(self) -> int:
+        return 0 if self.includes_all else (self.count - 1) // 2
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """All pairs in random order, so that an interrupt leaves a fair part of them."""
+        return torch.randperm(2 ** (self.segments.count - 1) - 1, generator=generator(self.seed), device="cpu")
+
+    @cached_property
+    def _size_limits(self) -> Tensor:
+        """The cumulated weights (M - 1,) of the combinations of 1 to M - 1 segments."""
+        sizes = torch.arange(1, self.segments.count, dtype=torch.float64, device="cpu")
+        return (1 / (sizes * (self.segments.count - sizes))).cumsum(0)
+
+    def row(self, number: int) -> Tensor:
+        count, row = self.segments.count, torch.zeros(self.segments.count, dtype=torch.bool, device="cpu")
+        if not number:
+            return row
+        pair, is_complement = divmod(number - 1, 2)
+        if self.includes_all:  # all without the last segment; the complements are all with it
+            row = (self._order[pair] + 1 >> torch.arange(count, device="cpu")) & 1 == 1
+        else:
+            draws = generator(self.seed, pair)
+            at = torch.rand((), generator=draws, dtype=torch.float64, device="cpu") * self._size_limits[-1]
+            size = min(int(torch.searchsorted(self._size_limits, at, right=True)), count - 2) + 1
+            row[torch.randperm(count, generator=draws, device="cpu")[:size]] = True
+        return ~row if is_complement else row
+
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        count, pairs = self.segments.count, (self.count - 1) // 2
+        rows = self.rows[1 : 2 * pairs : 2][part]
+        mean = (self.full - float(self.scores[0])) / count
+        shown = rows.double() - 0.5
+        scores = self.scores[1 : 2 * pairs + 1].view(-1, 2)[part]
+        halves = (scores[:, 0] - scores[:, 1]) / 2 - shown.sum(1) * mean
+        sizes = rows.sum(1).tolist() if self.includes_all else []
+        weights = [1 / (math.comb(count, k) * k * (count - k)) for k in sizes] or [1.0] * len(rows)
+        # The fixed sum is removed. What is left tells how the segments differ.
+        fit = regression(shown - shown.mean(1, keepdim=True), halves, halves.new_tensor(weights))
+        errors = fit.errors if len(rows) >= count and not self.includes_all else None
+        return fit.coefficients + mean, torch.zeros_like(fit.coefficients) if self.is_exact else errors
+
+
+class ShapleySampling(CoalitionSampling):
+    """Shapley values of segments, by showing them one after the other in random orders.
+
+    The value of a segment is the gain of the score when it is added, averaged over orders that are drawn in pairs: an
+    order and its reverse (Mitchell et al.), so that what is early in one is late in the other. Each order sums to
+    f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that a
+    limit cuts short is left out, unless it is the only one; then the segments that were not reached share the rest
+    evenly.
+
+    The standard errors are those of a mean over independent pairs; None for fewer than two.
+
+    Args:
+        model: As for every method.
+        segments: As for `FeatureAblation`.
+        fill: As for `FeatureAblation`.
+        **options: See `saliency.attribution.options.SamplingOptions`.
+
+    Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
+    They sum to f(x) - f(x').
+
+    Raises:
+        MethodError: An option is invalid, or does not fit the image.
+        TargetError: The target does not fit the model's output.
+
+    Source: Castro et al., "Polynomial Calculation of the Shapley Value Based on Sampling" (2009),
+        https://doi.org/10.1016/j.cor.2008.04.004; Mitchell et al., "Sampling Permutations for Shapley Value
+        Estimation" (2021), https://arxiv.org/abs/2104.12199.
+    """
+
+    name = "shapley_sampling"
+    cost = "2000 forwards"
+    samples = 2000
+    quick_options: ClassVar = {"segments": (2, 2), "passes": 25}
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the mean gains over the pairs of orders."""
+        estimate = _Orders(*self.segmented(passes), score, self.seed)
+        length = estimate.pair_length
+        pairs = (self.most_passes - 1) // max(length, 1)
+        estimate.run(passes, 1 + pairs * length if pairs else self.most_passes)
+        return self.result(estimate, passes, 1 + length, is_complete=True)
+
+
+class _Orders(Coalitions):
+    """The gains of the segments in pairs of opposite orders. Pass 0 shows nothing, then come the orders' beginnings."""
+
+    LEAST = 8
+    """The number of pairs from which their spread can end the work."""
+
+    @property
+    def pair_length(self) -> int:
+        """The number of passes of a pair of orders."""
+        return 2 * (self.segments.count - 1)
+
+    @property
+    def samples(self) -> int:
+        return (self.count - 1) // self.pair_length if self.pair_length else 0
+
+    def row(self, number: int) -> Tensor:
+        row = torch.zeros(self.segments.count, dtype=torch.bool, device="cpu")
+        if number:
+            pair, at = divmod(number - 1, self.pair_length)
+            order, half = self._order(pair), self.pair_length // 2
+            row[order[: at + 1] if at < half else order[half - at - 1 :]] = True
+        return row
+
+    def _order(self, pair: int) -> Tensor:
+        return torch.randperm(self.segments.count, generator=generator(self.seed, pair), device="cpu")
+
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        if not self.samples:
+            values = self._first_order()
+            return values, torch.zeros_like(values) if self.segments.count == 1 else None
+        orders = torch.stack([self._order(pair) for pair in range(self.samples)])  # (n, M)
+        ends = self.scores.new_tensor([float(self.scores[0]), self.full]).expand(self.samples, 2)
+        paths = self.scores[1 : 1 + self.samples * self.pair_length].view(self.samples, 2, -1)
+        forth, back = (torch.cat([ends[:, :1], paths[:, i], ends[:, 1:]], 1).diff(dim=1) for i in range(2))
+        gains = torch.empty_like(forth).scatter_(1, orders, (forth + back.flip(1)) / 2)[part]
+        return gains.mean(0), gains.std(0) / len(gains) ** 0.5 if len(gains) > 1 else None
+
+    @property
+    def relative_error(self) -> float:
+        """As for every estimate; infinite for few pairs."""
+        return math.inf if self.pair_length and self.samples < self.LEAST else super().relative_error
+
+    def _first_order(self) -> Tensor:
+        """The gains (M,) along the first order as far as it goes; the other segments share the rest."""
+        path = self.scores[: self.segments.count]  # nothing shown, then the beginnings of the order
+        reached = len(path) - 1
+        rest = (self.full - float(path[-1])) / (self.segments.count - reached)
+        gains = path.new_full((self.segments.count,), rest)
+        gains[self._order(0)[:reached]] = path.diff()
+        return gains
