@@ -152,7 +152,7 @@ def test_the_walk_sees_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_below_the_drawing_draws(name: str) -> None:
     drawing = {"matplotlib", "cv2", "PIL.ImageDraw", "PIL.ImageFont"}
     # Inpainting, the dilation of segments, and sums in double precision draw nothing.
-    if name in ("methods.perturbation.fills", "methods.xrai"):
+    if name in ("methods.baselines", "methods.xrai"):
         drawing.remove("cv2")
     found = [each for each in imports(name) if each in drawing or each.split(".")[0] in drawing]
     assert not found

@@ -13,7 +13,7 @@ from ...attribution.forward import at_least_float32
 from ...attribution.options import Budget, SamplingOptions
 from ...engine.estimates import Estimate, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
-from ...engine.runner import CHECKED_EVERY, PassRunner
+from ...engine.runner import CHECK_INTERVAL, PassRunner
 from ...errors import MethodError
 from ...validation import check_whole_number
 from ..baselines import Filler, FillLike, resolve_fill
@@ -349,7 +349,7 @@ class HSIC(GridAttribution):
         next_check = 32  # the time of a check grows with the square of the samples, so checks become rarer
         for done in passes.forwards(lambda i, j: filler(self.enlarged(design(i, j), x) < 0.5), self.most_passes):
             estimate.add(done.scores)
-            if estimate.count >= next_check and estimate.count % CHECKED_EVERY == 0:
+            if estimate.count >= next_check and estimate.count % CHECK_INTERVAL == 0:
                 next_check = estimate.count * 5 // 4
                 if passes.enough(estimate):
                     break
