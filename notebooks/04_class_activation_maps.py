@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Class activation maps
 #
-# **Where does the network see a class?** The last layers of an image network still have a place for everything, if a
-# coarse one: here 7 by 7 cells with 1280 channels each. A class activation map adds up the channels, each by what the
-# score makes of it.
+# **Where does the network see a class?** The last layers of an image network still have a spatial resolution, if a
+# coarse one: here 7 by 7 cells with 1280 channels each. A class activation map is a sum of the channels, each weighted
+# by its effect on the score.
 
 # %%
 # %matplotlib inline
@@ -31,11 +31,11 @@ saliency.figure(saliency.GradCAM(model).attribute(ASSETS / "coffee.jpg"))
 
 # %% [markdown]
 # **What to see.** The espresso is in the cup, not in the saucer or on the table. **What to beware of.** The map is
-# smooth because it was stretched from 7 by 7 cells; its edges are those of cells, not those of the cup.
+# smooth because it was enlarged from 7 by 7 cells; its edges are those of cells, not those of the cup.
 #
 # ## The family side by side
 #
-# All CAMs of one layer share one forward and one backward pass, so five cost hardly more than one.
+# All CAMs of one layer share one forward and one backward pass, so five take hardly longer than one.
 
 # %%
 family = [
@@ -48,12 +48,12 @@ family = [
 saliency.contact_sheet([saliency.explain_together(family, photo) for photo in PHOTOS], thumb=150)
 
 # %% [markdown]
-# **What to see.** They agree, on this network and at its last layer. The differences are in the weak parts:
-# Grad-CAM++ and LayerCAM count positive gradients only, so more of the picture glows, see the astronaut. Eigen-CAM
-# does not ask for the class at all and shows what is most prominent in the layer.
+# **What to see.** They agree, on this network and at its last layer. They differ in the weak parts: Grad-CAM++ and
+# LayerCAM use only positive gradients, so more of the image is highlighted, for example on the astronaut. Eigen-CAM
+# ignores the class and shows what is most prominent in the layer.
 #
-# Where are the others of the family? Behind this layer come only an average over its places and one linear layer.
-# Then the gradient is the same in all places, and four definitions come down to one map:
+# Four other CAMs are missing here. After this layer there are only an average over the locations and one linear layer.
+# Then the gradient is the same at all locations, and four definitions give one map:
 
 # %%
 names = ["CAM", "GradCAM", "XGradCAM", "HiResCAM"]
@@ -63,13 +63,13 @@ for other in others:
     print(f"cam / {other.method:9} is {ratio.min():.2f} to {ratio.max():.2f} in all {ratio.numel()} places")
 
 # %% [markdown]
-# The 49 is the number of places: CAM's values average to the score, where those of the others add up to it (both but
-# for the head's bias).
+# The 49 is the number of locations: CAM's values average to the score, those of the others sum to it (both up to the
+# head's bias).
 #
 # ## Which layer?
 #
-# By itself a CAM reads the last layer with an extent in space. `saliency layers` on the command line lists all of
-# them. Deeper inside the network the layers are finer, and there the methods do part:
+# By default a CAM reads the last layer with spatial output. `saliency layers` on the command line lists all of them.
+# Earlier layers have a finer resolution, and there the methods differ:
 
 
 # %%
@@ -92,14 +92,14 @@ grids = ["{}x{}".format(*each.values.shape[2:]) for each in found]
 draw(found, [f"{each.method} at {each.layer}, {grid}" for each, grid in zip(found, grids, strict=True)])
 
 # %% [markdown]
-# **What to see.** On the right, all alike. At `blocks.4` Grad-CAM loses the cup and lights up the rim of its crop: it
-# gives each channel *one* weight, the mean of its gradients, and this far from the output a channel means different
-# things in different places. HiResCAM and LayerCAM weigh each place for itself, and stay with the cup and its
-# contents.
+# **What to see.** On the right, all are alike. At `blocks.4` Grad-CAM misses the cup and highlights the border of its
+# crop. It gives each channel *one* weight, the mean of its gradients, but this far from the output a channel means
+# different things at different locations. HiResCAM and LayerCAM weight each location separately, and highlight the cup
+# and its contents.
 #
-# **What to beware of.** Finer is not better. At `blocks.1` the maps are fine-grained and say little: edges and
-# glints. `FusedCAM` is one way to have both, several layers in one map; each layer counts by its own strongest place,
-# so its numbers are no scores any more.
+# **What to beware of.** Finer is not better. At `blocks.1` the maps are fine-grained but show only edges and
+# highlights. `FusedCAM` combines several layers in one map. Each layer is scaled by its own maximum, so the values are
+# no longer in score units.
 
 # %%
 saliency.figure(saliency.FusedCAM(model).attribute(ASSETS / "coffee.jpg"))
@@ -107,7 +107,7 @@ saliency.figure(saliency.FusedCAM(model).attribute(ASSETS / "coffee.jpg"))
 # %% [markdown]
 # ## Two classes in one photo
 #
-# The portrait of the astronaut has a helmet in it, and behind her a model of the space shuttle. `attribute_classes`
+# The portrait of the astronaut shows a helmet, and behind her a model of the space shuttle. `attribute_classes`
 # explains several classes from one forward pass.
 
 # %%
@@ -118,13 +118,12 @@ titles = [f"{each.target_names[0]}, {100 * float(each.probabilities):.2f} %" for
 draw(explained, titles)
 
 # %% [markdown]
-# **What to see.** The map goes where the class is: to the helmet for one, to the shuttle for the other, although the
-# network thinks of a shuttle as next to impossible. It also goes somewhere for a class that is not there at all: the
-# "bobsled" is on the helmet and by her shoulder, the "torch" on the bright wall.
+# **What to see.** The map follows the class: to the helmet for one, to the shuttle for the other, although the network
+# gives the shuttle a tiny probability. It also highlights something for a class that is not in the photo: the "bobsled"
+# is on the helmet and by her shoulder, the "torch" on the bright wall.
 #
-# **What to beware of.** Every map here is as bright as it can be, because each is drawn on a scale of its own. So the
-# shuttle looks as convincing as the helmet. `shared_limit` puts them on one scale, and then equal colours are equal
-# values:
+# **What to beware of.** Every map here is equally bright, because each is drawn on its own scale. So the shuttle looks
+# as convincing as the helmet. `shared_limit` gives them a common scale, on which equal colours are equal values:
 
 # %%
 draw(explained, titles, limit=saliency.shared_limit(explained))
@@ -133,7 +132,7 @@ draw(explained, titles, limit=saliency.shared_limit(explained))
 # ## Why this rather than that?
 #
 # Chelsea the cat is a "tiger cat" with 39 %, an "Egyptian cat" with 34 % and a "tabby" with 18 %. The maps of such
-# neighbours hardly differ, because most of what speaks for one cat speaks for all. `contrast` explains the
+# similar classes hardly differ, because most of the evidence for one cat is evidence for all. `contrast` explains the
 # *difference* of two scores.
 
 # %%
@@ -142,20 +141,20 @@ explained = saliency.GradCAM(model).attribute_classes(ASSETS / "chelsea.jpg", ca
 draw(explained, [each.target_names[0] for each in explained], columns=2)
 
 # %% [markdown]
-# The maps above show evidence *for* only. A contrast has two sides, so draw it with its sign: red speaks for the
-# tiger cat, blue for the Egyptian one.
+# The maps above show only evidence *for* a class. A contrast has two sides, so draw it with its sign: red supports the
+# tiger cat, blue the Egyptian cat.
 
 # %%
 saliency.overlay(explained[-1], sign="signed")
 
 # %% [markdown]
-# **What to see.** The nose and the eye on the left speak for the tiger cat, the eye on the right and the cheek on the
-# left for the Egyptian cat. Where it is nearly colourless, both classes have the same to say.
+# **What to see.** The nose and the eye on the left support the tiger cat, the eye on the right and the cheek on the
+# left the Egyptian cat. Where the map is nearly colourless, both classes have equal support.
 #
-# ## The fine of one, the focus of the other
+# ## Fine detail, restricted to a class
 #
-# Guided backpropagation draws fine lines but not for the class that was asked for. Guided Grad-CAM keeps of them what
-# lies where Grad-CAM sees the class.
+# Guided backpropagation draws fine lines, but not for the requested class. Guided Grad-CAM keeps the lines in the
+# region where Grad-CAM sees the class.
 
 # %%
 pair = ["football helmet", "space shuttle"]
@@ -165,8 +164,7 @@ guided, focused = (
 draw([*guided, *focused], [f"{each.method}: {each.target_names[0]}" for each in [*guided, *focused]], opacity=0.8)
 
 # %% [markdown]
-# **What to see.** The two on the left are nearly the same picture twice. The two on the right are the helmet, and the
-# shuttle.
+# **What to see.** The two maps on the left are nearly the same. The two on the right show the helmet and the shuttle.
 #
-# **What to beware of.** The class is in the CAM's part alone: within the bright area, the lines are still whatever
-# the network detects there.
+# **What to beware of.** Only the CAM depends on the class: within the bright area, the lines are still whatever the
+# network detects there.

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Your own model, your own method
 #
-# **Does it work on the network that I wrote, and can I add an idea of mine?** This page trains a small network in
-# half a minute, in which ReLUs are written in every way that makes other tools stumble. Then it adds a new method in
-# ten lines.
+# **Does the toolkit work on your own network, and can you add a method?** This page trains a small network in half a
+# minute. Its ReLUs are written in all the forms that other tools have problems with. Then it adds a new method in ten
+# lines.
 
 # %%
 # %matplotlib inline
@@ -34,8 +34,8 @@ from saliency.testing import check_method
 # %% [markdown]
 # ## A network of your own
 #
-# The task: is there a circle, a cross or a square in a noisy picture? `draw` makes as many pictures as we like, with
-# one shape or several.
+# The task: is there a circle, a cross or a square in a noisy image? `draw` creates as many images as we like, with one
+# shape or several.
 
 # %%
 SHAPES = ("circle", "cross", "square")
@@ -81,7 +81,7 @@ class ShapeNet(nn.Module):
 
 
 # %% [markdown]
-# Training it is ordinary PyTorch. `as_input` turns a picture into the network's input; we shall need it again.
+# Training is ordinary PyTorch. `as_input` converts an image to the network's input; it is needed again later.
 
 
 # %%
@@ -110,11 +110,10 @@ print(f"loss {np.mean(losses[:10]):.2f} at first, {np.mean(losses[-50:]):.2f} at
 print(f"right on {(found.numpy() == labels).mean():.0%} of 500 new pictures")
 
 # %% [markdown]
-# ## Two attributes, and it takes pictures and names
+# ## Two attributes for images and class names
 #
-# A float tensor works on any model. For pictures, paths and class names, tell the model once how a picture becomes
-# its input and what its classes are called. Then ask for the evidence for each class in three pictures with two
-# shapes; each column of the sheet has one scale.
+# A float tensor works on any model. For images, paths and class names, give the model two attributes: its preprocessing
+# and its class names. Then explain each class in three images with two shapes; each column of the sheet has one scale.
 
 # %%
 network.preprocess = as_input
@@ -126,32 +125,32 @@ rows = [grad_cam.attribute_classes(picture, SHAPES) for picture in pictures]
 saliency.contact_sheet(rows, thumb=200, shared=True)
 
 # %% [markdown]
-# **What to see.** In the second picture the square is brighter than the circle for *both* classes: this network knows
-# outlines, and tells the two apart by little. The column of the cross is the surprise. The cross itself is brightest
-# there, but most of the evidence is the *empty ground*, and circles and squares are cut out of it: for this network a
-# cross is, for the most part, what has no round or straight outline in it. It is right on all new pictures with one
-# shape, and yet not for the reason that we had in mind. No accuracy would have told.
+# **What to see.** In the second image the square is brighter than the circle for *both* classes: this network detects
+# outlines, and hardly distinguishes the two. The column of the cross is the surprise. The cross itself is brightest
+# there, but most of the evidence is the *empty background*, without the circles and squares: for this network a cross
+# is mostly the absence of round or straight outlines. It classifies all new images with one shape correctly, but not
+# for the intended reason. Accuracy alone would not have shown this.
 #
-# **What to beware of.** The network was trained on pictures with one shape, and these have two, so its percentages
-# mean nothing here. And this Grad-CAM reads `fourth`, the last convolution, *before* its in-place ReLU: a layer is
-# read as it was when it returned, whatever overwrites it later.
+# **What to beware of.** The network was trained on images with one shape, and these have two, so its percentages mean
+# nothing here. This Grad-CAM reads `fourth`, the last convolution, *before* its in-place ReLU: the toolkit reads a
+# layer's output as it was returned, even if an in-place operation overwrites it later.
 
 # %%
 grad_cam.attribute(pictures[0]).layer
 
 # %% [markdown]
-# ## Guided backpropagation, on every spelling of a ReLU
+# ## Guided backpropagation for every form of a ReLU
 #
-# Guided backpropagation changes what a ReLU does on the way back: only positive signals pass. So it has to find every
-# ReLU that was *called*, and not every `nn.ReLU` that there *is*. `coverage` says what it found:
+# Guided backpropagation changes the backward pass of a ReLU: only positive gradients pass. So it has to find every ReLU
+# that was *called*, not every `nn.ReLU` that *exists*. `coverage` reports what it found:
 
 # %%
 guided = saliency.GuidedBackprop(network).attribute(pictures[0], "circle")
 print(guided.coverage)
 
 # %% [markdown]
-# All five. Are the numbers right, too? As a check, here is the paper's rule written down once more, as an
-# `autograd.Function` that takes the place of all four spellings while the network runs:
+# It found all five. Are the numbers correct, too? As a check, here is the paper's rule once more, as an
+# `autograd.Function` that replaces all four forms while the network runs:
 
 
 # %%
@@ -183,8 +182,8 @@ with mock.patch(spellings[0], rectify), mock.patch(spellings[1], rectify), mock.
 print("the same, bit for bit:", torch.equal(guided.values, by_the_paper))
 
 # %% [markdown]
-# The usual recipe is another one: put a backward hook on each `nn.ReLU` of the model. On this network it begins with
-# an error, because hooks and in-place modules do not go together:
+# The usual recipe is different: put a backward hook on each `nn.ReLU` of the model. On this network it fails at first,
+# because hooks and in-place modules are incompatible:
 
 
 # %%
@@ -202,7 +201,7 @@ except RuntimeError as error:
     print(str(error).split(". ")[0])
 
 # %% [markdown]
-# With `inplace` switched off it runs, and returns something. Next to it the right answer and the plain gradient:
+# With `inplace` switched off it runs, and returns a map. Next to it are the correct map and the plain gradient:
 
 # %%
 patient = deepcopy(network)
@@ -224,16 +223,16 @@ for axis in axes:
     axis.set_axis_off()
 
 # %% [markdown]
-# **What to see.** The hooks reached one module, and two of five ReLUs. What they return correlates with the paper's
-# rule hardly better than the plain gradient does, and nothing in the picture gives it away.
+# **What to see.** The hooks reached one module, and two of five ReLUs. The result correlates with the paper's rule
+# hardly better than the plain gradient does, and nothing in the map shows the error.
 #
-# **What to beware of.** A ReLU written as arithmetic, `x * (x > 0)`, cannot be told from any other product. For that
-# there is a warning, and a network in which no ReLU is found at all gets an error in place of a map.
+# **What to beware of.** A ReLU written as arithmetic, `x * (x > 0)`, cannot be distinguished from any other product. A
+# warning reports it, and a network without any known ReLU gets an error instead of a map.
 #
 # ## A method of your own, in ten lines
 #
 # A class activation map is a choice of *weights*: one number for each channel of a layer, from its activations and
-# gradients. Suppose that we want a map of those few channels alone that speak loudest for the class:
+# gradients. Suppose that we want a map of only the few channels that support the class most:
 
 
 # %%
@@ -253,7 +252,7 @@ class LoudestCAM(saliency.WeightedCAM):
 
 
 # %% [markdown]
-# That is all. Reading photos, targets, finding the layer, drawing and sharing passes come with the base class:
+# That is all. The base class reads photos, resolves targets, finds the layer, draws and shares passes:
 
 # %%
 lite0 = saliency.load("efficientnet_lite0")
@@ -262,20 +261,20 @@ photos = [f"../assets/{name}.jpg" for name in ("camera", "chelsea", "rocket")]
 saliency.contact_sheet([saliency.explain_together(both, photo) for photo in photos], thumb=240)
 
 # %% [markdown]
-# **What to see.** Five channels of 1280 find the same places, in broader strokes.
+# **What to see.** Five channels of 1280 highlight the same places, more coarsely.
 #
-# **What to beware of.** They are a small part of the whole, which the sheet hides, because it draws each map on a
-# scale of its own: on the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five.
+# **What to beware of.** They are a small part of the whole. The sheet hides this, because it draws each map on its own
+# scale: on the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five channels.
 #
-# Does it keep the promises of the toolkit, such as leaving the model untouched and treating a batch like its single
-# images? `check_method` puts nearly forty of them to the test, on a tiny network, and lists those that are broken:
+# Does it keep the promises of the toolkit, such as an unchanged model, and batches that equal their single images?
+# `check_method` runs nearly forty checks on a tiny network, and lists those that fail:
 
 # %%
 check_method(LoudestCAM)
 
 # %% [markdown]
-# Silence is good news. The class has a `name`, and with it entered the registry; so the command line of this process
-# knows it, with no list to be extended:
+# No output means that all checks passed. The class has a `name`, so it is in the registry. The command line of this
+# process knows it without further registration:
 
 # %%
 list(saliency.METHODS)[-1]
@@ -285,5 +284,5 @@ cli.main(["explain", "../assets/rocket.jpg", "--method", "loudest_cam", "--out",
 Image.open("../out/notebooks/rocket.loudest_cam.png")
 
 # %% [markdown]
-# **To keep it**, put the class into a module of yours, and start the command line from there. A file of two lines is
+# **To keep it**, put the class into a module of your own, and start the command line from there. A file of two lines is
 # enough: `import my_methods` and `from saliency.cli import main; raise SystemExit(main())`.

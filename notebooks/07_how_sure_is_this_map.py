@@ -11,9 +11,8 @@
 # %% [markdown]
 # # How sure is this map?
 #
-# **A method that draws samples gives an estimate. How far is it from what it estimates?** Most toolkits do not say:
-# the samples are averaged, and that is the map. Here every sampling method comes with a standard error for each
-# pixel, so the question has an answer.
+# **A method that draws samples gives an estimate. How far is it from the true value?** Most toolkits do not say: they
+# average the samples and return the mean. Here every sampling method returns a standard error for each pixel.
 
 # %%
 # %matplotlib inline
@@ -49,18 +48,16 @@ draw(
 )
 
 # %% [markdown]
-# **What to see.** On the left the map: how much more the network likes the picture when a pixel is shown. In the
-# middle how uncertain each value is: much the same everywhere. On the right the same map once more, and the photo
-# shows through where the value could be chance.
+# **What to see.** On the left the map: the rise of the score when a pixel is visible. In the middle the uncertainty of
+# each value: it is similar everywhere. On the right the map again, transparent where the value could be chance.
 #
-# **What to beware of.** The error is that of the sampling, and of nothing else. A method can be perfectly sure of a
-# map that misleads.
+# **What to beware of.** The error covers only the sampling. A map can be precise and still misleading.
 #
 # ## More samples
 #
-# Four times the masks halve the error. The map settles, and the maps of either half of the samples come to agree: their
-# rank correlation is the `agreement` that the explanation carries. Printed below is the error relative to the map. With
-# 50 masks noise makes the map itself larger, so the first step looks like less than that:
+# Four times the masks halve the error. The map converges, and the maps of the two halves of the samples agree more and
+# more: their rank correlation is the `agreement` of the explanation. The error relative to the map is printed below.
+# With 50 masks, noise makes the map itself larger, so the first step looks smaller:
 
 # %%
 runs = [saliency.RISE(model, passes=passes).attribute(PHOTO, TARGET) for passes in (50, 200, 800)]
@@ -73,10 +70,10 @@ for each in runs:
     print(f"{each.effort[0].passes:4} masks: relative error {relative:.3f}, agreement {float(each.agreement):.2f}")
 
 # %% [markdown]
-# ## Is the error true?
+# ## Is the error correct?
 #
-# An error bar is a claim. This one says: of 100 repetitions, some 95 lie within two errors of the truth. Let us
-# repeat the estimate with other seeds, take a long run for the truth, and count.
+# An error bar is a claim. This one says: of 100 repetitions, about 95 lie within two errors of the true value. To test
+# it, repeat the estimate with other seeds, take a long run as the true value, and count.
 
 # %%
 truth = saliency.SmoothGrad(model, passes=300, seed=1000).attribute(PHOTO, TARGET).values
@@ -87,12 +84,12 @@ for seed in range(4):
 print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" for share in inside))
 
 # %% [markdown]
-# A little under 95 %, for two reasons: the long run that stands for the truth is itself an estimate, and so is an error
-# that 30 samples tell.
+# The result is a little under 95 %, for two reasons: the long run is itself an estimate, and so is an error from 30
+# samples.
 #
 # ## When is enough enough?
 #
-# A number of passes is the wrong question. Better ones: how good, or how long?
+# The number of passes is rarely what matters. More useful limits are precision and time:
 #
 # ```python
 # saliency.RISE(model, tolerance=0.1)   # until the error is a tenth of the map
@@ -100,8 +97,8 @@ print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" 
 # saliency.RISE(model, passes=4000)     # as in the paper
 # ```
 #
-# All sampling methods take these three, also together: the first that is met ends the work. What was spent, and what
-# ended it, stands in the explanation.
+# All sampling methods take these three options, also together: the first limit that is met ends the work. The
+# explanation reports what was spent, and which limit ended it.
 
 # %%
 for options in ({"tolerance": 0.3}, {"seconds": 2}, {"passes": 100}):
@@ -109,10 +106,10 @@ for options in ({"tolerance": 0.3}, {"seconds": 2}, {"passes": 100}):
     print(f"{options!s:20} {effort.passes:5} passes in {effort.seconds:4.1f} s, ended by {effort.stopped}")
 
 # %% [markdown]
-# ## Methods that know their error without sampling
+# ## Errors without sampling
 #
-# Integrated gradients must add up: the values sum to the score's rise over the baseline. How far they miss it is the
-# `residual`. With a tolerance it takes as few passes as that allows.
+# The values of integrated gradients should sum to the difference between the score and the baseline's score. The part
+# that is missing is the `residual`. With a tolerance, the method runs only as many passes as it needs.
 
 # %%
 print("photo        passes  residual / rise")
@@ -129,16 +126,16 @@ draw(
 )
 
 # %% [markdown]
-# **What to see.** Two maps that look alike, and neither adds up. The score rises by 11.4 on its way from grey to the
-# photo; with 4 steps the values sum to 8.0 less, with 64 to 1.6 more. It does not rise evenly, so steps laid out in
-# advance miss some of it, even many of them. With a tolerance, steps are put where the score turns: 17 were enough.
+# **What to see.** Two maps look alike, and neither sum is exact. The score rises by 11.4 from grey to the photo; with 4
+# steps the values sum to 8.0 less, with 64 steps to 1.6 more. The rise is uneven, so a fixed set of steps misses some
+# of it, even with many steps. With a tolerance, steps are placed where the score changes fast: 17 were enough.
 #
-# **What to beware of.** A sum that is right is not yet a map that is right, and a map that looks right need not add up.
+# **What to beware of.** A correct sum does not make a correct map, and a map that looks right may have a wrong sum.
 #
-# ## Faster, and what it costs
+# ## Faster passes
 #
-# `precision="fast"` runs a private copy of the network with its batch norms folded away, `"bf16"` one in half the
-# bits. Both are timed on the first passes and dropped where they are no faster; what was done is written down.
+# `precision="fast"` runs a private copy of the network with folded batch norms, `"bf16"` a copy in bfloat16. Both are
+# timed on the first passes and dropped if they are not faster; the explanation reports what was used.
 
 # %%
 maps = {
@@ -154,9 +151,9 @@ for asked, each in maps.items():
     print(f"{asked:6} correlation with the exact map {same:.5f}")
 
 # %% [markdown]
-# **What to see.** One map, three times. What each cost and what was done for it stands above it; on another machine it
-# reads otherwise, down to "no faster here". **What to beware of.** Half the bits move the map a little. Where digits
-# count, leave `precision` alone.
+# **What to see.** The same map, three times. Above each are its time and the precision that was used; on another
+# machine these differ, and may say "no faster here". **What to beware of.** bfloat16 changes the map slightly. If exact
+# values matter, leave `precision` at its default.
 #
-# **What to take home.** Ask for a tolerance, look at `agreement`, and fade what is not significant before you show a
-# map to anybody.
+# **What to take home.** Set a tolerance, look at `agreement`, and fade values that are not significant before you show
+# a map to others.

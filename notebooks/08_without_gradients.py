@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Without gradients
 #
-# **What if the network is a black box?** Behind an API there is no gradient to ask for. But one can change the picture
-# and see what the score does. All methods on this page do only that, and differ in what they change and how they
-# share out the blame.
+# **What if the network is a black box?** Behind an API there are no gradients. But one can change the image and observe
+# the score. All methods on this page do only that. They differ in what they change, and in how they attribute the
+# effect.
 
 # %%
 # %matplotlib inline
@@ -45,12 +45,12 @@ occlusion = saliency.Occlusion(model, window=48, stride=24).attribute(PHOTO, TAR
 saliency.figure(occlusion)
 
 # %% [markdown]
-# **What to see.** The oldest idea: cover a square and note by how much the score falls. Red squares carried the
-# class; where it is blue the score *rose* without them: there the picture spoke against it.
+# **What to see.** This is the oldest idea: hide a square and record the fall of the score. Red squares supported the
+# class. Where the map is blue, the score *rose* without the square: there the image opposed the class.
 #
-# ## What is put in place of the pixels?
+# ## What replaces the hidden pixels?
 #
-# Nothing can be removed from a picture; something has to stand in its place, and the network sees that too.
+# Nothing can be removed from an image: something has to replace it, and the network sees that too.
 
 # %%
 fills = [saliency.Occlusion(model, window=48, stride=24, fill=fill) for fill in (0.0, "mean", "blur", "inpaint")]
@@ -62,13 +62,13 @@ for axis, method, each in zip(axes, fills, found, strict=True):
     axis.axis("off")
 
 # %% [markdown]
-# Where these agree, the map is about the cup; where they part, it is about the filling.
+# Where these maps agree, they are about the cup; where they differ, they are about the fill.
 #
-# ## All black boxes side by side
+# ## Black-box methods side by side
 #
-# Squares, soft random masks, superpixels switched on and off in fair turns, regressions on such trials, and the
-# statistics of sensitivity analysis. Those that sample get 400 passes each; occlusion takes one for each square, and
-# feature ablation one for each superpixel.
+# The methods use squares, soft random masks, superpixels shown and hidden in balanced combinations, regressions on such
+# trials, and statistics of sensitivity analysis. Methods that sample get 400 passes each; occlusion takes one for each
+# square, and feature ablation one for each superpixel.
 
 # %%
 boxes = [
@@ -85,14 +85,13 @@ found = {box.name: box.attribute(PHOTO, TARGET) for box in boxes}
 draw(list(found.values()))
 
 # %% [markdown]
-# **What to see.** Most find the coffee in the cup. Not all: feature ablation, which hides one superpixel at a time,
-# has its darkest red on the spoon, and HSIC sees the rim of the cup. The methods on superpixels follow the edges of
-# things, because the superpixels do. LIME, Kernel SHAP and Shapley sampling ask nearly the same question of the same
-# superpixels, and their maps look it.
+# **What to see.** Most highlight the coffee in the cup. Not all: feature ablation, which hides one superpixel at a
+# time, is strongest on the spoon, and HSIC on the rim of the cup. Methods on superpixels follow the edges of objects,
+# because superpixels do. LIME, Kernel SHAP and Shapley sampling ask nearly the same question about the same
+# superpixels, so their maps are similar.
 #
-# **What to beware of.** They all show the network pictures that it has never seen the like of. And with few passes
-# the weaker superpixels are noise: in the next picture the photo shows through where a value is less than two standard
-# errors from zero.
+# **What to beware of.** They all show the network images unlike any in its training. And with few passes the weaker
+# superpixels are noise: the next figure fades values below two standard errors.
 
 # %%
 shap = found["kernel_shap"]
@@ -108,7 +107,8 @@ for axis, (title, picture) in zip(axes, pictures.items(), strict=True):
     axis.axis("off")
 
 # %% [markdown]
-# Shapley values add up: over all superpixels they sum to the score's rise over the empty picture.
+# Shapley values add up: over all superpixels they sum to the difference between the score and that of the image with
+# all superpixels hidden.
 
 # %%
 print(f"sum of the values {float(shap.values.sum()):.4f}, missed by {float(shap.residual):+.1e}")
@@ -116,9 +116,9 @@ print(f"sum of the values {float(shap.values.sum()):.4f}, missed by {float(shap.
 # %% [markdown]
 # ## Masks inside the network
 #
-# The CAMs that need no gradient mask with activations. Score-CAM lays each channel over the photo, and pays a whole
-# pass for each. Ablation-CAM and Recipro-CAM mask inside the network, and run only the part behind the layer again, or
-# a formula where that part is linear.
+# Some CAMs need no gradient. They mask with activations. Score-CAM multiplies the photo with each channel, and takes a
+# whole pass for each. Ablation-CAM and Recipro-CAM mask inside the network, and run only the part after the layer
+# again, or use a formula if that part is linear.
 
 # %%
 inside = [saliency.ScoreCAM(model, channels=64), saliency.AblationCAM(model), saliency.ReciproCAM(model)]
@@ -129,11 +129,11 @@ for each in found:
     print(f"{each.method:14} {effort.passes:5} passes, {effort.seconds:5.2f} s. {effort.note}")
 
 # %% [markdown]
-# ## A small picture that is enough?
+# ## Is a small part of the image enough?
 #
-# The last kind looks for a mask rather than trying many: which tenth of the picture keeps the score highest while all
-# else is blurred? It follows the gradient of the *mask*, so it needs the network's gradient after all; it is here
-# because its question is the same. And the answer can be put to the test: show the network that part alone.
+# The last kind optimises a mask instead of trying many: which tenth of the image keeps the score highest while the rest
+# is blurred? It follows the gradient of the *mask*, so it does need the network's gradient; it is on this page because
+# the question is the same. And the answer can be tested: show the network only this part.
 
 # %%
 photo = model.preprocess(Image.open(PHOTO))[None]
@@ -149,12 +149,12 @@ for axis, area in zip(axes, (0.1, 0.2, 0.4), strict=True):
     axis.axis("off")
 
 # %% [markdown]
-# **What to see.** A tenth is not enough, not even the best tenth that was found: the network gives espresso 0.1 % on
-# it. With two fifths, most of the coffee and half of the rim, it is at 73 %, of 95 % on the whole photo.
+# **What to see.** A tenth is not enough, not even the best tenth that was found: with it the network gives espresso 0.1
+# %. With two fifths, most of the coffee and half of the rim, it gives 73 %, compared with 95 % on the whole photo.
 #
-# **What to beware of.** Such a map looks like an answer at every size. It says which part of that size was the best
-# that 150 steps found, and not that the part is enough; that has to be measured. We see the cut-out on black, the
-# network saw it on a blurred photo; on black it would be another question.
+# **What to beware of.** Such a map looks like an answer at every size. It shows the best part of this size that 150
+# steps found, not that the part is enough; this has to be measured. We see the cut-out on black, the network saw it on
+# a blurred photo; on black the result would differ.
 #
-# **What to take home.** Occlusion first: it is quick, exact for what it does, and easy to explain to anybody. RISE or
+# **What to take home.** Start with occlusion: it is fast, exact for what it measures, and easy to explain. Use RISE or
 # Kernel SHAP with a tolerance where you have to defend a number.
