@@ -50,10 +50,10 @@ from .methods.gradient import InputXGradient as InputXGradient
 from .methods.gradient import RectGrad as RectGrad
 from .methods.gradient import VanillaGradient as VanillaGradient
 from .methods.integrated_gradients import IDGI as IDGI
+from .methods.integrated_gradients import BlurIG as BlurIG
 from .methods.integrated_gradients import ExpectedGradients as ExpectedGradients
+from .methods.integrated_gradients import GuidedIG as GuidedIG
 from .methods.integrated_gradients import IntegratedGradients as IntegratedGradients
-from .methods.path_variants import BlurIG as BlurIG
-from .methods.path_variants import GuidedIG as GuidedIG
 from .methods.perturbation.feature_ablation import FeatureAblation as FeatureAblation
 from .methods.perturbation.lime_shap import LIME as LIME
 from .methods.perturbation.lime_shap import KernelSHAP as KernelSHAP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -176,7 +175,7 @@ class ReciproCAM(_TailCAM):
     name = "recipro_cam"
     cost = "2 forwards, 1 pass from the layer on for each location"
     units = "score"
-    quick_options: ClassVar[Mapping[str, Any]] = {"chunk": 16}
+    quick_options: ClassVar = {"chunk": 16}
     assumes_unsigned = False
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.explanation import Sign
 from ..attribution.forward import SharedForward, TargetGradients, independent_of
 from ..attribution.options import ModelOptions
 from ..attribution.resolved_target import ResolvedTarget
@@ -56,7 +55,7 @@ class GuidedGradCAM(LayerAttribution):
     cost = "1 forward, 1 backward"
     gradients = "input"
     backwards = 2
-    sign: ClassVar[Sign] = "absolute"
+    sign = "absolute"
 
     def __init__(
         self, model: nn.Module, layer: LayerLike = None, *, smooth: Smooth = "leave", **options: Unpack[ModelOptions]

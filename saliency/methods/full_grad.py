@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..attribution.base import Attribution, BatchAttribution
-from ..attribution.explanation import Sign
 from ..attribution.forward import at_least_float32
 from ..attribution.options import RunStats
 from ..attribution.output_rows import output_rows
@@ -93,8 +92,8 @@ class FullGrad(Attribution):
     name = "full_grad"
     cost = "1 forward, 1 backward"
     units = "shares of each layer's largest"
-    sign: ClassVar[Sign] = "absolute"
-    is_complete: ClassVar[bool] = False
+    sign = "absolute"
+    is_complete = False
     """The residual is that of the terms before they are scaled for the map."""
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:

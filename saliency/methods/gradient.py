@@ -1,33 +1,32 @@
-"""Methods that read the gradient at the input: plain, times the input, and rewritten at each rectifier."""
+"""Methods that read the gradient at the input: plain, times the input, and with a rule at each ReLU."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.forward import TargetGradients
+from ..attribution.options import ModelOptions
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
 from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
-from ..io.preprocess import PreprocessLike
 from ..validation import check_choice, real_number
 
 Smooth = Literal["leave", "positive"]
 
 
 class VanillaGradient(TracedAttribution):
-    """How fast the score rises with each input value.
+    """The gradient of the score with respect to the input.
 
-    In insertion and deletion it scores below an edge detector, which knows neither the model nor the class.
+    In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
 
-    Values: (N, C, H, W), signed, in score units per unit of the normalised input. The paper draws, at each pixel, the
-    largest magnitude over the channels; so does `heatmap`.
+    Values: (N, C, H, W), signed, in score units per unit of the normalised input. At each pixel, the paper draws the
+    largest magnitude over the channels, and so does `heatmap`.
 
     Raises:
         TargetError: The target does not fit the model's output, or does not depend on the input.
@@ -42,16 +41,16 @@ class VanillaGradient(TracedAttribution):
     sign = "absolute"
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """The gradient at the input."""
+        """Return the gradient at the input."""
         return BatchAttribution(evidence.input_gradient(), evidence.scores)
 
 
 class InputXGradient(TracedAttribution):
-    """The gradient times the input: each value's part in a linear model's score.
+    """The gradient times the input: the contribution of each value to the score of a linear model.
 
-    The input is taken as the model sees it, normalised, so the implied baseline is the mean colour and not black.
+    The input is normalised, as the model sees it, so the implied baseline is the mean colour, not black.
 
-    In insertion and deletion it scores below an edge detector, which knows neither the model nor the class.
+    In insertion and deletion it scores below an edge detector, which uses neither the model nor the class.
 
     Values: (N, C, H, W), signed, in score units.
 
@@ -66,50 +65,42 @@ class InputXGradient(TracedAttribution):
     cost = "1 forward, 1 backward"
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """The input times the gradient at the input."""
+        """Return the input times the gradient at the input."""
         return BatchAttribution(evidence.x * evidence.input_gradient(), evidence.scores)
 
 
 class RectifiedGradient(TracedAttribution):
-    """A backward pass in which a rule of its own takes the place of the derivative at each call of each ReLU.
+    """Base class of backward passes with a rule instead of the derivative at each call of each ReLU.
 
-    Relu, relu6, threshold, clamp and maximum at 0 are rectifiers in all their spellings: modules, functions, in place,
-    used many times, inside scripts and non-reentrant checkpoints. Only the rectifier's own branch is rewritten.
+    Relu, relu6, threshold, clamp and maximum at 0 are rectifiers in all forms: modules, functions, in place, used many
+    times, inside scripts and non-reentrant checkpoints. Only the gradient through the rectifier changes.
 
     Args:
         model: As for every method.
-        smooth: What becomes of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
-            no rule: "leave" keeps their derivative, "positive" lets only a positive incoming signal through, times the
-            true derivative. Either way the explanation's coverage counts them.
-        preprocess: As for every method.
-        categories: As for every method.
+        smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
+            none: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
+            derivative. In both cases the explanation's coverage counts them.
+        **options: See `saliency.attribution.options.ModelOptions`.
     """
 
     cost = "1 forward, 1 backward"
     backwards = 1
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        smooth: Smooth = "leave",
-        preprocess: PreprocessLike | None = None,
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(model, preprocess=preprocess, categories=categories)
+    def __init__(self, model: nn.Module, *, smooth: Smooth = "leave", **options: Unpack[ModelOptions]) -> None:
+        super().__init__(model, **options)
         self.smooth = check_choice("smooth", smooth, ("leave", "positive"))
 
     @abstractmethod
     def rule_for(self, site: Site, images: int) -> Rule:
-        """The rule that takes the place of the derivative at a rectifier, in a batch of so many images."""
+        """Return the rule that replaces the derivative at a rectifier, in a batch of so many images."""
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """What arrives at the input."""
+        """Return the gradient that arrives at the input."""
         values, coverage = self.signal(evidence)
         return BatchAttribution(values, evidence.scores, coverage)
 
     def signal(self, evidence: TargetGradients) -> tuple[Tensor, Coverage]:
-        """The rewritten gradient (N, C, H, W), and how many sites were rewritten."""
+        """Return the gradient (N, C, H, W) under the rules, and the number of sites with a rule."""
         sites = evidence.sites()
         rewritten = sites.rectifiers + (sites.others if self.smooth == "positive" else [])
         self._require_sites(sites, rewritten)
@@ -122,33 +113,33 @@ class RectifiedGradient(TracedAttribution):
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(sites.hidden))
 
     def _require_sites(self, sites: Sites, rewritten: list[Site]) -> None:
-        """Raise where nothing would be rewritten; warn where a ReLU written by hand may have been missed."""
+        """Raise if no site has a rule; warn if a hand-written ReLU may have been missed."""
         hidden = ", ".join(f"{n} {kind}" for kind, n in sites.hidden.items())
         if not rewritten:
             kinds = ", ".join(f"{n} {kind}" for kind, n in _by_kind(sites.others).items())
             cure = f'; pass smooth="positive" to rewrite its {kinds}' if kinds else ""
-            doubt = f"; its {hidden} may be ReLUs written by hand: spell them torch.relu" if hidden else ""
+            doubt = f"; its {hidden} may be hand-written ReLUs: use torch.relu for them" if hidden else ""
             raise NotApplicableError(
                 f"{self.name}: no ReLU was called, so the result would be the plain gradient{cure}{doubt}"
             )
         if hidden:
             warn(
-                f"{self.name}: {hidden} may be ReLUs written by hand, which the autograd graph cannot tell; they keep "
-                "their plain derivative (spell them torch.relu if they are)"
+                f"{self.name}: {hidden} may be hand-written ReLUs, which the autograd graph does not show; they keep "
+                "their plain derivative (use torch.relu if they are ReLUs)"
             )
 
 
 class GuidedBackprop(RectifiedGradient):
-    """Backpropagation that lets only positive evidence through each call of each ReLU.
+    """Backpropagation that passes only positive gradients through every ReLU call.
 
-    One module called twice, an in-place ReLU and a bare `F.relu` are all the same to it. It shows what the network
-    detects more than what the score depends on: its maps change little when the upper layers are randomised (Adebayo et
-    al., "Sanity Checks for Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
+    In-place, reused and functional ReLUs are handled alike. The map shows what the network detects more than what the
+    score depends on: it changes little when the upper layers are randomised (Adebayo et al., "Sanity Checks for
+    Saliency Maps", 2018, https://arxiv.org/abs/1810.03292).
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input.
 
     Raises:
-        NotApplicableError: No ReLU was called, so the result would be the plain gradient.
+        NotApplicableError: The model calls no ReLU, so the result would be the plain gradient.
         TargetError: The target does not fit the model's output.
 
     Source: Springenberg et al., "Striving for Simplicity" (2014), https://arxiv.org/abs/1412.6806.
@@ -159,22 +150,22 @@ class GuidedBackprop(RectifiedGradient):
     sign = "absolute"
 
     def rule_for(self, site: Site, images: int) -> Rule:
-        """The derivative's result, where it is positive."""
+        """Return the true gradient where it is positive."""
         if site.kind not in ("clamp", "maximum"):
             return _positive_gradient_in_place
-        # PyTorch's derivative of these at 0 itself is 1 or a half; the rule's is 0, as that of a ReLU.
+        # PyTorch's derivative of these at 0 is 1 or a half; that of the rule is 0, as for a ReLU.
         activation, saturation = output_of(site.node), saturation_of(site.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
         return lambda grad_input, grad_output: torch.where(open_, grad_output.clamp(min=0), 0)
 
 
 class DeconvNet(RectifiedGradient):
-    """Backpropagation with each ReLU applied to the signal on its way back, whatever it did on the way forth.
+    """Backpropagation with each ReLU applied to the gradient, regardless of the forward activation.
 
     Values: (N, C, H, W), signed, in score units per unit of the normalised input.
 
     Raises:
-        NotApplicableError: No ReLU was called, so the result would be the plain gradient.
+        NotApplicableError: The model calls no ReLU, so the result would be the plain gradient.
         TargetError: The target does not fit the model's output.
 
     Source: Zeiler and Fergus, "Visualizing and Understanding Convolutional Networks" (2013),
@@ -186,31 +177,30 @@ class DeconvNet(RectifiedGradient):
     sign = "absolute"
 
     def rule_for(self, site: Site, images: int) -> Rule:
-        """The incoming signal, where it is positive."""
+        """Return the incoming gradient where it is positive."""
         return _positive_incoming
 
 
 class RectGrad(RectifiedGradient):
-    """Backpropagation that passes each ReLU only where activation times signal is among the largest of its layer.
+    """Backpropagation that passes each ReLU only where activation times gradient is among the largest of its layer.
 
-    A unit with activation a and incoming signal R passes R on where a * R exceeds the layer's `percentile`, the nearest
-    rank taken over all its units, image by image. What arrives is multiplied by the input. A saturated ReLU6 passes
-    nothing. The authors' zeroing of borders at padded convolutions is left out.
+    A unit with activation a and incoming gradient R passes R if a * R exceeds the layer's `percentile`, the nearest
+    rank over all of its units, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6
+    passes nothing. The authors also set the border to zero at padded convolutions; this class does not.
 
-    It is blind to the class: its maps point at the same object whatever the target, and change little when the
+    The map does not depend on the class: it highlights the same object for every target, and changes little when the
     classifier is randomised.
 
     Args:
         model: As for every method.
-        percentile: The share of units that are shut, 0 to 100; the authors' is 98.
+        percentile: The percentage of blocked units, 0 to 100; 98 in the authors' code.
         smooth: As for `GuidedBackprop`.
-        preprocess: As for every method.
-        categories: As for every method.
+        **options: See `saliency.attribution.options.ModelOptions`.
 
     Values: (N, C, H, W), signed, in score units.
 
     Raises:
-        NotApplicableError: No ReLU was called, so the result would be the plain gradient times the input.
+        NotApplicableError: The model calls no ReLU, so the result would be the plain gradient times the input.
         MethodError: The percentile is outside 0 to 100.
         TargetError: The target does not fit the model's output.
 
@@ -221,20 +211,14 @@ class RectGrad(RectifiedGradient):
     name = "rectgrad"
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        percentile: float = 98.0,
-        smooth: Smooth = "leave",
-        preprocess: PreprocessLike | None = None,
-        categories: Sequence[str] | None = None,
+        self, model: nn.Module, *, percentile: float = 98.0, smooth: Smooth = "leave", **options: Unpack[ModelOptions]
     ) -> None:
-        super().__init__(model, smooth=smooth, preprocess=preprocess, categories=categories)
+        super().__init__(model, smooth=smooth, **options)
         self.percentile = real_number("percentile", percentile, least=0, most=100)
 
     def rule_for(self, site: Site, images: int) -> Rule:
-        """The incoming signal, where activation times signal exceeds the layer's threshold."""
-        # Asked for ahead of the backward pass: a checkpoint lets a saved tensor be unpacked only once within it.
+        """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""
+        # Read before the backward pass, in which a checkpoint unpacks a saved tensor only once.
         activation, saturation = output_of(site.node), saturation_of(site.node)
 
         def rule(grad_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -247,13 +231,13 @@ class RectGrad(RectifiedGradient):
         return rule
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """What arrives at the input, times the input."""
+        """Return the gradient that arrives at the input, times the input."""
         values, coverage = self.signal(evidence)
         return BatchAttribution(evidence.x * values, evidence.scores, coverage)
 
 
 def _positive_gradient_in_place(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    """In place: the derivative of a ReLU is a fresh tensor that nothing else has seen yet. It spares half the cost."""
+    """In place, which halves the cost: the derivative of a ReLU is a new tensor that is not used elsewhere."""
     return grad_input.clamp_(min=0)
 
 
@@ -262,20 +246,20 @@ def _positive_incoming(grad_input: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    """The true derivative times the incoming signal, where that signal is positive."""
+    """The true derivative times the incoming gradient, where that gradient is positive."""
     return torch.where(grad_output > 0, grad_input, torch.zeros_like(grad_input))
 
 
 def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tensor:
     """The value of the nearest rank among all values of each image, in a shape that broadcasts.
 
-    Rows in multiples of the images are windows of theirs. Raises NotApplicableError where the images cannot be told.
+    Rows in multiples of the images are windows of them. Raises NotApplicableError if the images cannot be told apart.
     """
     rows = len(values)
     if rows % images or (images > 1 and rows != images and values.dim() > 1 and values.shape[1] == images):
         raise NotApplicableError(
-            f"rectgrad: a ReLU works on values of shape {tuple(values.shape)}, in which the {images} images cannot be "
-            "told apart; explain them one by one"
+            f"rectgrad: the input of a ReLU has the shape {tuple(values.shape)}, in which the {images} images cannot "
+            "be told apart; explain them one at a time"
         )
     flat = values.reshape(images, -1)
     rank = 1 + round(percentile / 100 * (flat.shape[1] - 1))

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..attribution.explanation import Sign
 from ..attribution.forward import at_least_float32
 from ..engine.multi_pass import MultiPassAttribution
 from ..engine.runner import PassRunner
@@ -66,7 +65,7 @@ class LayerPasses(MultiPassAttribution):
         **options: The options of the method's other base class.
     """
 
-    sign: ClassVar[Sign] = "positive"
+    sign = "positive"
     assumes_unsigned: ClassVar[bool] = True
     """Whether large activations count as evidence, so that signed ones need a warning."""
 

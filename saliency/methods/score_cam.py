@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Unpack
+from collections.abc import Callable
+from typing import ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -199,7 +199,7 @@ class ISCAM(_MaskCAM):
     """
 
     name = "is_cam"
-    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
+    quick_options: ClassVar = {"steps": 2}
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class SSCAM(_MaskCAM, SampledAttribution):
     """
 
     name = "ss_cam"
-    quick_options: ClassVar[Mapping[str, Any]] = {"draws": 2}
+    quick_options: ClassVar = {"draws": 2}
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class NoisyAttribution(SampledAttribution):
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
-    quick_options: ClassVar[Mapping[str, Any]] = {"passes": 6}
+    quick_options: ClassVar = {"passes": 6}
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     name = "smooth_grad_cam_plus_plus"
     units = "score, up to a factor"
     cost = "51 forwards, 50 backwards to the layer"
-    quick_options: ClassVar[Mapping[str, Any]] = {"passes": 6}
+    quick_options: ClassVar = {"passes": 6}
 
     def __init__(
         self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **options: Unpack[SamplingOptions]

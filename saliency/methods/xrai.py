@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import ClassVar, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ class XRAI(MultiPassAttribution):
     name = "xrai"
     cost = "100 forwards and backwards"
     sign = "positive"
-    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
+    quick_options: ClassVar = {"steps": 2}
 
     def __init__(
         self, model: nn.Module, *, rule: Rule = "gauss_legendre", steps: int = 50, **options: Unpack[EngineOptions]

@@ -19,12 +19,13 @@ from saliency.methods.integrated_gradients import (
     IDGI,
     RULES,
     AdaptiveIntegral,
+    BlurIG,
     ExpectedGradients,
+    GuidedIG,
     IntegratedGradients,
     Rule,
     quadrature,
 )
-from saliency.methods.path_variants import BlurIG, GuidedIG
 from saliency.testing import tiny_model
 
 SHAPE = (3, 8, 8)

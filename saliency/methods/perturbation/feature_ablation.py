@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ...attribution.explanation import Sign
 from ...attribution.options import EngineOptions
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ...engine.runner import PassRunner
@@ -28,7 +27,7 @@ class SegmentAttribution(MultiPassAttribution):
     """
 
     units = "score per pixel"
-    sign: ClassVar[Sign] = "signed"
+    sign = "signed"
 
     def __init__(
         self, model: nn.Module, *, segments: SegmentsLike = SUPERPIXELS, fill: FillLike = 0.0, **options: Any

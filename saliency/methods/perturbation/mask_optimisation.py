@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Unpack
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class OptimisedMask(MultiPassAttribution):
     """
 
     sign = "positive"
-    quick_options: ClassVar[Mapping[str, Any]] = {"steps": 2}
+    quick_options: ClassVar = {"steps": 2}
     rate: float
     """The most that a step changes the numbers of a mask."""
 

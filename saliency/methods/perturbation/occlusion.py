@@ -8,7 +8,6 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from ...attribution.explanation import Sign
 from ...attribution.options import EngineOptions
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ...engine.partial.window import WindowForward
@@ -51,7 +50,7 @@ class Occlusion(MultiPassAttribution):
 
     name = "occlusion"
     cost = "1 forward for each position of the window: 169 at 224x224"
-    sign: ClassVar[Sign] = "signed"
+    sign = "signed"
     quick_options: ClassVar = {"window": 7, "stride": 5}
 
     def __init__(

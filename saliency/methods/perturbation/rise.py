@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attribution.explanation import Sign
 from ...attribution.options import SamplingOptions
 from ...engine.estimates import Estimate, precise_type, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
@@ -60,7 +59,7 @@ class RISE(SampledAttribution):
 
     name = "rise"
     cost = "4000 forwards"
-    sign: ClassVar[Sign] = "positive"
+    sign = "positive"
     samples = 4000
     quick_options: ClassVar = {"passes": 12, "grid": 3}
 

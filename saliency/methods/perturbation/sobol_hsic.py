@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Unpack
+from collections.abc import Callable
+from typing import ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -259,7 +259,7 @@ class Sobol(GridAttribution):
     units = "share of the score's variance"
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
-    quick_options: ClassVar[Mapping[str, Any]] = {"grid": 2, "passes": 24}
+    quick_options: ClassVar = {"grid": 2, "passes": 24}
     interpolation = "bilinear"  # as by the authors; the model would see hard edges
 
     def __init__(
@@ -328,7 +328,7 @@ class HSIC(GridAttribution):
     units = "dependence, 0 for none"
     cost = "1500 forwards"
     samples = 1500
-    quick_options: ClassVar[Mapping[str, Any]] = {"grid": 3, "passes": 16}
+    quick_options: ClassVar = {"grid": 3, "passes": 16}
     interpolation = "nearest-exact"
 
     def __init__(
