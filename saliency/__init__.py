@@ -1,4 +1,4 @@
-"""Which pixels did the model go by? The public names load when they are first used."""
+"""Which pixels drove the prediction? The public names load on first use."""
 
 import lazy_loader
 

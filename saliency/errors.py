@@ -1,17 +1,17 @@
-"""Everything that `saliency` raises, as one tree.
+"""Errors and warnings of `saliency`.
 
     SaliencyError
-    ├── ImageError           the picture cannot be read, or is not one
-    ├── TargetError          what is to be explained does not exist
+    ├── ImageError           the image cannot be read
+    ├── TargetError          the target does not exist
     ├── LayerError           the layer does not exist, is not run, or has no spatial output
     ├── ModelError           the model cannot be loaded, run or understood
-    ├── MethodError          no such method, or an option that it does not take
-    ├── NotApplicableError   the method says nothing about this model
+    ├── MethodError          no such method, or an invalid option
+    ├── NotApplicableError   the method does not apply to this model
     ├── NonFiniteError       NaN or infinity in the input, the score or the values
     ├── RenderError          the explanation cannot be drawn as asked
-    └── ExplanationError     a file that is no saved explanation
+    └── ExplanationError     the file is not a saved explanation
 
-Each also derives from the built-in error that Python code would expect in its place.
+Each error also derives from a built-in error, such as ValueError.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from difflib import get_close_matches
 
 
 class SaliencyError(Exception):
-    """The root of all errors that `saliency` raises on purpose."""
+    """Base class of all errors of `saliency`."""
 
 
 class ImageError(SaliencyError, ValueError):
-    """The picture cannot be read, or is not one."""
+    """The image cannot be read."""
 
 
 class TargetError(SaliencyError, ValueError):
-    """What is to be explained does not exist in the model's output."""
+    """The target does not exist in the model's output."""
 
 
 class LayerError(SaliencyError, LookupError):
@@ -43,11 +43,11 @@ class ModelError(SaliencyError, ValueError):
 
 
 class MethodError(SaliencyError, ValueError):
-    """No such method, or an option that it does not take."""
+    """No such method, or an invalid option."""
 
 
 class NotApplicableError(SaliencyError, RuntimeError):
-    """The method says nothing about this model, and would return something else."""
+    """The method does not apply to this model, and would return something else."""
 
 
 class NonFiniteError(SaliencyError, ArithmeticError):
@@ -59,15 +59,15 @@ class RenderError(SaliencyError, ValueError):
 
 
 class ExplanationError(SaliencyError, ValueError):
-    """A file that is no saved explanation."""
+    """The file is not a saved explanation."""
 
 
 class SaliencyWarning(UserWarning):
-    """The result is right, but the reader should know something about it."""
+    """The result is right, but has a limitation that the user should know."""
 
 
 def warn(message: str) -> None:
-    """Give a `SaliencyWarning` that points at the line outside this package which asked for the work."""
+    """Issue a `SaliencyWarning` that points at the calling line outside this package."""
     frame, levels = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "saliency":
         frame, levels = frame.f_back, levels + 1
@@ -75,15 +75,15 @@ def warn(message: str) -> None:
 
 
 def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:
-    """The entries of `words` that look most like `word`, best first; at most `most`."""
-    spelled = {each.casefold(): each for each in words}
+    """Return the entries of `words` that are most similar to `word`, best first; at most `most`."""
+    by_folded = {entry.casefold(): entry for entry in words}
     folded = word.casefold()
-    matches = get_close_matches(folded, spelled, n=most, cutoff=0.6)
-    inside = [each for each in spelled if folded and folded in each and each not in matches]
-    return [spelled[each] for each in (matches + sorted(inside, key=len))[:most]]
+    matches = get_close_matches(folded, by_folded, n=most, cutoff=0.6)
+    containing = [entry for entry in by_folded if folded and folded in entry and entry not in matches]
+    return [by_folded[entry] for entry in (matches + sorted(containing, key=len))[:most]]
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The end of an error message: `; did you mean "espresso"?`, or nothing where no word is close."""
-    quoted = [f'"{each}"' for each in closest(word, words)]
+    """Return the end of an error message: `; did you mean "espresso"?`; empty if no word is similar."""
+    quoted = [f'"{entry}"' for entry in closest(word, words)]
     return f"; did you mean {' or '.join(quoted)}?" if quoted else ""

@@ -1,4 +1,4 @@
-"""What an option may be: one of several choices, a whole number, or a number within bounds."""
+"""Checks of options: choices, integers, and numbers within bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Choice = TypeVar("_Choice")
 def check_choice(
     option: str, choice: _Choice, choices: Sequence[_Choice], *, error: type[SaliencyError] = MethodError
 ) -> _Choice:
-    """The choice, if it is one of the choices. Raises `error`, with the closest, where it is not."""
+    """Return an option that is one of several choices. Raises `error`, with the closest choices, for others."""
     if not isinstance(choice, str | int | float) or choice not in choices:
         raise error(
             f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}"
@@ -24,16 +24,16 @@ def check_choice(
     return choice
 
 
-def check_whole_number(option: str, given: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
-    """An option that counts something. Raises `error` for what is no whole number, or one below `least`."""
-    if not is_whole(given, least):
-        raise error(f"{option}={given!r} is not a whole number of at least {least}")
-    return int(given)
+def check_whole_number(option: str, value: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
+    """Return an option that is an integer of at least `least`. Raises `error` for others."""
+    if not is_whole(value, least):
+        raise error(f"{option}={value!r} is not a whole number of at least {least}")
+    return int(value)
 
 
 def real_number(
     option: str,
-    given: object,
+    value: object,
     *,
     least: float | None = None,
     above: float | None = None,
@@ -42,8 +42,8 @@ def real_number(
     hint: str = "",
     error: type[SaliencyError] = MethodError,
 ) -> float:
-    """An option that is a finite number within bounds. Raises `error`, which ends in the hint, for anything else."""
-    number = float(given) if is_real(given) else math.nan
+    """Return an option that is a finite number within bounds. Raises `error`, which ends in the hint, for others."""
+    number = float(value) if is_real(value) else math.nan
     bounds = (
         ("of at least", least, least is None or number >= least),
         ("above", above, above is None or number > above),
@@ -52,27 +52,27 @@ def real_number(
     )
     if math.isnan(number) or not all(holds for _, _, holds in bounds):
         wanted = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds if bound is not None)
-        raise error(f"{option}={given!r} is not a finite number {wanted}".rstrip() + hint)
+        raise error(f"{option}={value!r} is not a finite number {wanted}".rstrip() + hint)
     return number
 
 
-def is_whole(given: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
-    """Whether something is a whole number, of Python's or NumPy's, of at least `least`. True and False are none."""
-    if isinstance(given, bool) or not isinstance(given, Integral):
+def is_whole(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
+    """Return whether a value is an integer of Python or NumPy of at least `least`, and not a bool."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         return False
-    return least is None or int(given) >= least
+    return least is None or int(value) >= least
 
 
-def is_real(given: object) -> TypeGuard[SupportsFloat]:
-    """Whether something is a finite number, of Python's or NumPy's. True and False are none."""
-    if isinstance(given, bool) or not isinstance(given, Real):
+def is_real(value: object) -> TypeGuard[SupportsFloat]:
+    """Return whether a value is a finite number of Python or NumPy, and not a bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
-        return math.isfinite(given)
-    except OverflowError:  # a whole number beyond all floats
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
         return False
 
 
-def is_pair(given: object) -> TypeGuard[Sequence[SupportsInt]]:
-    """Whether something is two whole numbers of at least 1, such as a height and a width."""
-    return isinstance(given, list | tuple) and len(given) == 2 and all(map(is_whole, given))
+def is_pair(value: object) -> TypeGuard[Sequence[SupportsInt]]:
+    """Return whether a value is two integers of at least 1, such as a height and a width."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_whole, value))

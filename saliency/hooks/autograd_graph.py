@@ -108,11 +108,6 @@ def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:
             yield name[1:], hooks
 
 
-def child_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The modules directly inside a module by name. Unlike `named_children`, one of two names is not left out."""
-    return module._modules
-
-
 def unique_modules(model: nn.Module) -> list[nn.Module]:
     """Return the model and all modules in it once, in a fraction of the time of `model.modules()`."""
     modules = {model: None}
@@ -212,46 +207,46 @@ def is_wrapped(tensor: Tensor) -> bool:
 # Edges of one call.
 
 Gradients = tuple[Tensor | None, ...]
-"""Of the operands, or of the results, of one operation."""
+"""Gradients of the operands, or of the results, of one operation."""
 
 
 def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
-    """The operations that a node passes gradient on to, each with the number of its result.
+    """Return the operations to which a node passes its gradient, with the index of their result.
 
-    Every node that Python code looks at is to be passed through here. PyTorch frees a graph without recursion, but a
-    node with a Python object is freed inside the freeing of the node before it, so that a deep graph overflows the
-    stack. Here the metadata of a node holds the next ones: Python frees nested dictionaries and tuples of any depth.
+    Call this for every node that Python code has accessed. PyTorch frees a graph without recursion. But a node with a
+    Python object is freed while the node before it is freed, so a deep graph would overflow the stack. Here the
+    metadata of a node holds the next ones: Python frees nested dictionaries and tuples of any depth.
     """
-    found: tuple[tuple[Node | None, int], ...] = node.next_functions
-    if found:
-        node.metadata["saliency.next_functions"] = found
-    return found
+    functions: tuple[tuple[Node | None, int], ...] = node.next_functions
+    if functions:
+        node.metadata["saliency.next_functions"] = functions
+    return functions
 
 
 class InputEdge(NamedTuple):
-    """An operation that passes gradient on to an input: its node, and the operands that are that input."""
+    """Operation that passes gradient to an input: its node, and the operands that are that input."""
 
     node: Node
     operands: tuple[int, ...]
 
 
 def edge(tensor: Tensor) -> GradientEdge | None:
-    """Where the gradient of a tensor goes to; None for tensors that have none."""
+    """Return where the gradient of a tensor goes; None for tensors without gradient."""
     if not tensor.requires_grad:
         return None
-    found = get_gradient_edge(tensor)
-    next_functions(found.node)
-    return found
+    result = get_gradient_edge(tensor)
+    next_functions(result.node)
+    return result
 
 
 def current_sequence_nr() -> int:
-    """The age of the operations to come in this thread: those recorded from here on are not younger."""
+    """Return the sequence number of the next operation in this thread; later operations have no smaller number."""
     sequence_nr: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return sequence_nr
 
 
 def is_recorded_since(tensor: Tensor, since: int) -> bool:
-    """Whether a tensor is the result of an operation that was recorded after `since`."""
+    """Return whether a tensor is the result of an operation with a sequence number of at least `since`."""
     node = tensor.grad_fn
     if node is None:
         return False
@@ -260,22 +255,23 @@ def is_recorded_since(tensor: Tensor, since: int) -> bool:
 
 
 def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None], since: int) -> list[list[InputEdge]]:
-    """For each input, the operations behind it whose gradient it gets, found from the outputs of the same call.
+    """Return, for each input of a call, the operations of the call that pass gradient to it.
 
     Args:
-        outputs: What the call returned.
-        inputs: The edges of what it was given, taken before it ran.
-        since: `current_sequence_nr()` before it ran: what is older belongs to others.
+        outputs: The outputs of the call.
+        inputs: The edges of its inputs, taken before the call.
+        since: `current_sequence_nr()` before the call: older operations do not belong to it.
     """
-    found: list[list[InputEdge]] = [[] for _ in inputs]
+    edges: list[list[InputEdge]] = [[] for _ in inputs]
     wanted: dict[tuple[Node, int], list[int]] = {}
-    for at, each in enumerate(inputs):
-        if each is not None:
-            wanted.setdefault((each.node, each.output_nr), []).append(at)
+    for at, source in enumerate(inputs):
+        if source is not None:
+            wanted.setdefault((source.node, source.output_nr), []).append(at)
     seen: set[Node] = set()
-    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None and sequence_nr(each.grad_fn) >= since]
-    while waiting:
-        node = waiting.pop()
+    roots = (output.grad_fn for output in outputs)
+    stack = [root for root in roots if root is not None and sequence_nr(root) >= since]
+    while stack:
+        node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
@@ -286,43 +282,43 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
             for at in wanted.get((function, number), ()):
                 operands.setdefault(at, []).append(operand)
             if function not in seen and since <= sequence_nr(function) < _LEAF:
-                waiting.append(function)
+                stack.append(function)
         for at, places in operands.items():
-            found[at].append(InputEdge(node, tuple(places)))
-    return found
+            edges[at].append(InputEdge(node, tuple(places)))
+    return edges
 
 
-# The age of the nodes of leaves, which are made once and not by an operation.
+# The sequence number of the nodes of leaves.
 _LEAF = 2**64 - 1
 
 
 def sequence_nr(node: Any) -> int:
-    """When an operation was recorded in its thread, as a number that grows."""
+    """Return the sequence number of an operation, which grows within its thread."""
     number: int = node._sequence_nr()
     return number
 
 
 class GradSpec(NamedTuple):
-    """What the gradient of a tensor looks like, whatever an operation made of the tensor on its way in."""
+    """Shape and type of a tensor's gradient, regardless of broadcasts and promotions inside an operation."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def sum_of(self, grads: Gradients, operands: Iterable[int]) -> Tensor | None:
-        """The sum over some operands of an operation; None where none has a gradient."""
-        whole: Tensor | None = None
+        """Return the sum over some operands of an operation; None if none has a gradient."""
+        total: Tensor | None = None
         for grad in (grads[i] for i in operands):
             if grad is not None:
                 part = grad.sum_to_size(self.shape).to(self.dtype)
-                whole = part if whole is None else whole + part
-        return whole
+                total = part if total is None else total + part
+        return total
 
 
 class GradAccumulator:
-    """Where the summands of one input's gradient come together: one from each operation that has it as an operand.
+    """Sum of the gradients that several operations pass to one input, changed by a rule.
 
-    All are kept back but the last, which brings what the rule makes of the sum. Backward passes run from the youngest
-    operation to the oldest.
+    The last operation passes the changed sum, the others pass nothing. A backward pass runs from the newest operation
+    to the oldest.
     """
 
     def __init__(self, like: GradSpec, rule: Callable[[Tensor], Tensor | None]) -> None:
@@ -331,31 +327,31 @@ class GradAccumulator:
         self.sum: Tensor | None = None
 
     def add(self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients) -> Gradients:
-        """One operation has its gradients, and passes on what this returns; those that are older are still to come."""
+        """Add the gradients of one operation, and return those that it passes; the `older` operations follow."""
         if self.backward != (backward := this_backward()):
             self.backward, self.sum = backward, None
         part = self.like.sum_of(grad_inputs, operands)
         if part is not None:
             self.sum = part if self.sum is None else self.sum + part
-        if any(torch._C._will_engine_execute_node(each) for each in older):
+        if any(map(torch._C._will_engine_execute_node, older)):
             return _with_gradient(grad_inputs, operands, None)
-        whole, self.sum = self.sum, None
-        changed = None if whole is None else self.rule(whole)
-        return _with_gradient(grad_inputs, operands, whole if changed is None else changed)
+        total, self.sum = self.sum, None
+        changed = None if total is None else self.rule(total)
+        return _with_gradient(grad_inputs, operands, total if changed is None else changed)
 
 
 def _with_gradient(grads: Gradients, operands: tuple[int, ...], gradient: Tensor | None) -> Gradients:
-    """The gradients of an operation's operands with all that goes to one tensor in the first of its operands."""
+    """Replace the gradients of some operands by one gradient, at the first operand that has one."""
     changed = list(grads)
     for at in operands:
         changed[at] = None
-    # An operand whose own gradient is None cannot be given one.
+    # An operand without gradient cannot get one.
     at = next((i for i in operands if grads[i] is not None), operands[0])
     changed[at] = gradient
     return tuple(changed)
 
 
 def this_backward() -> int:
-    """The number of the backward pass that runs in this thread, another one for each; -1 outside of any."""
+    """Return the unique number of the backward pass that runs in this thread; -1 outside a backward pass."""
     number: int = torch._C._current_graph_task_id()
     return number
