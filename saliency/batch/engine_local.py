@@ -91,7 +91,7 @@ class LocalEngine:
             finally:
                 free.put(network)
             share = seconds_per_row(group, clock() - start)
-            return [io.submit(write, *each, share) for each in zip(group, loaded, results, strict=True)]
+            return [io.submit(write, *image, share) for image in zip(group, loaded, results, strict=True)]
 
         def write(task: Task, loaded: LoadedImage, results: Results, seconds: float) -> list[Row]:
             try:

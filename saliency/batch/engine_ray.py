@@ -279,9 +279,9 @@ class Actor:
         results = self._network.explain(loaded, may_split=work.may_split(group))
         share = seconds_per_row(group, time.perf_counter() - start)
 
-        def write(task: Task, image: LoadedImage, found: Results) -> list[Row]:
+        def write(task: Task, image: LoadedImage, outcomes: Results) -> list[Row]:
             try:
-                return list(write_results(work.options, work.out, task, image, found, share))
+                return list(write_results(work.options, work.out, task, image, outcomes, share))
             finally:
                 self._buffer.release(image)
 

@@ -128,37 +128,37 @@ class Listing:
     is_new: bool
 
 
-def merge_listing(listed: Sequence[ImageEntry], found: Sequence[ImageEntry]) -> Listing:
+def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) -> Listing:
     """Append the images that sources give now to the listing of earlier runs, and find those that changed.
 
     Args:
         listed: Listing of earlier runs; empty for a new run.
-        found: Images that the sources give now.
+        images: Images that the sources give now.
 
     Raises:
         BatchError: There is no image, the folder holds a run over other images, or the target of an image changed.
     """
     if not listed:
-        if not any(image.exists() for image in found):
-            first = found[0] if found else None
+        if not any(image.exists() for image in images):
+            first = images[0] if images else None
             why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was named"
             raise BatchError(f"there is no image: {why}")
-        return Listing(with_names(found), frozenset(), (), True)
+        return Listing(with_names(images), frozenset(), (), True)
     known = dict(zip(_keys(listed), listed, strict=True))
     new: list[ImageEntry] = []
-    for image, key in zip(found, _keys(found), strict=True):
+    for image, key in zip(images, _keys(images), strict=True):
         earlier = known.get(key)
         if earlier is not None and earlier.target != image.target:
             raise BatchError(
                 f"the target of {image.source} was {earlier.target!r} and is {image.target!r}; choose another folder, "
-                "or start anew with --restart (restart=True)"
+                "or start again with --restart (restart=True)"
             )
         if earlier is None and image.exists():
             new.append(image)
-    if new and len(new) == len(found):
+    if new and len(new) == len(images):
         raise BatchError(
             f"the folder holds a run over other images, beginning with {listed[0].source}; choose another folder, or "
-            "start anew with --restart (restart=True)"
+            "start again with --restart (restart=True)"
         )
     stamps = [image.current_stamp() for image in listed]
     changed = frozenset(index for index, image in enumerate(listed) if stamps[index] and stamps[index] != image.stamp)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -186,35 +185,32 @@ class Network:
         Raises:
             BatchTooLargeError: The batch does not fit into memory, and may not be split.
         """
-        results: list[dict[str, Explanation | Failure]] = [{} for _ in batch]
+        results: list[Results] = [{} for _ in batch]
         targets: list[int | None] = [None] * len(batch)
-        shapes: dict[int, torch.Size] = {}  # of the inputs that can be explained
+        inputs: dict[int, Tensor] = {}  # of the images that can be explained
         for index, image in enumerate(batch):
-            if image.tensor is None:
-                continue
             try:
                 target = image.entry.target
                 targets[index] = self._target if target is None else find_class(target, self.categories)
-                shapes[index] = image.tensor.shape
+                if image.tensor is not None:
+                    inputs[index] = image.tensor
             except TargetError as error:
                 results[index] = {method.name: Failure.of(error) for method in self.methods}
-        for shape in dict.fromkeys(shapes.values()):
+        shapes = {x.shape for x in inputs.values()}
+        for shape in sorted(shapes):
             # Images of one size keep their positions in the batch; otherwise those of each size run together.
-            is_only = len(set(shapes.values())) == 1
-            rows = [index for index in range(len(batch)) if is_only or shapes.get(index) == shape]
-            tensors = [batch[index].tensor if index in shapes else None for index in rows]
+            rows = [index for index in range(len(batch)) if len(shapes) == 1 or shape == _shape(inputs.get(index))]
             empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            x = torch.stack([empty if tensor is None else tensor for tensor in tensors])  # (N, C, H, W)
-            x = x.to(self.device, self._dtype)
-            for name, found in self._explain_all(x, [targets[index] for index in rows], may_split).items():
-                for index, result in zip(rows, found, strict=True):
-                    if index in shapes:
-                        entry = batch[index].entry
-                        if isinstance(result, Exception):
-                            results[index][name] = Failure.of(result, entry.path, entry.source, name)
-                        else:
-                            results[index][name] = result
-        return [{method.name: row[method.name] for method in self.methods if method.name in row} for row in results]
+            x = torch.stack([inputs.get(index, empty) for index in rows]).to(self.device, self._dtype)  # (N, C, H, W)
+            outcomes = self._explain_all(x, [targets[index] for index in rows], may_split)
+            for position, index in enumerate(rows):
+                if index in inputs:
+                    entry = batch[index].entry
+                    results[index] = {
+                        method.name: _as_result(outcomes[method.name][position], entry.path, entry.source, method.name)
+                        for method in self.methods
+                    }
+        return results
 
     def _explain_all(
         self, x: Tensor, targets: list[int | None], may_split: bool
@@ -222,14 +218,16 @@ class Network:
         separate = self._separate
         groups = [[method for method in self.methods if method.name not in separate]]
         groups += [[method] for method in self.methods if method.name in separate]
-        found: dict[str, list[Explanation | Exception]] = {}
+        outcomes: dict[str, list[Explanation | Exception]] = {}
         for methods in filter(None, groups):
-            found |= self._attempt(methods, x, targets, may_split)
-        failed = {name for name, results in found.items() if all(isinstance(result, Exception) for result in results)}
+            outcomes |= self._attempt(methods, x, targets, may_split)
+        failed = {
+            name for name, results in outcomes.items() if all(isinstance(result, Exception) for result in results)
+        }
         # A method that failed on all images runs separately from then on, so that the others share their passes again.
-        if failed - separate and len(failed) < len(found):
+        if failed - separate and len(failed) < len(outcomes):
             self._separate = separate | failed
-        return found
+        return outcomes
 
     def _attempt(
         self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None], may_split: bool
@@ -262,6 +260,14 @@ class Network:
             for start in range(0, len(x), size)
         ]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
+
+
+def _shape(x: Tensor | None) -> torch.Size | None:
+    return None if x is None else x.shape
+
+
+def _as_result(result: Explanation | Exception, *names: str) -> Explanation | Failure:
+    return Failure.of(result, *names) if isinstance(result, Exception) else result
 
 
 def find_class(target: int | str | None, categories: Categories) -> int | None:
@@ -328,23 +334,17 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
         if name not in known:
             hint = did_you_mean(name, known) or (f"; there are {', '.join(known)}" if known else "")
             raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{hint}')
-    layers = [_layer_option(cls, options.layer) for cls in classes]
-    if options.layer is not None and not any(layers):
+    layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
+    if layers and not any(layers.keys() & cls.parameters() for cls in classes):
         raise MethodError(f'layer="{options.layer}": no layer is read by {", ".join(options.methods)}; leave it out')
     # A tuned chunk size would depend on timing, and the last bits of the values on it. A run has a bar of its own.
     values = {"chunk": chunk, "progress": False, **options.options}
     methods = []
-    for cls, layer in zip(classes, layers, strict=True):
-        given = layer | {name: value for name, value in values.items() if name in cls.options()}
+    for cls in classes:
+        given = {name: value for name, value in values.items() if name in cls.options()}
+        given |= {name: value for name, value in layers.items() if name in cls.parameters()}
         try:
             methods.append(cls(model, **given))
         except TypeError as error:
             raise MethodError(f"{cls.name} does not take {given}: {error}") from error
     return methods
-
-
-def _layer_option(cls: type[Attribution], layer: str | None) -> dict[str, Any]:
-    parameters = inspect.signature(cls.__init__).parameters
-    if layer is None:
-        return {}
-    return {"layer": layer} if "layer" in parameters else {"layers": [layer]} if "layers" in parameters else {}

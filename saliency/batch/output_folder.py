@@ -79,8 +79,8 @@ def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:
 
 def _all_names(images: Iterable[ImageEntry], methods: Sequence[str]) -> Iterator[str]:
     for image in images:
-        names = (file_names(image, method, suffix) for method in methods for suffix in FORMATS)
-        yield from dict.fromkeys(name for each in names for name in each.values())
+        files = [file_names(image, method, suffix) for method in methods for suffix in FORMATS]
+        yield from dict.fromkeys(name for names in files for name in names.values())
 
 
 class OutputFolder:
@@ -119,7 +119,7 @@ class OutputFolder:
             return head
         if not damaged:
             raise BatchError(
-                f"{self.path / ABOUT} is damaged; choose another folder, or start anew with --restart (restart=True)"
+                f"{self.path / ABOUT} is damaged; choose another folder, or start again with --restart (restart=True)"
             )
         return {
             "methods": [{"name": name} for name in {row["method"] for row in Manifest(self.path, ()).rows()} - {None}]
@@ -148,7 +148,9 @@ class OutputFolder:
                 images.append(ImageEntry.from_json(line))
             except (TypeError, ValueError) as error:
                 if not damaged:
-                    raise BatchError(f"{self.path / LISTING} is damaged: {error}; start anew with --restart") from error
+                    raise BatchError(
+                        f"{self.path / LISTING} is damaged: {error}; start again with --restart"
+                    ) from error
         return images
 
     def write_listing(self, images: Sequence[ImageEntry]) -> None:
@@ -231,8 +233,8 @@ def is_run_output(path: str, top: str) -> bool:
     while inside != end and os.path.dirname(inside) != inside:  # noqa: PTH120
         folder, name = os.path.split(inside)
         if (name in FOLDERS or (is_last and name in FILES)) and all(
-            os.path.isfile(f"{folder}/{each}")  # noqa: PTH113
-            for each in (ABOUT, LISTING)
+            os.path.isfile(f"{folder}/{file}")  # noqa: PTH113
+            for file in (ABOUT, LISTING)
         ):
             return True
         inside, is_last = folder, False

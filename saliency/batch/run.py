@@ -35,11 +35,11 @@ class Run:
 
     Args:
         options: Options of the run.
-        found: Images that the sources give now.
+        images: Images that the sources give now.
         folder: The folder.
     """
 
-    def __init__(self, options: RunOptions, found: Sequence[ImageEntry], folder: Path) -> None:
+    def __init__(self, options: RunOptions, images: Sequence[ImageEntry], folder: Path) -> None:
         self.options, self.folder = options, OutputFolder(folder)
         self._start = time.monotonic()
         self._fresh = 0
@@ -52,9 +52,9 @@ class Run:
             head = None
         listed = self.folder.read_listing() if head is not None else []
         if head is not None and not listed:
-            raise BatchError(f"{folder / LISTING} is missing or empty; start anew with --restart (restart=True)")
+            raise BatchError(f"{folder / LISTING} is missing or empty; start again with --restart (restart=True)")
         self.is_new = head is None
-        self.listing = merge_listing(listed, found)
+        self.listing = merge_listing(listed, images)
         self.images = self.listing.images
         if head is None:
             self.folder.require_free(self.images, options.methods)
@@ -98,7 +98,7 @@ class Run:
         if different:
             raise BatchError(
                 f"{self.folder.path} holds a run with other options: {'; '.join(different)}; choose another folder, or "
-                "start anew with --restart (restart=True), which removes the files of that run"
+                "start again with --restart (restart=True), which removes the files of that run"
             )
         return head
 
