@@ -1,4 +1,4 @@
-"""A tiny network, tiny photos and a strict look at folders, for the tests of batches."""
+"""A tiny network, tiny images and strict comparisons of folders, for the tests of batch runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from saliency.batch.engine_local import LocalEngine
 from saliency.batch.report import report
 
 IMPORTED: list[object] = [cv2, mpl, LocalEngine, report]
-"""What a run imports when it needs it: processes that are to be killed at work have it from the start."""
+"""What a run imports lazily, imported before the processes that the tests kill."""
 with suppress(ImportError):
     IMPORTED.append(importlib.import_module("pyarrow.parquet"))
 
@@ -33,12 +33,12 @@ WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 
 
 class Tiny(nn.Module):
-    """Takes pictures of 16 x 16; fails on command.
+    """A classifier of 16 x 16 images that can be told to fail.
 
     Args:
-        nan_on_white: Whether a white photo scores NaN.
-        error_on_black: Whether a batch with a black photo in it raises.
-        most: The largest batch that memory has room for.
+        nan_on_white: Whether a white image scores NaN.
+        error_on_black: Whether a batch with a black image raises.
+        most: The largest batch that fits into memory.
     """
 
     def __init__(self, *, nan_on_white: bool = False, error_on_black: bool = False, most: int = 1000) -> None:
@@ -68,7 +68,7 @@ class Tiny(nn.Module):
 
 
 def noise(path: Path, seed: int, size: tuple[int, int] = (40, 30)) -> Path:
-    """A photo of coloured noise, in large blocks."""
+    """Write an image of coloured noise, in large blocks."""
     blocks = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(blocks).resize(size, Image.Resampling.BICUBIC).save(path)
@@ -76,28 +76,28 @@ def noise(path: Path, seed: int, size: tuple[int, int] = (40, 30)) -> Path:
 
 
 def plain(path: Path, color: tuple[int, int, int]) -> Path:
-    """A photo of one colour."""
+    """Write an image of one colour."""
     Image.new("RGB", (40, 30), color).save(path)
     return path
 
 
 def photos(folder: Path, count: int) -> list[Path]:
-    """Photos 00.png, 01.png, ... of noise."""
+    """Write images 00.png, 01.png, ... of noise."""
     return [noise(folder / f"{number:02d}.png", number) for number in range(count)]
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """The manifest."""
+    """Return the rows of the manifest."""
     return [json.loads(line) for line in (out / "manifest.jsonl").read_text("utf-8").splitlines()]
 
 
 def kinds(out: Path) -> list[str | None]:
-    """The kind of error of each row."""
+    """Return the class of error of each row."""
     return [row["error_kind"] for row in rows(out)]
 
 
 def contents(out: Path) -> dict[str, object]:
-    """Every file of a folder, byte for byte, but without what tells the time, the process and the command."""
+    """Return every file of a folder byte for byte, without time, process and command."""
     found: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
@@ -114,14 +114,14 @@ def contents(out: Path) -> dict[str, object]:
 
 
 def assert_same(out: Path, other: Path) -> None:
-    """The same files, and the same bytes in them."""
+    """Assert that two folders hold equal files."""
     one, two = contents(out), contents(other)
     assert one.keys() == two.keys()
     assert [name for name in one if one[name] != two[name]] == []
 
 
 def forked(work: Callable[..., None], *arguments: object) -> Any:
-    """A process that has imported everything, and runs some work of this module."""
+    """Start a process that has imported everything, and runs a function of this module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.batchwork"])
     child = context.Process(target=work, args=arguments)
@@ -130,7 +130,7 @@ def forked(work: Callable[..., None], *arguments: object) -> Any:
 
 
 def work(source: Path, out: Path, options: dict[str, Any], slow: bool = False) -> None:
-    """What a process does that will be killed; on a slow disk it is nearly always in the middle of a file."""
+    """Run a batch in a process that will be killed; on a slow disk it is nearly always in the middle of a file."""
     torch.set_num_threads(1)
     if slow:
         Path.write_bytes = _write_slowly  # type: ignore[assignment, method-assign]
@@ -152,6 +152,6 @@ def _write_half(file: int, data: memoryview, real: Callable[[int, memoryview], i
 
 
 def quick(source: Path, out: Path, **options: Any) -> Summary:
-    """A batch by the tiny network."""
+    """Run a batch with the tiny network."""
     given: dict[str, Any] = {"model": Tiny(), "batch_size": 4, "workers": 2, **options}
     return batch(source, out, **given)

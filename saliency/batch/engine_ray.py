@@ -234,7 +234,7 @@ class Actor:
 
     def __init__(self, work: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
         ray = importlib.import_module("ray")
-        self._pickle, self._max_tries = ray.cloudpickle, max_tries
+        self._pickle, self._holder, self._max_tries = ray.cloudpickle, holder, max_tries
         self._buffer = PictureBuffer()
         self._io = ThreadPoolExecutor(resources.cpus, "saliency-io", torch.set_num_threads, (1,))
         self._threads = 1 if resources.gpus else resources.cpus
@@ -244,7 +244,7 @@ class Actor:
         importlib.import_module("cv2").setNumThreads(1)
         try:
             self._work: Work = ray.get(work)
-            self._require_shared(holder)
+            self._require_lock()
             model = load_model(self._work.options).to("cuda" if resources.gpus else "cpu")
             self._network = Network(self._work.options, model)
         except Exception as error:  # noqa: BLE001 - raised by the run; here, Ray would create the actor again and again
@@ -281,6 +281,7 @@ class Actor:
 
         def write(task: Task, image: LoadedImage, outcomes: Results) -> list[Row]:
             try:
+                self._require_lock()  # the run may have ended meanwhile
                 return list(write_results(work.options, work.out, task, image, outcomes, share))
             finally:
                 self._buffer.release(image)
@@ -289,13 +290,13 @@ class Actor:
         attempts.unlink(missing_ok=True)
         return [row for row in rows if row]
 
-    def _require_shared(self, holder: bytes) -> None:
-        """Raise BatchError if this machine sees another folder than the run."""
+    def _require_lock(self) -> None:
+        """Raise BatchError if the folder that this machine sees is not locked by the run."""
         try:
-            is_shared = (self._work.out / LOCK).read_bytes() == holder
+            is_locked = (self._work.out / LOCK).read_bytes() == self._holder
         except OSError:
-            is_shared = False
-        if not is_shared:
+            is_locked = False
+        if not is_locked:
             raise BatchError(
                 f"{self._work.out} on {os.uname().nodename} is not the folder of this run; choose one for --out that "
                 "all machines share, at the same path"

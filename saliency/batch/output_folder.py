@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ..io.atomic_write import atomic_write
 from .errors import BatchError, writing_to
@@ -56,14 +57,18 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK):
                 raise BatchError(f"{folder} cannot be locked: {error.strerror}; choose a local folder") from error
-            holder = (folder / LOCK).read_bytes().decode("ascii", "replace").strip()
+            holder = (folder / LOCK).read_bytes().decode("ascii", "replace").partition(" ")[0]
             who = f"process {holder}" if holder else "another process"
             raise BatchError(f"{folder} is in use by another run ({who}); wait for it, or choose another") from error
         with writing_to(folder):
             file.truncate(0)
-            file.write(str(os.getpid()).encode())
+            file.write(f"{os.getpid()} {uuid4().hex}".encode())
             file.flush()
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                file.truncate(0)  # workers on other machines see that their run has ended
 
 
 def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:

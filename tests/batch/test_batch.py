@@ -1,4 +1,4 @@
-"""A folder of photos becomes a folder of overlays: what is made, and that nothing is made twice."""
+"""Batch runs: their files and rows, targets, resuming and execution."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def pixels(path: Path) -> Any:
         return np.asarray(picture.convert("RGBA" if path.suffix == ".webp" else "RGB"))
 
 
-# What is made ------------------------------------------------------------------------------------------------------
+# Files and rows ----------------------------------------------------------------------------------------------------
 
 
-def test_every_photo_gets_what_the_library_draws_for_it_alone(source: Path, tmp_path: Path) -> None:
+def test_overlays_equal_those_of_the_library(source: Path, tmp_path: Path) -> None:
     summary = quick(source, tmp_path / "out", methods=BOTH, batch_size=1)
     assert (summary.images, summary.done, summary.fresh, summary.failed) == (10, 10, 10, 0)
     for name in ("00", "07"):
@@ -54,7 +54,7 @@ def test_every_photo_gets_what_the_library_draws_for_it_alone(source: Path, tmp_
             assert np.array_equal(drawn, np.asarray(overlay(alone)))
 
 
-def test_a_row_says_what_the_explanation_says(source: Path, tmp_path: Path) -> None:
+def test_a_row_repeats_the_facts_of_the_explanation(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out", batch_size=1)
     alone = GradCAM(Tiny()).attribute(source / "03.png")
     row = rows(tmp_path / "out")[3]
@@ -71,7 +71,7 @@ def test_a_row_says_what_the_explanation_says(source: Path, tmp_path: Path) -> N
     assert (row["sign"], row["units"], row["colormap"]) == ("positive", "score", "inferno")
 
 
-def test_the_folder_is_the_one_that_the_page_expects(source: Path, tmp_path: Path) -> None:
+def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = quick(source, out, methods=BOTH, style=OverlayStyle(format="jpg"))
     assert summary.page == out / "index.html"
@@ -89,7 +89,7 @@ def test_the_folder_is_the_one_that_the_page_expects(source: Path, tmp_path: Pat
     assert (about["categories"], about["batch_size"], about["finished"]) == (5, 4, True)
 
 
-def test_the_heat_lies_where_the_network_looked_and_nowhere_else(tmp_path: Path) -> None:
+def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
     noise(tmp_path / "wide.png", 1, (1200, 300))
     quick(tmp_path / "wide.png", tmp_path / "out")
     with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as preview:
@@ -103,20 +103,20 @@ def test_the_heat_lies_where_the_network_looked_and_nowhere_else(tmp_path: Path)
     assert opaque[-1] == pytest.approx(width * 5 / 8, abs=1)
 
 
-def test_the_heat_fades_with_the_map_where_the_overlay_does(source: Path, tmp_path: Path) -> None:
+def test_the_heat_image_has_the_opacity_of_the_map(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out", style=OverlayStyle(opacity="map"), methods=("vanilla_gradient",))
     heat = pixels(tmp_path / "out" / "heat" / "00.vanilla_gradient.webp")
     assert len(np.unique(heat[..., 3])) > 4
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
-def test_each_format_is_written_as_what_it_says(source: Path, tmp_path: Path, suffix: Any) -> None:
+def test_overlays_have_the_chosen_format(source: Path, tmp_path: Path, suffix: Any) -> None:
     quick(source, tmp_path / "out", style=OverlayStyle(format=suffix), limit=1)
     with Image.open(tmp_path / "out" / "overlays" / f"00.grad_cam.{suffix}") as picture:
         assert picture.format == {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}[suffix]
 
 
-def test_photos_of_all_sizes_run_together_also_where_the_input_keeps_its_size(tmp_path: Path) -> None:
+def test_images_of_different_input_sizes_run_in_one_batch(tmp_path: Path) -> None:
     model = Tiny()
     model.preprocess = saliency.Preprocess(size=None, resize=None)
     for number, size in enumerate([(40, 30), (20, 20), (40, 30), (31, 17), (20, 20)]):
@@ -136,12 +136,12 @@ def test_photos_of_all_sizes_run_together_also_where_the_input_keeps_its_size(tm
 # Targets -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_target_for_all_is_explained_in_all(source: Path, tmp_path: Path) -> None:
+def test_a_target_of_the_run_is_explained_in_every_image(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out", target="bee")
     assert {(row["target"], row["name"]) for row in rows(tmp_path / "out")} == {(1, "bee")}
 
 
-def test_each_photo_has_the_target_of_its_row_and_the_others_their_top_class(source: Path, tmp_path: Path) -> None:
+def test_listed_targets_replace_the_top_class(source: Path, tmp_path: Path) -> None:
     table = tmp_path / "targets.csv"
     table.write_text(f"path,target\n{source / '02.png'},emu\n05.png,0\n")
     quick(source, tmp_path / "top")
@@ -151,7 +151,7 @@ def test_each_photo_has_the_target_of_its_row_and_the_others_their_top_class(sou
     assert [row["name"] for row in rows(tmp_path / "out")] == expected
 
 
-def test_a_target_that_is_none_costs_its_photo_only(source: Path, tmp_path: Path) -> None:
+def test_an_unknown_target_fails_only_its_image(source: Path, tmp_path: Path) -> None:
     table = tmp_path / "list.csv"
     names = ["in/00.png,ant", "in/01.png,bea", "in/02.png,7", "in/03.png,"]
     table.write_text("\n".join(names))
@@ -162,17 +162,17 @@ def test_a_target_that_is_none_costs_its_photo_only(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("target", ["bea", 7])
-def test_a_target_of_all_that_is_none_stops_before_anything_is_made(source: Path, tmp_path: Path, target: Any) -> None:
+def test_an_unknown_target_of_the_run_stops_before_any_row(source: Path, tmp_path: Path, target: Any) -> None:
     with pytest.raises((TargetError, BatchError), match=r"bea|outside"):
         quick(source, tmp_path / "out", target=target)
     assert not (tmp_path / "out" / "overlays").exists() or not rows(tmp_path / "out")
     assert quick(source, tmp_path / "out", target="bee").failed == 0
 
 
-# Again ---------------------------------------------------------------------------------------------------------------
+# Resuming ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_found_finished_without_a_model(
+def test_a_finished_run_is_recognised_without_a_model(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick(source, tmp_path / "out")
@@ -189,7 +189,7 @@ def test_a_finished_run_is_found_finished_without_a_model(
 
 
 @pytest.mark.parametrize("maps", [False, True])
-def test_what_is_lost_is_made_again_and_nothing_else(source: Path, tmp_path: Path, maps: bool) -> None:
+def test_only_lost_files_are_written_again(source: Path, tmp_path: Path, maps: bool) -> None:
     for out in (tmp_path / "whole", tmp_path / "out"):
         quick(source, out, methods=BOTH, maps=maps)
     out = tmp_path / "out"
@@ -203,7 +203,7 @@ def test_what_is_lost_is_made_again_and_nothing_else(source: Path, tmp_path: Pat
     assert_same(out, tmp_path / "whole")
 
 
-def test_a_limit_is_gone_on_from(source: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_limit_is_resumed(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "whole")
     assert quick(source, tmp_path / "out", limit=3).images == 3
     assert len(rows(tmp_path / "out")) == 3
@@ -212,7 +212,7 @@ def test_a_limit_is_gone_on_from(source: Path, tmp_path: Path) -> None:
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
-def test_photos_that_are_new_come_behind_and_the_others_keep_numbers_and_names(source: Path, tmp_path: Path) -> None:
+def test_new_images_are_appended_and_others_keep_numbers_and_names(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out")
     old = rows(tmp_path / "out")
     noise(source / "00.bmp", 50)
@@ -232,7 +232,7 @@ def test_the_rows_of_a_batch_do_not_depend_on_what_is_missing(source: Path, tmp_
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
-def test_a_run_of_another_kind_is_refused_and_says_what_differs(source: Path, tmp_path: Path) -> None:
+def test_a_run_with_other_options_is_refused_with_the_differences(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out")
     before = contents(tmp_path / "out")
     with pytest.raises(BatchError, match=r"methods was \['grad_cam'\] and is \['layer_cam'\].*--restart"):
@@ -248,7 +248,7 @@ def test_a_run_of_another_kind_is_refused_and_says_what_differs(source: Path, tm
     assert contents(tmp_path / "out") == before
 
 
-def test_restart_removes_what_the_run_made_and_no_file_of_others(source: Path, tmp_path: Path) -> None:
+def test_restart_removes_the_files_of_the_run_only(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     quick(source, out, methods=BOTH, maps=True)
     mine = [out / "notes.txt", out / "overlays" / "mine.png", out / "photos" / "mine" / "a.jpg"]
@@ -265,7 +265,7 @@ def test_restart_removes_what_the_run_made_and_no_file_of_others(source: Path, t
 
 
 @pytest.mark.parametrize("name", ["index.html", "photos/03.jpg", "overlays/03.grad_cam.png"])
-def test_a_file_of_others_is_never_replaced(source: Path, tmp_path: Path, name: str) -> None:
+def test_other_files_are_never_replaced(source: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
@@ -276,9 +276,7 @@ def test_a_file_of_others_is_never_replaced(source: Path, tmp_path: Path, name: 
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_what_failed_stays_so_until_it_is_tried_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_repeated_with_retry_only(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ImageEntry.open
 
     def fail(image: ImageEntry) -> Image.Image:
@@ -299,13 +297,13 @@ def test_what_failed_stays_so_until_it_is_tried_again(
 
 
 def change(source: Path) -> None:
-    """Other content in three photos: of another size, of the same size, and none that can be read."""
+    """Change three images: another size, the same size, and an unreadable file."""
     noise(source / "02.png", 102, (31, 17))
     noise(source / "10.bmp", 110)
     (source / "04.png").write_bytes(b"no picture")
 
 
-def test_photos_that_have_changed_are_explained_again_and_no_others(source: Path, tmp_path: Path) -> None:
+def test_only_changed_images_are_explained_again(source: Path, tmp_path: Path) -> None:
     noise(source / "10.bmp", 10)
     out = tmp_path / "out"
     quick(source, out, methods=BOTH, maps=True)
@@ -324,7 +322,7 @@ def test_photos_that_have_changed_are_explained_again_and_no_others(source: Path
 
 
 @pytest.mark.parametrize("step", ["remove", "write_head", "write_listing"])
-def test_changes_are_noticed_again_wherever_a_run_is_cut_short(
+def test_changes_are_noticed_after_an_interruption_at_any_step(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def cut_short(*arguments: object) -> None:
@@ -342,7 +340,7 @@ def test_changes_are_noticed_again_wherever_a_run_is_cut_short(
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
-def test_the_last_photo_changed_is_a_new_page_and_table(source: Path, tmp_path: Path) -> None:
+def test_a_change_of_the_last_image_updates_page_and_table(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out")
     noise(source / "09.png", 109)
     quick(source, tmp_path / "out")
@@ -356,7 +354,7 @@ def test_the_last_photo_changed_is_a_new_page_and_table(source: Path, tmp_path: 
     assert one == two
 
 
-def test_photos_that_were_removed_are_told_and_what_was_made_of_them_is_kept(source: Path, tmp_path: Path) -> None:
+def test_removed_images_are_reported_and_their_files_kept(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out")
     before = contents(tmp_path / "out")
     kept, stamp = (source / "05.png").read_bytes(), (source / "05.png").stat()
@@ -371,7 +369,7 @@ def test_photos_that_were_removed_are_told_and_what_was_made_of_them_is_kept(sou
 
 
 @pytest.mark.parametrize("key", ["overlay", "photo", "heat", "map"])
-def test_a_file_that_was_cut_off_is_made_again(source: Path, tmp_path: Path, key: str) -> None:
+def test_a_truncated_file_is_written_again(source: Path, tmp_path: Path, key: str) -> None:
     for out in (tmp_path / "whole", tmp_path / "out"):
         quick(source, out, methods=BOTH, maps=True)
     path = tmp_path / "out" / rows(tmp_path / "out")[6][key]
@@ -380,7 +378,7 @@ def test_a_file_that_was_cut_off_is_made_again(source: Path, tmp_path: Path, key
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
-def test_strict_stops_at_the_first_failure_and_goes_on_when_it_is_mended(source: Path, tmp_path: Path) -> None:
+def test_strict_stops_at_the_first_failure_and_resumes(source: Path, tmp_path: Path) -> None:
     good = (source / "05.png").read_bytes()
     (source / "05.png").write_bytes(b"")
     with pytest.raises(StoppedError, match=r"05\.png: is empty"):
@@ -392,10 +390,10 @@ def test_strict_stops_at_the_first_failure_and_goes_on_when_it_is_mended(source:
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
-# How it is run -----------------------------------------------------------------------------------------------------
+# Execution -----------------------------------------------------------------------------------------------------
 
 
-def test_several_devices_one_and_one_thread_make_the_same_files(source: Path, tmp_path: Path) -> None:
+def test_devices_and_threads_do_not_change_the_files(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "one", device="cpu", workers=1, methods=BOTH, maps=True)
     quick(source, tmp_path / "two", device="cpu,cpu", workers=3, methods=BOTH, maps=True)
     quick(source, tmp_path / "own", workers=4, methods=BOTH, maps=True)
@@ -403,7 +401,7 @@ def test_several_devices_one_and_one_thread_make_the_same_files(source: Path, tm
     assert_same(tmp_path / "own", tmp_path / "one")
 
 
-def test_an_engine_that_does_each_group_in_one_go_makes_the_same_files(
+def test_a_sequential_engine_writes_the_same_files(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "06.png").write_bytes(b"")
@@ -424,7 +422,7 @@ def test_an_engine_that_does_each_group_in_one_go_makes_the_same_files(
     assert_same(tmp_path / "one go", tmp_path / "threads")
 
 
-def test_what_an_engine_needs_can_be_sent_to_another_process() -> None:
+def test_options_tasks_and_rows_can_be_pickled() -> None:
     options = RunOptions(model="tiny", style=OverlayStyle(format="jpg"))
     image = ImageEntry("/a.png", "a.png", name="a", folder=("x",), target="cat")
     given = options, Task(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
@@ -470,7 +468,7 @@ def test_a_smaller_batch_size_is_taken_when_resuming(source: Path, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 2
 
 
-def test_the_model_and_pytorchs_threads_are_left_as_they_were(source: Path, tmp_path: Path) -> None:
+def test_the_model_and_the_threads_of_pytorch_are_unchanged(source: Path, tmp_path: Path) -> None:
     model = Tiny().train()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     threads = torch.get_num_threads()
@@ -481,16 +479,16 @@ def test_the_model_and_pytorchs_threads_are_left_as_they_were(source: Path, tmp_
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_progress_is_told_as_it_is(source: Path, tmp_path: Path) -> None:
+def test_progress_counts_done_and_failed_images(source: Path, tmp_path: Path) -> None:
     (source / "03.png").write_bytes(b"nothing")
-    told: list[Progress] = []
-    quick(source, tmp_path / "out", on_progress=told.append)
-    assert [each.done for each in told] == sorted(each.done for each in told)
-    assert told[-1] == Progress(10, 10, 10, 1)
+    reported: list[Progress] = []
+    quick(source, tmp_path / "out", on_progress=reported.append)
+    assert [each.done for each in reported] == sorted(each.done for each in reported)
+    assert reported[-1] == Progress(10, 10, 10, 1)
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-def test_ctrl_c_finishes_what_is_under_way_and_the_same_call_goes_on(source: Path, tmp_path: Path) -> None:
+def test_ctrl_c_finishes_started_batches_and_the_run_resumes(source: Path, tmp_path: Path) -> None:
     photos(source, 40)
     quick(source, tmp_path / "whole", maps=True)
 
@@ -510,20 +508,20 @@ def test_ctrl_c_finishes_what_is_under_way_and_the_same_call_goes_on(source: Pat
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-def test_a_second_ctrl_c_does_not_wait_and_loses_nothing_that_was_told(source: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_keeps_reported_images(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "whole")
 
-    told = []
+    reported = []
 
     def press(progress: Progress) -> None:
         if progress.fresh:
-            told.append(progress.fresh)
+            reported.append(progress.fresh)
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         quick(source, tmp_path / "out", on_progress=press)
-    assert len(rows(tmp_path / "out")) == told[0]
+    assert len(rows(tmp_path / "out")) == reported[0]
     quick(source, tmp_path / "out")
     assert_same(tmp_path / "out", tmp_path / "whole")
 
@@ -545,7 +543,7 @@ def test_a_second_ctrl_c_does_not_wait_and_loses_nothing_that_was_told(source: P
         ({"style": {"format": "gif"}}, "format='gif'"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_made(
+def test_invalid_options_are_refused_before_anything_is_written(
     source: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(saliency.SaliencyError, match=reason):
@@ -565,7 +563,7 @@ def test_no_photo_at_all_is_an_error(tmp_path: Path) -> None:
         batch("nowhere.jpg", tmp_path / "out", Tiny())
 
 
-def test_an_output_that_cannot_be_a_folder_is_an_error_that_says_what_to_do(source: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_a_folder_is_an_error(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(BatchError, match="is a file, not a folder"):
         quick(source, tmp_path / "out")
@@ -574,7 +572,7 @@ def test_an_output_that_cannot_be_a_folder_is_an_error_that_says_what_to_do(sour
         quick(source, tmp_path / ("o" * 300))
 
 
-def test_photos_that_are_too_large_to_wait_are_decoded_again(
+def test_pictures_without_room_in_the_buffer_are_decoded_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick(source, tmp_path / "whole")
@@ -583,18 +581,18 @@ def test_photos_that_are_too_large_to_wait_are_decoded_again(
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
-def test_a_white_photo_is_a_photo(tmp_path: Path) -> None:
+def test_a_white_image_is_explained(tmp_path: Path) -> None:
     plain(tmp_path / "white.png", WHITE)
     assert quick(tmp_path / "white.png", tmp_path / "out", methods=("vanilla_gradient",)).failed == 0
 
 
-def test_a_limit_counts_only_the_photos_up_to_it(source: Path, tmp_path: Path) -> None:
-    told: list[Progress] = []
+def test_a_limit_counts_only_the_images_up_to_it(source: Path, tmp_path: Path) -> None:
+    reported: list[Progress] = []
     quick(source, tmp_path / "out", limit=4)
     assert quick(source, tmp_path / "out", limit=2).done == 2
-    summary = quick(source, tmp_path / "out", methods=["grad_cam"], limit=6, on_progress=told.append)
+    summary = quick(source, tmp_path / "out", methods=["grad_cam"], limit=6, on_progress=reported.append)
     assert (summary.images, summary.done, summary.fresh) == (6, 6, 2)
-    assert [(each.done, each.total) for each in told][-1] == (6, 6)
+    assert [(each.done, each.total) for each in reported][-1] == (6, 6)
     summary = quick(source, tmp_path / "out", limit=3)
     assert (summary.images, summary.done, summary.fresh) == (3, 3, 0)
 
@@ -609,7 +607,7 @@ def test_a_limit_counts_only_the_photos_up_to_it(source: Path, tmp_path: Path) -
         b'{"path": "/x.p',
     ],
 )
-def test_a_damaged_listing_is_told_and_restart_begins_anew(source: Path, tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_listing_is_refused_until_restart(source: Path, tmp_path: Path, line: bytes) -> None:
     out = tmp_path / "out"
     quick(source, out)
     with (out / "listing.jsonl").open("ab") as file:
@@ -635,7 +633,7 @@ def test_a_damaged_listing_is_told_and_restart_begins_anew(source: Path, tmp_pat
         b"\0" * 100,
     ],
 )
-def test_a_damaged_head_is_told_and_restart_begins_anew(
+def test_a_damaged_head_is_refused_until_restart(
     source: Path, tmp_path: Path, change: dict[str, object] | bytes
 ) -> None:
     out = tmp_path / "out"
@@ -650,7 +648,7 @@ def test_a_damaged_head_is_told_and_restart_begins_anew(
 
 
 @pytest.mark.parametrize("content", [b'{"name": "my page"}', b"", b"no JSON"])
-def test_a_manifest_of_others_is_never_taken_for_a_damaged_one(source: Path, tmp_path: Path, content: bytes) -> None:
+def test_another_manifest_json_is_not_taken_for_a_damaged_head(source: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "manifest.json").write_bytes(content)
     for restart in (False, True):
@@ -659,7 +657,7 @@ def test_a_manifest_of_others_is_never_taken_for_a_damaged_one(source: Path, tmp
     assert (tmp_path / "out" / "manifest.json").read_bytes() == content
 
 
-def test_maps_of_others_are_neither_replaced_nor_added_to(source: Path, tmp_path: Path) -> None:
+def test_other_maps_are_not_replaced(source: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "out" / "maps" / "03.grad_cam.safetensors"
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(b"theirs")
@@ -669,14 +667,12 @@ def test_maps_of_others_are_neither_replaced_nor_added_to(source: Path, tmp_path
 
 
 @pytest.mark.parametrize("pattern", ["*", "**/*.*"])
-def test_a_pattern_finds_the_same_photos_again_where_the_folder_lies_among_them(
-    source: Path, tmp_path: Path, pattern: str
-) -> None:
+def test_a_pattern_skips_the_output_folder_among_its_matches(source: Path, tmp_path: Path, pattern: str) -> None:
     for _ in range(2):
         assert quick(f"{source}/{pattern}", source / "out").images == 10  # type: ignore[arg-type]
 
 
-def test_an_option_that_no_photo_can_be_explained_with_is_an_error_of_the_call(source: Path, tmp_path: Path) -> None:
+def test_an_option_that_fails_every_image_is_an_error_of_the_call(source: Path, tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(BatchError, match="passes=8 are too few"):
             quick(source, tmp_path / "out", methods=["sobol"], options={"passes": 8})
@@ -693,9 +689,7 @@ def test_an_option_that_no_photo_can_be_explained_with_is_an_error_of_the_call(s
         "[" * 100_000,
     ],
 )
-def test_a_line_of_a_list_that_names_nothing_sensible_costs_no_other_photo(
-    source: Path, tmp_path: Path, line: str
-) -> None:
+def test_an_invalid_line_of_a_list_fails_only_its_image(source: Path, tmp_path: Path, line: str) -> None:
     listed = source.parent / "list.jsonl"
     listed.write_text(f'{{"path": "in/00.png"}}\n{line}\n{{"path": "in/02.png"}}\n', "utf-8")
     for _ in range(2):
@@ -704,7 +698,7 @@ def test_a_line_of_a_list_that_names_nothing_sensible_costs_no_other_photo(
     assert [row["error"] is None for row in rows(tmp_path / "out")] == [True, False, True]
 
 
-def test_a_run_by_other_values_of_a_tensor_is_of_another_kind(source: Path, tmp_path: Path) -> None:
+def test_other_values_of_a_tensor_option_are_other_options(source: Path, tmp_path: Path) -> None:
     def run(references: torch.Tensor) -> int:
         options = {"references": references, "passes": 2}
         return quick(source, tmp_path / "out", methods=["expected_gradients"], options=options, limit=2).fresh

@@ -1,4 +1,4 @@
-"""Nothing lost: processes killed, disks full, folders closed, photos bad, maps NaN, memory short; all for real."""
+"""Faults of a batch run: kills, full disks, permissions, unreadable images, NaN, lack of memory; none is simulated."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ METHODS = ("grad_cam", "layer_cam")
 
 
 def need(condition: bool, what: str) -> None:
-    """Skip where the machine does not give the right, as to mount a file system: no installation could mend that."""
+    """Skip if this machine lacks a right, such as mounting a file system, which no installation provides."""
     if not condition:
         pytest.skip(what)
 
 
-# Killed ------------------------------------------------------------------------------------------------------------
+# Kills ------------------------------------------------------------------------------------------------------------
 
 
 def assert_nothing_is_cut_off(out: Path) -> None:
-    """No file under a final name is partial, and no whole row names a file that is not there."""
+    """Assert that every file with a final name is complete, and that rows name existing files only."""
     for path in drawn(out):
         if not path.name.endswith(".part"):
             with Image.open(path) as picture:
@@ -81,9 +81,7 @@ def assert_nothing_is_cut_off(out: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.slow
-def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_same_folder(
-    tmp_path: Path, maps: bool
-) -> None:
+def test_a_run_killed_at_any_moment_resumes_to_the_same_folder(tmp_path: Path, maps: bool) -> None:
     source = tmp_path / "in"
     photos(source, 34)
     (source / "07.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -122,7 +120,7 @@ def test_killed_at_any_moment_nothing_is_cut_off_and_the_same_call_makes_the_sam
 
 
 @pytest.mark.slow
-def test_what_was_done_before_a_kill_stays_done_with_its_maps(tmp_path: Path) -> None:
+def test_images_done_before_a_kill_are_kept(tmp_path: Path) -> None:
     photos(tmp_path / "in", 24)
     quick(tmp_path / "in", tmp_path / "whole", methods=METHODS, maps=True)
     out = tmp_path / "out"
@@ -142,23 +140,23 @@ def test_what_was_done_before_a_kill_stays_done_with_its_maps(tmp_path: Path) ->
 
 
 def whole_rows(out: Path) -> list[dict[str, Any]]:
-    """The rows of the manifest, but for one that is cut off."""
+    """Return the complete rows of the manifest."""
     return [json.loads(line) for line in (out / "manifest.jsonl").read_bytes().splitlines(True) if line.endswith(b"\n")]
 
 
 def locked_by(child: Any, out: Path) -> float:
-    """When a process had its folder."""
+    """Return the time when a process has locked its folder."""
     while child.is_alive() and not (out / ".lock").exists():
         time.sleep(0.001)
     return time.monotonic()
 
 
 def drawn(out: Path) -> list[Path]:
-    """What was made of photos, under a final name or a temporary one."""
+    """Return the image files of the run, also temporary ones."""
     return [path for name in ("overlays", "photos", "heat") for path in (out / name).rglob("*") if path.is_file()]
 
 
-def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+def test_a_truncated_row_is_written_again(tmp_path: Path) -> None:
     photos(tmp_path / "in", 6)
     quick(tmp_path / "in", tmp_path / "whole")
     for at in (-1, -30, -700):
@@ -175,7 +173,7 @@ def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
 
 
 def mount(*words: str) -> bool:
-    """Whether a file system could be mounted."""
+    """Mount a file system, and return whether that worked."""
     return subprocess.run(["mount", *words], capture_output=True, check=False).returncode == 0  # noqa: S603, S607
 
 
@@ -193,9 +191,7 @@ def small_disk() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("maps", [False, True])
-def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(
-    tmp_path: Path, small_disk: Path, maps: bool
-) -> None:
+def test_a_full_disk_stops_the_run_and_it_resumes(tmp_path: Path, small_disk: Path, maps: bool) -> None:
     photos(tmp_path / "in", 20)
     quick(tmp_path / "in", tmp_path / "whole", methods=METHODS, maps=maps)
     out = small_disk / "out"
@@ -213,7 +209,7 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(
     assert_same(out, tmp_path / "whole")
 
 
-def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_written_before_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -225,7 +221,7 @@ def test_no_row_is_written_before_its_maps_are(tmp_path: Path, monkeypatch: pyte
 
 
 def as_nobody(source: Path, folder: Path, answer: Connection) -> None:
-    """What a process without rights says of a folder that it may not write to, and of a photo that it may not read."""
+    """Send what runs without rights report of folders and of an unreadable image."""
     warm = Path(tempfile.mkdtemp())
     quick(source, warm, limit=1)  # imports what it can import no more as nobody
     shutil.rmtree(warm)
@@ -243,7 +239,7 @@ def as_nobody(source: Path, folder: Path, answer: Connection) -> None:
     answer.send(said)
 
 
-def test_a_folder_that_cannot_be_written_to_and_a_photo_that_cannot_be_read() -> None:
+def test_missing_permissions_of_folder_and_image_are_reported() -> None:
     need(os.geteuid() == 0, "only root can become a user without rights")
     folder = Path(tempfile.mkdtemp())
     try:
@@ -276,7 +272,7 @@ def test_a_folder_that_cannot_be_written_to_and_a_photo_that_cannot_be_read() ->
         shutil.rmtree(folder)
 
 
-def test_the_second_run_in_a_folder_is_refused_and_a_crash_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_a_crash_leaves_no_lock(tmp_path: Path) -> None:
     photos(tmp_path / "in", 8)
     refusals: list[str] = []
 
@@ -298,11 +294,11 @@ def test_the_second_run_in_a_folder_is_refused_and_a_crash_leaves_no_lock(tmp_pa
     assert quick(tmp_path / "in", tmp_path / "killed", methods=METHODS).done == 8
 
 
-# Bad photos ----------------------------------------------------------------------------------------------------------
+# Unreadable images ---------------------------------------------------------------------------------------------------
 
 
 def bomb(path: Path) -> None:
-    """A PNG whose header promises more pixels than anybody has memory for."""
+    """Write a PNG whose header promises more pixels than fit into memory."""
     Image.new("1", (1, 1)).save(path, format="PNG")
     data = bytearray(path.read_bytes())
     data[16:24] = (60000).to_bytes(4, "big") * 2
@@ -310,7 +306,7 @@ def bomb(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_every_kind_of_bad_photo_is_a_row_with_the_reason_and_costs_no_other_photo(tmp_path: Path) -> None:
+def test_every_kind_of_unreadable_image_is_a_row_with_the_reason(tmp_path: Path) -> None:
     source = tmp_path / "in"
     photos(source, 4)
     good = (source / "00.png").read_bytes()
@@ -346,7 +342,7 @@ def test_every_kind_of_bad_photo_is_a_row_with_the_reason_and_costs_no_other_pho
     assert all(row["method"] is None and row["overlay"] is None for row in made if row["error"])
 
 
-def test_a_photo_that_vanishes_after_it_was_listed_is_a_row(tmp_path: Path) -> None:
+def test_an_image_deleted_after_listing_is_a_row(tmp_path: Path) -> None:
     photos(tmp_path / "in", 30)
 
     def vanish(progress: object) -> None:
@@ -357,7 +353,7 @@ def test_a_photo_that_vanishes_after_it_was_listed_is_a_row(tmp_path: Path) -> N
     assert "No such file" in rows(tmp_path / "out")[-1]["error"]
 
 
-def test_a_hole_in_a_batch_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+def test_an_unreadable_image_does_not_change_the_others(tmp_path: Path) -> None:
     photos(tmp_path / "in", 8)
     shutil.copytree(tmp_path / "in", tmp_path / "bad")
     (tmp_path / "bad" / "02.png").write_bytes(b"")
@@ -373,7 +369,7 @@ def test_a_hole_in_a_batch_leaves_the_others_as_they_are(tmp_path: Path) -> None
     assert all(one[name] == two[name] for name in drawn)
 
 
-def test_a_nan_map_costs_only_its_photo(tmp_path: Path) -> None:
+def test_a_nan_map_fails_only_its_image(tmp_path: Path) -> None:
     photos(tmp_path / "in", 8)
     plain(tmp_path / "in" / "05.png", WHITE)
     quick(tmp_path / "in", tmp_path / "out", model=Tiny(nan_on_white=True), methods=METHODS)
@@ -384,7 +380,7 @@ def test_a_nan_map_costs_only_its_photo(tmp_path: Path) -> None:
     assert [each["score"] for each in ours[:10]] == pytest.approx([each["score"] for each in theirs[:10]], rel=1e-5)
 
 
-def test_an_error_in_one_batch_costs_only_the_photo_that_caused_it(tmp_path: Path) -> None:
+def test_an_error_in_a_batch_fails_only_the_image_that_caused_it(tmp_path: Path) -> None:
     photos(tmp_path / "in", 8)
     plain(tmp_path / "in" / "06.png", BLACK)
     model = Tiny(error_on_black=True)
@@ -395,7 +391,7 @@ def test_an_error_in_one_batch_costs_only_the_photo_that_caused_it(tmp_path: Pat
     assert [size for size in model.sizes if size > 1] == [4, 4]
 
 
-def test_where_memory_has_no_room_the_batch_is_halved_and_that_is_written_down(tmp_path: Path) -> None:
+def test_a_first_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
     photos(tmp_path / "in", 20)
     model = Tiny(most=3)
     summary = quick(tmp_path / "in", tmp_path / "out", model=model, batch_size=8, workers=1, maps=True)
@@ -429,13 +425,13 @@ def test_a_later_batch_that_does_not_fit_runs_in_halves(tmp_path: Path) -> None:
     assert sorted(size for size in model.sizes if size > 1) == [2] * 4 + [4] * 2
 
 
-def test_a_photo_that_memory_has_no_room_for_costs_only_itself(tmp_path: Path) -> None:
+def test_an_image_that_does_not_fit_fails(tmp_path: Path) -> None:
     photos(tmp_path / "in", 3)
     quick(tmp_path / "in", tmp_path / "out", model=Tiny(most=0), layer="features")
     assert kinds(tmp_path / "out") == ["OutOfMemoryError"] * 3
 
 
-def test_a_method_that_says_nothing_about_the_model_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_a_method_that_does_not_apply_leaves_the_others_their_shared_pass(tmp_path: Path) -> None:
     photos(tmp_path / "in", 12)
     model = Tiny()
     model.features[1] = __import__("torch").nn.SiLU()
@@ -450,7 +446,7 @@ def test_a_method_that_says_nothing_about_the_model_costs_the_others_nothing(tmp
 # Names and sources ---------------------------------------------------------------------------------------------------
 
 
-def test_hostile_names_stay_in_the_folder_and_apart(tmp_path: Path) -> None:
+def test_hostile_names_stay_in_the_folder_and_unique(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
     names: list[str | bytes] = [
@@ -509,7 +505,7 @@ def test_shards_are_read_in_place(tmp_path: Path) -> None:
     assert rows(tmp_path / "out")[2]["source"] == f"{shard}/train/0002.png"
 
 
-def test_the_folder_of_the_run_is_not_taken_for_photos(tmp_path: Path) -> None:
+def test_the_output_folder_is_not_a_source(tmp_path: Path) -> None:
     photos(tmp_path, 3)
     for _ in range(2):
         assert quick(tmp_path, tmp_path / "out", recursive=True).images == 3

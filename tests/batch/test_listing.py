@@ -1,4 +1,4 @@
-"""Names of files: safe, never the same, always the same again."""
+"""Names of files: safe, unique and reproducible."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def folded(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
 
 
-def test_a_name_is_the_photos_without_its_suffix() -> None:
+def test_a_name_is_the_file_name_without_its_suffix() -> None:
     assert named("cat.jpg", "tiger.cat.png") == ["cat", "tiger.cat"]
 
 
-def test_photos_that_differ_in_their_suffix_keep_it() -> None:
+def test_images_that_differ_in_their_suffix_keep_it() -> None:
     assert named("a.jpg", "a.png", "b.png") == ["a.jpg", "a.png", "b"]
 
 
-def test_photos_of_one_name_are_numbered_and_a_name_like_that_is_no_harm() -> None:
+def test_images_of_one_name_are_numbered() -> None:
     assert named("a.jpg", "a.jpg", "a.jpg", "a-2.jpg") == ["a", "a-2", "a-3", "a-2.jpg"]
     assert named("a-2.jpg", "a.jpg", "a.jpg") == ["a-2", "a", "a-3"]
 
 
-def test_capitals_and_ways_to_write_an_accent_are_the_same() -> None:
+def test_case_and_unicode_forms_do_not_distinguish_names() -> None:
     assert (
         len({folded(name) for name in named("A.png", "a.png", "É.png", "é.png", "E\u0301.png", "ﬁ.png", "fi.png")}) == 7
     )
@@ -52,18 +52,18 @@ def test_folders_keep_equal_names_apart() -> None:
     assert found == ["x/a", "y/a", "a", "X/a-2"]
 
 
-def test_a_folder_is_never_called_like_a_file() -> None:
+def test_a_folder_never_has_the_name_of_a_file() -> None:
     assert names([photo("a.jpg", "cat.grad_cam.png"), photo("cat.jpg")]) == ["cat_grad_cam_png/a", "cat"]
 
 
-def test_what_is_taken_stays_so() -> None:
+def test_names_of_earlier_runs_are_not_given_again() -> None:
     assert names([photo("a.png"), photo("b.png")], taken=[ImageEntry("/a", "a", name="a")]) == ["a.png", "b"]
 
 
 @pytest.mark.parametrize(
     "label", ["..", "...", "a/../../b", "/etc/passwd", "\\", "C:x", "a\nb", "<b>.png", "nul", " ", ""]
 )
-def test_no_name_leads_out_or_breaks_a_line(label: str) -> None:
+def test_no_name_leads_out_of_the_folder_or_breaks_a_line(label: str) -> None:
     (name,) = named(label)
     assert name.isprintable()
     assert not set(name) & set('/\\:*?"<>|')
@@ -78,7 +78,7 @@ def test_a_long_name_leaves_room_for_what_follows_it() -> None:
     assert all(len(name.encode()) <= LONGEST + 4 for name in found)
 
 
-def test_ten_thousand_photos_of_one_name_are_numbered_at_once() -> None:
+def test_ten_thousand_images_of_one_name_are_numbered_quickly() -> None:
     assert len(set(named(*["a.jpg"] * 10_000))) == 10_000
 
 
@@ -88,7 +88,7 @@ _TEXTS = st.text(st.characters(), max_size=12) | st.sampled_from(
 
 
 @given(st.lists(st.tuples(st.lists(_TEXTS, max_size=2), _TEXTS), max_size=12))
-def test_whatever_photos_are_called_their_names_are_apart_and_inside(found: list[tuple[list[str], str]]) -> None:
+def test_any_names_give_unique_names_inside_the_folder(found: list[tuple[list[str], str]]) -> None:
     photos = [photo(label, *folder) for folder, label in found]
     given_names = names(photos)
     assert names(photos) == given_names

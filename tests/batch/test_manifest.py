@@ -43,7 +43,7 @@ def test_rows_come_back_as_they_were(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 5, 100])
-def test_a_line_that_is_cut_off_is_left_out_and_written_over(manifest: Manifest, tmp_path: Path, lost: int) -> None:
+def test_a_truncated_row_is_dropped_and_overwritten(manifest: Manifest, tmp_path: Path, lost: int) -> None:
     manifest.append([of(0), of(0, "two"), of(1)])
     manifest.close()
     os.truncate(manifest.path, manifest.path.stat().st_size - lost)
@@ -57,7 +57,7 @@ def test_a_line_that_is_cut_off_is_left_out_and_written_over(manifest: Manifest,
     assert lines(again) == [(0, "one"), (0, "two"), (1, "one")]
 
 
-def test_what_follows_a_damaged_line_does_not_count(manifest: Manifest, tmp_path: Path) -> None:
+def test_rows_after_a_damaged_line_are_dropped(manifest: Manifest, tmp_path: Path) -> None:
     manifest.append([of(0), of(1)])
     manifest.close()
     data = manifest.path.read_bytes()
@@ -86,7 +86,7 @@ def test_what_follows_a_damaged_line_does_not_count(manifest: Manifest, tmp_path
         {"layer": 4},
     ],
 )
-def test_a_row_that_no_run_would_write_is_made_again(manifest: Manifest, tmp_path: Path, odd: dict[str, Any]) -> None:
+def test_a_row_that_no_run_would_write_is_dropped(manifest: Manifest, tmp_path: Path, odd: dict[str, Any]) -> None:
     good = [of(0), of(0, "two"), of(1), of(1, "two"), of(2, None, error="no")]
     manifest.append(good)
     manifest.close()
@@ -99,7 +99,7 @@ def test_a_row_that_no_run_would_write_is_made_again(manifest: Manifest, tmp_pat
     assert max(again.state.done) == 2
 
 
-def test_a_row_that_lacks_a_key_or_comes_twice_is_left_out(manifest: Manifest, tmp_path: Path) -> None:
+def test_an_incomplete_or_repeated_row_is_dropped(manifest: Manifest, tmp_path: Path) -> None:
     short = encode({key: value for key, value in of(1).items() if key != "settings"})
     manifest.path.write_bytes(encode(of(0)) + short + encode(of(0)) + encode(of(0, None, error="gone")))
     again = Manifest(tmp_path, METHODS)
@@ -108,16 +108,14 @@ def test_a_row_that_lacks_a_key_or_comes_twice_is_left_out(manifest: Manifest, t
     assert 1 not in again.state.done
 
 
-def test_nan_in_a_line_is_damage(manifest: Manifest, tmp_path: Path) -> None:
+def test_nan_in_a_row_is_damage(manifest: Manifest, tmp_path: Path) -> None:
     manifest.path.write_bytes(encode(of(0)) + encode(of(1, score=0.25)).replace(b"0.25", b"NaN"))
     again = Manifest(tmp_path, METHODS)
     again.read()
     assert list(again.rows()) == [of(0)]
 
 
-def test_what_lies_behind_the_last_whole_line_is_cut_off_though_nothing_is_missing(
-    manifest: Manifest, tmp_path: Path
-) -> None:
+def test_bytes_after_the_last_row_are_removed(manifest: Manifest, tmp_path: Path) -> None:
     manifest.append([of(0), of(0, "two")])
     manifest.close()
     with manifest.path.open("ab") as file:
@@ -126,9 +124,7 @@ def test_what_lies_behind_the_last_whole_line_is_cut_off_though_nothing_is_missi
     assert manifest.path.read_bytes() == encode(of(0)) + encode(of(0, "two"))
 
 
-def test_rows_whose_files_are_gone_are_left_out_and_stand_in_order_in_the_end(
-    manifest: Manifest, tmp_path: Path
-) -> None:
+def test_rows_with_missing_files_are_dropped_and_new_ones_sorted(manifest: Manifest, tmp_path: Path) -> None:
     there: dict[str, Any] = {"overlay": "x.png", "overlay_bytes": 1}
     rows = [of(0, **there), of(0, "two", overlay="y.png", overlay_bytes=1), of(1, **there), of(1, "two", photo="z.png")]
     manifest.append(rows)
@@ -144,7 +140,7 @@ def test_rows_whose_files_are_gone_are_left_out_and_stand_in_order_in_the_end(
     assert lines(again) == [(0, "one"), (0, "two"), (1, "one"), (1, "two")]
 
 
-def test_failures_are_left_out_where_they_are_tried_again(manifest: Manifest, tmp_path: Path) -> None:
+def test_failures_are_dropped_for_a_retry(manifest: Manifest, tmp_path: Path) -> None:
     manifest.append([of(0, None, error="bad", error_kind="ImageError"), of(1), of(1, "two", error="bad")])
     manifest.close()
     again = Manifest(tmp_path, METHODS)
@@ -155,7 +151,7 @@ def test_failures_are_left_out_where_they_are_tried_again(manifest: Manifest, tm
     assert lines(again) == [(1, "one")]
 
 
-def test_a_write_that_fails_leaves_only_whole_lines(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_complete_rows_only(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest.append([of(0)])
     real = os.write
 
@@ -173,7 +169,7 @@ def test_a_write_that_fails_leaves_only_whole_lines(manifest: Manifest, monkeypa
     assert lines(manifest) == [(0, "one"), (1, "one")]
 
 
-def test_a_row_is_a_line_of_json_without_nan() -> None:
+def test_a_row_is_a_line_of_strict_json() -> None:
     with pytest.raises(ValueError, match="Out of range"):
         encode(of(0, score=float("nan")))
     assert json.loads(encode(of(0, source="\udcff")))["source"] == "\udcff"

@@ -1,4 +1,4 @@
-"""The engine of a cluster: the same files as the local one's, whatever dies meanwhile, on a real Ray."""
+"""Runs on a Ray cluster: the files of the local engine, also after workers die."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ METHODS = ("grad_cam", "layer_cam")
 
 
 class Deadly(Tiny):
-    """Kills its process when it meets a black photo, so many times.
+    """Kills its process at a black image, a given number of times.
 
     Args:
-        marks: A folder with a file for each process that was killed.
-        kills: How many are.
+        marks: Folder with a file per killed process.
+        kills: Number of processes to kill.
     """
 
     def __init__(self, marks: Path, kills: int) -> None:
@@ -69,7 +69,7 @@ def ray() -> Any:
 
 @pytest.fixture(scope="module")
 def cluster(ray: Any) -> Iterator[Any]:
-    """A cluster that the user is connected to."""
+    """Connect to a cluster, as a user may have."""
     before = signal.getsignal(signal.SIGTERM)
     ray.init(
         address="local",
@@ -87,7 +87,7 @@ def cluster(ray: Any) -> Iterator[Any]:
 
 
 def on_cluster(source: Path, out: Path, model: Any, **options: Any) -> Run:
-    """A whole run on Ray, by two workers."""
+    """Run a batch on Ray with two workers."""
     out.mkdir(exist_ok=True)
     run_options = RunOptions(model=model, **{"methods": METHODS, "batch_size": 4, **options})
     with locked(out):
@@ -102,7 +102,7 @@ def on_cluster(source: Path, out: Path, model: Any, **options: Any) -> Run:
 
 
 def processes() -> set[int]:
-    """The processes of Ray's workers, but for those that are dead and waited for."""
+    """Return the processes of Ray's workers."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -114,7 +114,7 @@ def processes() -> set[int]:
 
 
 def wait_until_gone(before: set[int]) -> set[int]:
-    """Those that are there after some time and were not before."""
+    """Return the new processes that still run after 20 seconds."""
     end = time.monotonic() + 20
     while (left := processes() - before) and time.monotonic() < end:
         time.sleep(0.05)
@@ -124,9 +124,7 @@ def wait_until_gone(before: set[int]) -> set[int]:
 # The same files ------------------------------------------------------------------------------------------------------
 
 
-def test_real_photos_make_the_same_folder_as_on_the_local_engine_and_ray_is_left_as_it_was(
-    ray: Any, tmp_path: Path
-) -> None:
+def test_ray_writes_the_files_of_the_local_engine_and_is_unchanged(ray: Any, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number, path in enumerate([*ASSETS.glob("*.jpg"), *ASSETS.glob("c*.jpg")]):
         shutil.copyfile(path, tmp_path / "in" / f"{number}.jpg")
@@ -142,7 +140,7 @@ def test_real_photos_make_the_same_folder_as_on_the_local_engine_and_ray_is_left
     assert [row["error_kind"] for row in rows(tmp_path / "out")].count("ImageError") == 1
 
 
-def test_a_worker_that_is_killed_amid_a_group_costs_nothing(cluster: Any, tmp_path: Path) -> None:
+def test_the_batch_of_a_killed_worker_is_repeated(cluster: Any, tmp_path: Path) -> None:
     photos(tmp_path / "in", 20)
     plain(tmp_path / "in" / "09.png", BLACK)
     (tmp_path / "marks").mkdir()
@@ -156,7 +154,7 @@ def test_a_worker_that_is_killed_amid_a_group_costs_nothing(cluster: Any, tmp_pa
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
-def test_photos_that_kill_every_worker_stop_the_run_which_goes_on_without_them(
+def test_images_that_kill_every_worker_stop_the_run_and_it_resumes(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos(tmp_path / "in", 12)
@@ -172,9 +170,7 @@ def test_photos_that_kill_every_worker_stop_the_run_which_goes_on_without_them(
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
-def test_a_run_that_is_broken_off_ends_its_workers_and_is_gone_on_with_by_either_engine(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_a_stopped_run_is_resumed_by_either_engine(cluster: Any, tmp_path: Path) -> None:
     photos(tmp_path / "in", 40)
 
     def break_off(progress: Progress) -> None:
@@ -203,7 +199,7 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(cluste
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "local")]
 
 
-def test_more_workers_than_there_is_room_for_are_refused(cluster: Any) -> None:
+def test_more_workers_than_processors_are_refused(cluster: Any) -> None:
     with pytest.raises(BatchError, match="3 workers: the Ray cluster has 2 processors and 0 GPUs"), open_ray("cpu", 3):
         pass
 
@@ -211,13 +207,13 @@ def test_more_workers_than_there_is_room_for_are_refused(cluster: Any) -> None:
 # Without a cluster ---------------------------------------------------------------------------------------------------
 
 
-def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(BatchError, match=r'pip install "saliency-toolkit\[ray\]"'), open_ray():
         pass
 
 
-def test_a_cluster_that_cannot_be_reached_is_named(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_cluster_is_named(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -233,7 +229,7 @@ def test_a_cluster_that_cannot_be_reached_is_named(ray: Any, monkeypatch: pytest
     assert asked == ["127.0.0.1:1"]
 
 
-def test_sigterm_stays_what_it_was_while_ray_runs(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_does_not_replace_the_handler_of_sigterm(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "init", lambda **options: signal.signal(signal.SIGTERM, lambda number, frame: None))
@@ -267,17 +263,17 @@ def test_there_is_an_actor_per_gpu_or_per_processor(
         ({}, "cpu", "has 0 processors and 0 GPUs"),
     ],
 )
-def test_what_a_cluster_does_not_have_is_said(resources: dict[str, float], device: str, message: str) -> None:
+def test_missing_resources_of_a_cluster_are_an_error(resources: dict[str, float], device: str, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         Resources.of(resources, device, None)
 
 
 class DeadError(Exception):
-    """What Ray raises for an actor that is dead."""
+    """The error that Ray raises for a dead actor."""
 
 
 def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch) -> RayEngine:
-    """The engine with other results than those of a cluster."""
+    """Return an engine with given results instead of those of a cluster."""
     ray = SimpleNamespace(
         cloudpickle=SimpleNamespace(dumps=lambda group: b"", loads=lambda result: result),
         exceptions=SimpleNamespace(RayError=DeadError),
@@ -327,7 +323,7 @@ def test_a_run_can_be_resumed_after_ray_failed(tmp_path: Path, monkeypatch: pyte
         executed(engine(broken, monkeypatch), tmp_path)
 
 
-def test_a_worker_that_does_not_see_the_folder_of_the_run_says_so(
+def test_a_worker_that_sees_another_folder_is_an_error(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "get", lambda work: work)
@@ -338,7 +334,7 @@ def test_a_worker_that_does_not_see_the_folder_of_the_run_says_so(
         (tmp_path / LOCK).write_bytes(b"1")
 
 
-def test_a_model_that_cannot_be_sent_is_named() -> None:
+def test_a_model_that_cannot_be_pickled_is_named() -> None:
     def refuse(work: Work) -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 

@@ -1,4 +1,4 @@
-"""Where photos come from: folders, files, patterns, lists and shards, in an order that is always the same."""
+"""Sources of images: folders, files, patterns, lists and shards, in a fixed order."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def names(photos: list[ImageEntry], folder: Path) -> list[str]:
 # Folders and patterns ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_its_pictures_by_name_and_nothing_else(tmp_path: Path) -> None:
+def test_a_folder_gives_its_images_sorted_by_name(tmp_path: Path) -> None:
     touch(tmp_path, "b.JPG", "a.webp", "c.txt", ".d.png", "sub/e.png")
     assert names(find_images([tmp_path]), tmp_path) == ["a.webp", "b.JPG"]
 
 
-def test_photos_of_formats_that_are_not_read_are_not_passed_over_in_silence(tmp_path: Path) -> None:
+def test_images_of_unsupported_formats_are_listed(tmp_path: Path) -> None:
     touch(tmp_path, "a.jpg", "b.HEIC", "c.jxl")
     assert names(find_images([tmp_path]), tmp_path) == ["a.jpg", "b.HEIC", "c.jxl"]
 
 
-def test_recursion_takes_folders_in_folders_behind_the_photos_beside_them(tmp_path: Path) -> None:
+def test_subfolders_come_after_the_images_beside_them(tmp_path: Path) -> None:
     touch(tmp_path, "b/x.png", "b/a/y.png", "a/z.png", "c.png", ".hidden/h.png")
     photos = find_images([tmp_path], recursive=True)
     assert names(photos, tmp_path) == ["c.png", "a/z.png", "b/x.png", "b/a/y.png"]
@@ -67,19 +67,19 @@ def test_a_tree_deeper_than_pythons_recursion_is_searched(tmp_path: Path) -> Non
     assert len(find_images([tmp_path], recursive=True)[0].folder) == 600
 
 
-def test_a_folder_called_like_a_photo_is_a_photo_that_fails_and_a_folder_to_search(tmp_path: Path) -> None:
+def test_a_folder_with_an_image_suffix_is_a_failure_and_is_searched(tmp_path: Path) -> None:
     touch(tmp_path, "x.png/y.png")
     assert names(find_images([tmp_path]), tmp_path) == ["x.png"]
     assert names(find_images([tmp_path], recursive=True), tmp_path) == ["x.png", "x.png/y.png"]
 
 
-def test_sources_keep_their_order_and_a_photo_comes_once(tmp_path: Path) -> None:
+def test_sources_keep_their_order_and_an_image_comes_once(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", "b.png", "c.png")
     words: list[Path | str] = [tmp_path / "c.png", tmp_path, f"{tmp_path}/./a.png"]
     assert names(find_images(words), tmp_path) == ["c.png", "a.png", "b.png"]
 
 
-def test_patterns_are_expanded_and_a_file_that_is_called_like_one_is_that_file(tmp_path: Path) -> None:
+def test_patterns_are_expanded_unless_a_file_has_that_name(tmp_path: Path) -> None:
     touch(tmp_path, "b1.png", "b2.png", "c.png", "d/b3.png", "[x].png")
     assert names(find_images([f"{tmp_path}/b*.png"]), tmp_path) == ["b1.png", "b2.png"]
     assert names(find_images([f"{tmp_path}/**/b*.png"]), tmp_path) == ["b1.png", "b2.png", "d/b3.png"]
@@ -96,7 +96,7 @@ def test_literal_sources_are_files_and_folders_only(tmp_path: Path) -> None:
     assert [image.problem for image in images if image.problem] == ["the folder has no images in it"]
 
 
-def test_folders_of_the_run_are_left_out(tmp_path: Path) -> None:
+def test_the_files_of_the_run_are_skipped(tmp_path: Path) -> None:
     made = ("out/overlays/b.png", "out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
     touch(tmp_path, "a.png", *made, "out/c.png")
     each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, "out")]
@@ -106,7 +106,7 @@ def test_folders_of_the_run_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recursive_or_pattern", [True, False])
-def test_what_another_run_has_made_is_no_photo_unless_it_is_named(tmp_path: Path, recursive_or_pattern: bool) -> None:
+def test_the_files_of_another_run_are_skipped_unless_named(tmp_path: Path, recursive_or_pattern: bool) -> None:
     touch(tmp_path, "a.png", "one/manifest.json", "one/listing.jsonl", "one/photos/a.jpg", "one/b.png", "photos/c.png")
     word = tmp_path if recursive_or_pattern else f"{tmp_path}/**/*.*"
     found = find_images([word], recursive=recursive_or_pattern, out=tmp_path / "two")
@@ -116,13 +116,13 @@ def test_what_another_run_has_made_is_no_photo_unless_it_is_named(tmp_path: Path
 
 
 @pytest.mark.parametrize("word", ["photos", "photos/a.jpg", "photos/*", "."])
-def test_photos_where_the_run_would_write_are_refused_rather_than_passed_over(tmp_path: Path, word: str) -> None:
+def test_images_where_the_run_would_write_are_refused(tmp_path: Path, word: str) -> None:
     touch(tmp_path, "photos/a.jpg")
     with pytest.raises(BatchError, match=r"photos exists.*choose another folder"):
         find_images([f"{tmp_path}/{word}"], recursive=True, out=tmp_path)
 
 
-def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:
+def test_undecodable_names_survive_the_listing(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff\xfe.png")).write_bytes(picture(0))
     photo = find_images([tmp_path])[0]
     again = ImageEntry.from_json(photo.to_json())
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:
         ("list.ndjson", '{"image": "a.png", "label": "cat"}\n{"label": "7", "image": "sub/b.png"}\n{"file": "c.png"}'),
     ],
 )
-def test_lists_of_every_kind_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+def test_lists_of_every_format_give_the_same_images(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, "utf-8")
     found = find_images([tmp_path / name])
     assert names(found, tmp_path) == ["a.png", "sub/b.png", "c.png"]
@@ -154,25 +154,25 @@ def test_lists_of_every_kind_say_the_same(tmp_path: Path, name: str, text: str) 
     assert [photo.source for photo in found] == ["a.png", "sub/b.png", "c.png"]
 
 
-def test_plain_lines_are_paths_whatever_is_in_them(tmp_path: Path) -> None:
+def test_plain_lines_are_paths_with_any_characters(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a, b.png\n\n/x/c.png\r\n")
     found = find_images([tmp_path / "list.txt"])
     assert [photo.path for photo in found] == [f"{tmp_path}/a, b.png", "/x/c.png"]
 
 
-def test_a_line_without_a_path_is_told_by_its_number(tmp_path: Path) -> None:
+def test_a_line_without_a_path_is_named_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text('"a.png"\nnot json\n{"target": 1}\n[1]\n')
     found = find_images([tmp_path / "list.jsonl"])
     assert [photo.problem for photo in found] == ["", *["the line names no path"] * 3]
     assert found[1].source.endswith("list.jsonl:2")
 
 
-def test_each_row_of_a_list_counts(tmp_path: Path) -> None:
+def test_every_row_of_a_list_counts(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("a.png,cat\na.png,dog\n")
     assert [photo.target for photo in find_images([tmp_path / "list.csv"])] == ["cat", "dog"]
 
 
-def test_a_list_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_list_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_bytes(b'"' + b"x" * 200_000)
     with pytest.raises(BatchError, match=r"list\.csv cannot be read: field larger"):
         find_images([tmp_path / "list.csv"])
@@ -185,7 +185,7 @@ def test_a_target_is_an_index_a_name_or_nothing(text: object, target: object) ->
     assert parse_target(text) == target
 
 
-def test_targets_are_found_by_path_and_by_a_name_that_only_one_photo_has(tmp_path: Path) -> None:
+def test_targets_match_by_path_or_by_a_unique_name(tmp_path: Path) -> None:
     touch(tmp_path, "in/a.png", "in/b.png", "in/x/c.png", "in/y/c.png")
     (tmp_path / "t.csv").write_text("path,target\nin/a.png,1\nb.png,2\nc.png,3\nin/y/c.png,4\n")
     found = find_images([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
@@ -215,7 +215,7 @@ def shard(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def test_a_shard_gives_its_photos_with_their_classes_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_shard_gives_its_images_with_their_classes(tmp_path: Path) -> None:
     members = {
         "a/0.png": picture(0),
         "a/0.cls": b"3\n",
@@ -234,7 +234,7 @@ def test_a_shard_gives_its_photos_with_their_classes_and_writes_nothing(tmp_path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_shard_that_is_cut_off_gives_what_is_whole_and_says_so(tmp_path: Path) -> None:
+def test_a_truncated_shard_gives_its_complete_images_and_an_error(tmp_path: Path) -> None:
     path = shard(tmp_path / "s.tar", {f"{number}.png": picture(number) for number in range(4)})
     data = path.read_bytes()
     path.write_bytes(data[: 512 * 5 + 20])
@@ -246,7 +246,7 @@ def test_a_shard_that_is_cut_off_gives_what_is_whole_and_says_so(tmp_path: Path)
     assert "the shard cannot be read" in find_images([path])[0].problem
 
 
-def test_a_member_that_lies_behind_the_end_of_its_shard_is_cut_off(tmp_path: Path) -> None:
+def test_a_member_beyond_the_end_of_its_shard_is_an_error(tmp_path: Path) -> None:
     path = shard(tmp_path / "s.tar", {"0.png": picture(0)})
     photo = find_images([path])[0]
     path.write_bytes(path.read_bytes()[:520])
