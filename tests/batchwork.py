@@ -120,16 +120,16 @@ def assert_same(out: Path, other: Path) -> None:
     assert [name for name in one if one[name] != two[name]] == []
 
 
-def forked(work: Callable[..., None], *arguments: object) -> Any:
+def forked(function: Callable[..., None], *arguments: object) -> Any:
     """Start a process that has imported everything, and runs a function of this module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.batchwork"])
-    child = context.Process(target=work, args=arguments)
+    child = context.Process(target=function, args=arguments)
     child.start()
     return child
 
 
-def work(source: Path, out: Path, options: dict[str, Any], slow: bool = False) -> None:
+def run_batch(source: Path, out: Path, options: dict[str, Any], slow: bool = False) -> None:
     """Run a batch in a process that will be killed; on a slow disk it is nearly always in the middle of a file."""
     torch.set_num_threads(1)
     if slow:

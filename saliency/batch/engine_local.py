@@ -19,7 +19,17 @@ import torch
 
 from .drawing import write_results
 from .manifest import Row
-from .network import BATCH_ACCELERATOR, BATCH_CPU, LoadedImage, Network, PictureBuffer, Results, Task, Work, replicate
+from .network import (
+    BATCH_ACCELERATOR,
+    BATCH_CPU,
+    LoadedImage,
+    Network,
+    PictureBuffer,
+    Results,
+    RunContext,
+    Task,
+    replicate,
+)
 
 MAX_PARALLEL = 8
 """Networks side by side on processors; each takes the memory of a batch."""
@@ -48,16 +58,16 @@ class LocalEngine:
         self.parallel = min(self.workers, MAX_PARALLEL) if is_shared else len(self.devices)
 
     def batch_size(self, images: int) -> int:
-        """Return the images per batch: small enough that all networks have work."""
+        """Return the images per batch: small enough that every network has a batch."""
         return max(1, min(BATCH_CPU if self.on_cpu else BATCH_ACCELERATOR, images // self.parallel))
 
     def execute(
-        self, work: Work, groups: Iterator[Sequence[Task]], is_interrupted: Callable[[], bool]
+        self, context: RunContext, groups: Iterator[Sequence[Task]], is_interrupted: Callable[[], bool]
     ) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images.
 
         Args:
-            work: What to execute.
+            context: The run.
             groups: The batches. An image without methods only keeps its position.
             is_interrupted: Whether no more batches are to be started.
 
@@ -67,7 +77,7 @@ class LocalEngine:
         """
         import cv2
 
-        networks = replicate(work.options, work.model, self.devices)
+        networks = replicate(context.options, context.model, self.devices)
         free: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for index in range(self.parallel):
             free.put(networks[index % len(networks)])
@@ -87,7 +97,7 @@ class LocalEngine:
             network = free.get()
             start = clock()
             try:
-                results = network.explain(loaded, may_split=work.may_split(group))
+                results = network.explain(loaded, may_split=context.may_split(group))
             finally:
                 free.put(network)
             share = seconds_per_row(group, clock() - start)
@@ -95,7 +105,7 @@ class LocalEngine:
 
         def write(task: Task, loaded: LoadedImage, results: Results, seconds: float) -> list[Row]:
             try:
-                return list(write_results(work.options, work.out, task, loaded, results, seconds))
+                return list(write_results(context.options, context.out, task, loaded, results, seconds))
             finally:
                 buffer.release(loaded)
 

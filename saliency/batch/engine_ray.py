@@ -38,8 +38,8 @@ from .network import (
     Network,
     PictureBuffer,
     Results,
+    RunContext,
     Task,
-    Work,
     load_model,
 )
 from .output_folder import LOCK
@@ -159,12 +159,12 @@ class RayEngine:
         self._ray, self._resources = ray, resources
 
     def batch_size(self, images: int) -> int:
-        """Return the images per batch: small enough that all actors have work."""
+        """Return the images per batch: small enough that every actor has a batch."""
         most = BATCH_ACCELERATOR if self._resources.gpus else BATCH_CPU
         return max(1, min(most, images // self._resources.actors))
 
     def execute(
-        self, work: Work, groups: Iterator[Sequence[Task]], is_interrupted: Callable[[], bool]
+        self, context: RunContext, groups: Iterator[Sequence[Task]], is_interrupted: Callable[[], bool]
     ) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
 
@@ -173,7 +173,7 @@ class RayEngine:
         """
         items = [{"group": self._ray.cloudpickle.dumps(group)} for group in groups]
         try:
-            for table in self._results(self._share(work), items, work.out) if items else ():
+            for table in self._results(self._share(context), items, context.out) if items else ():
                 for result in map(self._ray.cloudpickle.loads, table["result"].to_pylist()):
                     if isinstance(result, Exception):
                         raise result
@@ -185,20 +185,20 @@ class RayEngine:
                 f"Ray failed: {_in_one_line(error)}; finished images are kept, and the same call resumes"
             ) from error
 
-    def _share(self, work: Work) -> Any:
-        """Put the work into the memory that the cluster shares; a model without a name travels with its options."""
-        options = replace(work.options, on_progress=None)
+    def _share(self, context: RunContext) -> Any:
+        """Put the run into the memory that the cluster shares; a model without a name travels with its options."""
+        options = replace(context.options, on_progress=None)
         if isinstance(options.model, nn.Module):
             options = replace(options, model=copy.deepcopy(options.model).cpu())
-        out = Path(os.path.abspath(work.out))  # noqa: PTH100 - keeps links, which may differ on each machine
+        out = Path(os.path.abspath(context.out))  # noqa: PTH100 - keeps links, which may differ on each machine
         try:
-            return self._ray.put(Work(options, out, nn.Identity(), work.is_first))
+            return self._ray.put(RunContext(options, out, nn.Identity(), context.is_first))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(
                 f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; pass a model by name"
             ) from error
 
-    def _results(self, work: Any, items: list[dict[str, bytes]], out: Path) -> Iterator[Any]:
+    def _results(self, context: Any, items: list[dict[str, bytes]], out: Path) -> Iterator[Any]:
         """Map the batches over the actors, and return a table per batch, in order."""
         data, resources = _import("ray.data"), self._resources
         # A block per batch, so that its rows come back as soon as it is done.
@@ -208,7 +208,7 @@ class RayEngine:
         batches.context.execution_no_progress_timeout_s = -1  # a method may take its time
         results = batches.map_batches(
             Actor,
-            fn_constructor_args=(work, (out / LOCK).read_bytes(), resources, MAX_TRIES),
+            fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES),
             batch_size=None,
             batch_format="pyarrow",
             compute=data.ActorPoolStrategy(
@@ -226,13 +226,13 @@ class Actor:
     """Process that holds the model, and explains the batches that it is given.
 
     Args:
-        work: Reference to the work.
+        context: Reference to the run.
         holder: Content of the lock of its folder.
         resources: What this actor uses.
         max_tries: Actors that may die of a batch.
     """
 
-    def __init__(self, work: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
+    def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
         ray = importlib.import_module("ray")
         self._pickle, self._holder, self._max_tries = ray.cloudpickle, holder, max_tries
         self._buffer = PictureBuffer()
@@ -243,10 +243,10 @@ class Actor:
         keep_memory()
         importlib.import_module("cv2").setNumThreads(1)
         try:
-            self._work: Work = ray.get(work)
+            self._context: RunContext = ray.get(context)
             self._require_lock()
-            model = load_model(self._work.options).to("cuda" if resources.gpus else "cpu")
-            self._network = Network(self._work.options, model)
+            model = load_model(self._context.options).to("cuda" if resources.gpus else "cpu")
+            self._network = Network(self._context.options, model)
         except Exception as error:  # noqa: BLE001 - raised by the run; here, Ray would create the actor again and again
             self._error = error
 
@@ -266,9 +266,9 @@ class Actor:
     def _explain(self, group: Sequence[Task]) -> list[list[Row]]:
         if self._error is not None:
             raise self._error
-        work = self._work
+        context = self._context
         # Counts the actors that began this batch; the next run removes it with other temporary files.
-        attempts = work.out / f".{group[0].index:032x}.part"
+        attempts = context.out / f".{group[0].index:032x}.part"
         with attempts.open("ab") as file:
             file.write(b".")
         if attempts.stat().st_size > self._max_tries:
@@ -276,13 +276,13 @@ class Actor:
         torch.set_num_threads(self._threads)
         loaded = list(self._io.map(lambda task: self._network.load(task.image, self._buffer), group))
         start = time.perf_counter()
-        results = self._network.explain(loaded, may_split=work.may_split(group))
+        results = self._network.explain(loaded, may_split=context.may_split(group))
         share = seconds_per_row(group, time.perf_counter() - start)
 
         def write(task: Task, image: LoadedImage, outcomes: Results) -> list[Row]:
             try:
                 self._require_lock()  # the run may have ended meanwhile
-                return list(write_results(work.options, work.out, task, image, outcomes, share))
+                return list(write_results(context.options, context.out, task, image, outcomes, share))
             finally:
                 self._buffer.release(image)
 
@@ -293,13 +293,13 @@ class Actor:
     def _require_lock(self) -> None:
         """Raise BatchError if the folder that this machine sees is not locked by the run."""
         try:
-            is_locked = (self._work.out / LOCK).read_bytes() == self._holder
+            is_locked = (self._context.out / LOCK).read_bytes() == self._holder
         except OSError:
             is_locked = False
         if not is_locked:
             raise BatchError(
-                f"{self._work.out} on {os.uname().nodename} is not the folder of this run; choose one for --out that "
-                "all machines share, at the same path"
+                f"{self._context.out} on {os.uname().nodename} is not the folder of this run, or the run has ended; "
+                "choose one for --out that all machines share, at the same path"
             )
 
 

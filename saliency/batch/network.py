@@ -57,8 +57,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What an engine executes.
+class RunContext:
+    """The part of a run that an engine needs.
 
     Attributes:
         options: Options of the run.

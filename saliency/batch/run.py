@@ -115,7 +115,7 @@ class Run:
             KeyboardInterrupt: Ctrl-C, or SIGTERM where it does the same; images under way are finished first.
             StoppedError: Nothing can be written any more, or an image failed in a strict run.
         """
-        from .network import BatchTooLargeError, Network, Work, load_model
+        from .network import BatchTooLargeError, Network, RunContext, load_model
 
         options = self.options
         model = load_model(options)
@@ -130,13 +130,13 @@ class Run:
             if self.listing.is_new:
                 self.folder.write_listing(self.images)
             self.manifest.open()
-        work = Work(options, self.folder.path, model, is_first=not self.manifest.state.rows)
+        context = RunContext(options, self.folder.path, model, is_first=not self.manifest.state.rows)
         is_finished = False
         with interruption() as is_interrupted:
             while not is_finished:
                 groups = self._groups(self.head["batch_size"])
                 try:
-                    with closing(engine.execute(work, groups, is_interrupted)) as results:
+                    with closing(engine.execute(context, groups, is_interrupted)) as results:
                         for rows in results:
                             self._add(rows)
                     is_finished = True

@@ -23,7 +23,7 @@ from saliency.batch.drawing import write_results
 from saliency.batch.engine_local import LocalEngine
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
-from saliency.batch.network import Task, Work, replicate
+from saliency.batch.network import RunContext, Task, replicate
 from saliency.batch.run_options import RunOptions
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
@@ -408,14 +408,14 @@ def test_a_sequential_engine_writes_the_same_files(
     quick(source, tmp_path / "threads", methods=BOTH, maps=True)
 
     def in_one_go(
-        engine: LocalEngine, work: Work, groups: Iterator[Sequence[Task]], *rest: object
+        engine: LocalEngine, context: RunContext, groups: Iterator[Sequence[Task]], *rest: object
     ) -> Iterator[list[Row]]:
-        network = replicate(work.options, work.model, engine.devices)[0]
+        network = replicate(context.options, context.model, engine.devices)[0]
         for group in groups:
             loaded = [network.load(task.image) for task in group]
             results = network.explain(loaded, may_split=False)
             for each in zip(group, loaded, results, strict=True):
-                yield list(write_results(work.options, work.out, *each))
+                yield list(write_results(context.options, context.out, *each))
 
     monkeypatch.setattr(LocalEngine, "execute", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)
@@ -674,7 +674,7 @@ def test_a_pattern_skips_the_output_folder_among_its_matches(source: Path, tmp_p
 
 def test_an_option_that_fails_every_image_is_an_error_of_the_call(source: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(BatchError, match="passes=8 are too few"):
+        with pytest.raises(BatchError, match="passes=8"):
             quick(source, tmp_path / "out", methods=["sobol"], options={"passes": 8})
     assert quick(source, tmp_path / "both", methods=["sobol", "grad_cam"], options={"passes": 8}).failed == 10
 

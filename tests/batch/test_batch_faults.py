@@ -42,7 +42,7 @@ from tests.batchwork import (
     plain,
     quick,
     rows,
-    work,
+    run_batch,
 )
 
 METHODS = ("grad_cam", "layer_cam")
@@ -90,7 +90,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_folder(tmp_path: Path, m
     (source / "31.png").mkdir()
     options = {"methods": METHODS, "maps": maps}
     quick(source, tmp_path / "whole", **options)
-    child, out = forked(work, source, tmp_path / "slow", options, True), tmp_path / "slow"
+    child, out = forked(run_batch, source, tmp_path / "slow", options, True), tmp_path / "slow"
     start = locked_by(child, out)
     child.join()
     longest = time.monotonic() - start
@@ -100,7 +100,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_folder(tmp_path: Path, m
         assert killed < 100
         out = tmp_path / f"out-{folder}"
         begun = time.time_ns()
-        child = forked(work, source, out, options, at_work < 10)
+        child = forked(run_batch, source, out, options, at_work < 10)
         if at_work < 10:
             locked_by(child, out)
             child.join(draw.uniform(0, longest))
@@ -124,7 +124,7 @@ def test_images_done_before_a_kill_are_kept(tmp_path: Path) -> None:
     photos(tmp_path / "in", 24)
     quick(tmp_path / "in", tmp_path / "whole", methods=METHODS, maps=True)
     out = tmp_path / "out"
-    child = forked(work, tmp_path / "in", out, {"methods": METHODS, "maps": True}, True)
+    child = forked(run_batch, tmp_path / "in", out, {"methods": METHODS, "maps": True}, True)
     while child.is_alive() and not ((out / "manifest.jsonl").exists() and len(whole_rows(out)) >= 16):
         time.sleep(0.001)
     child.kill()
@@ -286,7 +286,7 @@ def test_a_second_run_is_refused_and_a_crash_leaves_no_lock(tmp_path: Path) -> N
     quick(tmp_path / "in", tmp_path / "out", on_progress=second)
     assert len(refusals) == 8
     assert f"is in use by another run (process {os.getpid()})" in refusals[0]
-    child = forked(work, tmp_path / "in", tmp_path / "killed", {"methods": METHODS})
+    child = forked(run_batch, tmp_path / "in", tmp_path / "killed", {"methods": METHODS})
     while child.is_alive() and not (tmp_path / "killed" / ".lock").exists():
         time.sleep(0.001)
     child.kill()
@@ -333,7 +333,7 @@ def test_every_kind_of_unreadable_image_is_a_row_with_the_reason(tmp_path: Path)
         "f": "No such file",
         "g": "symbolic links",
         "h": "not a regular file",
-        "i": "floating point",
+        "i": "floating-point",
     }
     assert reasons.keys() == expected.keys()
     assert [kind for kind, reason in reasons.items() if expected[kind] not in reason] == []

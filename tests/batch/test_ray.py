@@ -24,7 +24,7 @@ from saliency.batch import engine_ray as ray_engine
 from saliency.batch.engine_ray import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
-from saliency.batch.network import Task, Work
+from saliency.batch.network import RunContext, Task
 from saliency.batch.output_folder import LOCK, locked
 from saliency.batch.run import Run
 from saliency.batch.run_options import RunOptions
@@ -285,8 +285,8 @@ def engine(results: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 
 def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool] = lambda: False) -> list[Any]:
     groups = iter([[Task(0, ImageEntry("0", "0"), ("grad_cam",))]])
-    work = Work(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), is_first=True)
-    return list(local.execute(work, groups, is_interrupted))
+    context = RunContext(RunOptions(model=Tiny()), tmp_path, torch.nn.Identity(), is_first=True)
+    return list(local.execute(context, groups, is_interrupted))
 
 
 def table(*results: Any) -> dict[str, Any]:
@@ -326,18 +326,19 @@ def test_a_run_can_be_resumed_after_ray_failed(tmp_path: Path, monkeypatch: pyte
 def test_a_worker_that_sees_another_folder_is_an_error(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "get", lambda work: work)
+    monkeypatch.setattr(ray, "get", lambda context: context)
+    context = RunContext(RunOptions(model="x"), tmp_path, torch.nn.Identity(), is_first=True)
     for holder in (b"1", b"2"):
-        actor = Actor(Work(RunOptions(model="x"), tmp_path, torch.nn.Identity(), True), holder, Resources(actors=1), 1)
+        actor = Actor(context, holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose one for --out that all machines share"):
             actor._explain([Task(0, ImageEntry("0", "0"), ("grad_cam",))])
         (tmp_path / LOCK).write_bytes(b"1")
 
 
 def test_a_model_that_cannot_be_pickled_is_named() -> None:
-    def refuse(work: Work) -> None:
+    def refuse(context: RunContext) -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
     with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* pass a model by name"):
-        local._share(Work(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))
+        local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))
