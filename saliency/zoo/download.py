@@ -34,9 +34,10 @@ def library(module: str) -> Any:
         raise ModelError(f"{need}; pip install {missing}") from error
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         # A second import after a failed one raises AttributeError.
-        installed = [f"{each.name} {each.version}" for each in distributions() if each.name in ("torch", "torchvision")]
+        versions = {package.name: package.version for package in distributions()}
+        installed = [f"{name} {versions.get(name, 'missing')}" for name in ("torch", "torchvision")]
         raise ModelError(
-            f"{module} cannot be imported with this torch (installed: {', '.join(sorted(set(installed)))}): {error}. "
+            f"{module} cannot be imported with this torch (installed: {', '.join(installed)}): {error}. "
             "torchvision's compiled operators were built for another torch, as when a CPU torch meets a CUDA "
             'torchvision; fix it with: pip install --upgrade "torch>=2.14" "torchvision>=0.29"'
         ) from error

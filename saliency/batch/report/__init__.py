@@ -35,7 +35,7 @@ def report(folder: Path) -> Path:
     run = read_run(folder)
     listed = run.get("methods")
     methods = listed if isinstance(listed, list) else []
-    packer = Packer(str(each.get("name")) if isinstance(each, dict) else str(each) for each in methods)
+    packer = Packer(str(method.get("name")) if isinstance(method, dict) else str(method) for method in methods)
     photos = packer.pack(read_rows(folder))
     page = folder / "index.html"
     with atomic_write(page) as temporary:
