@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -66,42 +66,20 @@ class LayerTable(Table[LayerRow]):
         seconds: The time of the fastest forward pass; None without times.
     """
 
-    def __init__(
-        self,
-        rows: Iterable[LayerRow],
-        model: LayerRow,
-        *,
-        title: str = "",
-        notes: Iterable[str] = (),
-        not_called: Iterable[str] = (),
-        seconds: float | None = None,
-    ) -> None:
-        rows = tuple(rows)
-        super().__init__(rows, _columns(rows, model), title, notes)
-        self.model = model
-        self.not_called = tuple(not_called)
-        self.seconds = seconds
+    model: LayerRow
+    not_called: tuple[str, ...] = ()
+    seconds: float | None = None
 
 
-def _columns(rows: tuple[LayerRow, ...], model: LayerRow) -> list[Column[LayerRow]]:
+def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
     """The columns that are not empty; names are indented from the outermost row on."""
     outermost = min((row.depth for row in rows), default=0)
     columns: list[Column[LayerRow]] = [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
         Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
-        Column(
-            "parameters",
-            lambda row: si(row.parameters),
-            hint="number of parameters, its parts included",
-            bar=lambda row: row.parameters / (model.parameters or 1),
-        ),
-        Column(
-            "multiply-adds",
-            lambda row: si(row.multiply_adds),
-            hint="of convolutions, matrix products and attention, for the whole batch and its parts included",
-            bar=lambda row: row.multiply_adds / (model.multiply_adds or 1),
-        ),
+        _count_column("parameters", model, "parameters, its parts included"),
+        _count_column("multiply_adds", model, "of convolutions, matrix products and attention, for the whole batch"),
     ]
     if model.time_share is not None:
         hint = "share of the time of one forward pass, its parts included"
@@ -112,6 +90,14 @@ def _columns(rows: tuple[LayerRow, ...], model: LayerRow) -> list[Column[LayerRo
         hint = "functions that it calls itself, between the layers inside it, with their number of calls"
         columns.append(Column("functions", lambda row: _functions_text(row.functional), "left", hint))
     return columns
+
+
+def _count_column(field_name: str, model: LayerRow, hint: str) -> Column[LayerRow]:
+    def count(row: LayerRow) -> int:
+        return int(getattr(row, field_name))
+
+    title = field_name.replace("_", "-")
+    return Column(title, lambda row: si(count(row)), hint=hint, bar=lambda row: count(row) / (count(model) or 1))
 
 
 def _functions_text(functions: Mapping[str, int]) -> str:
@@ -173,29 +159,21 @@ def layer_table(
         running = running or [model]  # which calls none of its parts, as attention does
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
     total = _row(model, "", 0, profiles[model], seconds, model)
-    not_called = _not_called(names, wanted, profiles)
     varying = [names[module] or total.kind for module in running if profiles[module].varies]
     scripted = [name for module, name in names.items() if _is_scripted(module) and name]
-    return LayerTable(
-        rows,
-        total,
-        title=f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}",
-        notes=[
-            _totals(total, call.size, seconds.get(model)),
-            *([] if "" in {row.name for row in rows} else listed_functions(total)),
-            *listed("of several shapes, of which the last is shown:", varying),
-            *listed("scripted, so without visible layers, but counted in what calls them:", scripted),
-            *listed("not called:", not_called),
-        ],
-        not_called=not_called,
-        seconds=seconds.get(model),
-    )
-
-
-def listed_functions(total: LayerRow) -> list[str]:
-    """Return a note with the functions that the model itself calls."""
-    text = _functions_text(total.functional)
-    return [f"functions between the outermost layers: {text}"] if text else []
+    functions = "" if "" in {row.name for row in rows} else _functions_text(total.functional)
+    not_called = _not_called(names, wanted, profiles)
+    notes = [
+        _totals(total, call.size, seconds.get(model)),
+        *([f"functions between the outermost layers: {functions}"] if functions else []),
+        *listed("of several shapes, of which the last is shown:", varying),
+        *listed("scripted, so without visible layers, but counted in what calls them:", scripted),
+        *listed("not called:", not_called),
+    ]
+    title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
+    table = LayerTable(rows, _columns(rows, total), title, notes)
+    table.model, table.not_called, table.seconds = total, tuple(not_called), seconds.get(model)
+    return table
 
 
 def _is_scripted(module: nn.Module) -> bool:
