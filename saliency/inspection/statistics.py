@@ -235,6 +235,11 @@ class _Collector:
         silent = [name for name, module in self.modules.items() if name not in seen and _is_callable(module)]
         return listed("never called, or without a tensor to show:", silent)
 
+    def fields(self, name: str, known: Moments | None) -> dict[str, Any]:
+        """The fields that rows of both kinds share."""
+        count = 0 if known is None else known.count
+        return {"name": name, "kind": type(self.modules[name]).__name__, "count": count, **_statistics(known)}
+
     @property
     def in_batch(self) -> str:
         return f" in batch {self.batches.batches}" if self.batches.batches > 1 else ""
@@ -327,16 +332,15 @@ class _ActivationCollector(_Collector):
                 )
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> RunningStats:
-        stats = self.calls.next(name)
-        x = first_tensor((args, kwargs))
-        if x is None or stats.can_rectify:
-            return stats
-        if type(self.modules[name]) not in _AFFINE and not x.is_complex():
-            has_parameters = any(True for _ in self.modules[name].parameters())
-            is_seen = self._seen is not None and self._seen.is_still(x)
-            low = self._seen.moments.min if is_seen and self._seen is not None else None
-            stats.can_rectify = has_parameters or (bool((x < 0).any()) if low is None else low < 0)
+        stats, x, module = self.calls.next(name), first_tensor((args, kwargs)), self.modules[name]
+        if x is not None and not stats.can_rectify and type(module) not in _AFFINE:
+            stats.can_rectify = any(True for _ in module.parameters()) or self._look_at(x).moments.min < 0
         return stats
+
+    def _look_at(self, tensor: Tensor) -> _Seen:
+        if self._seen is None or not self._seen.is_still(tensor):
+            self._seen = _Seen(tensor)
+        return self._seen
 
     def _end(self, name: str, stats: RunningStats, output: Any) -> None:
         tensor = first_tensor(output)
@@ -344,28 +348,28 @@ class _ActivationCollector(_Collector):
             return
         stats.has_output = True
         if self._seen is not None and self._seen.is_still(tensor):
-            stats.can_rectify = False  # the layer returns the output of another one
-        else:
-            self._seen = _Seen(tensor)
-        axis = self._channel_axis(self.modules[name], tuple(tensor.shape))
-        stats.add_channels(self._seen.alive(tensor, axis))
-        stats.add(self._seen.moments)
+            stats.can_rectify = False  # the layer returns its input or the output of another one
+        seen = self._look_at(tensor)
+        stats.add_channels(seen.alive(tensor, self._channel_axis(self.modules[name], tuple(tensor.shape))))
+        stats.add(seen.moments)
         if self.first_nonfinite is None:
-            self._find_nonfinite(name, output, self._seen.moments)
+            self._find_nonfinite(name, output, seen.moments)
 
     def _channel_axis(self, module: nn.Module, shape: tuple[int, ...]) -> int | None:
         axes = len(shape)
         if axes < 2:
             return None
         if isinstance(module, (*_CONVOLUTIONS, *_NORMS, *_POOLING_1D)):
-            return self._axes.setdefault(shape[1:], 1) and 1
-        if isinstance(module, _CHANNELS_LAST) or type(module) in _NORMS_LAST:
-            self._axes.setdefault(shape[1:], axes - 1)
-            return axes - 1
-        if shape[1:] in self._axes:
+            axis = 1
+        elif isinstance(module, _CHANNELS_LAST) or type(module) in _NORMS_LAST:
+            axis = axes - 1
+        elif shape[1:] in self._axes:
             return self._axes[shape[1:]]
-        layout = layout_from(shape, self._images, self._size, ()) if axes == 4 and self._size is not None else None
-        return axes - 1 if axes == 3 or (layout is not None and layout.kind == "NHWC") else 1
+        else:
+            layout = layout_from(shape, self._images, self._size, ()) if axes == 4 and self._size is not None else None
+            return axes - 1 if axes == 3 or (layout is not None and layout.kind == "NHWC") else 1
+        self._axes.setdefault(shape[1:], axis)
+        return axis
 
     def _find_nonfinite(self, name: str, output: Any, first: Moments) -> None:
         """Note the layer if there is NaN or infinity in its output, including later tensors."""
@@ -387,16 +391,9 @@ class _ActivationCollector(_Collector):
     def table(self) -> ActivationStatistics:
         rows, rectifiers = [], []
         for name, call, calls, stats in self.calls:
-            row = LayerActivations(
-                name=name,
-                kind=type(self.modules[name]).__name__,
-                call=call,
-                calls=calls,
-                **_statistics(stats.moments),
-                count=stats.moments.count if stats.moments is not None else 0,
-                channels=None if stats.alive is None else len(stats.alive),
-                dead=stats.dead,
-            )
+            channels = None if stats.alive is None else len(stats.alive)
+            fields = self.fields(name, stats.moments)
+            row = LayerActivations(call=call, calls=calls, channels=channels, dead=stats.dead, **fields)
             rows.append(row)
             if stats.can_rectify and row.min == 0 and row.channels is not None:
                 rectifiers.append(row)
@@ -408,12 +405,8 @@ class _ActivationCollector(_Collector):
         names = {row.name for row in rectifiers}
         inner = [row for row in rectifiers if not any(_is_inside(name, row.name) for name in names)]
         images = self.batches.images
-        notes = [
-            str(self.batches),
-            _dead_note(inner, images),
-            *(self.notes or ["no NaN, no infinity"]),
-            *self.silent(),
-        ]
+        nonfinite = self.notes or ["no NaN, no infinity"]
+        notes = [str(self.batches), _dead_note(inner, images), *nonfinite, *self.silent()]
         title = f"Activations of {type(self.batches.original).__name__}"
         table = ActivationStatistics(rows, _activation_columns(rows, rectifiers, images), title, notes)
         table.first_nonfinite = self.first_nonfinite
@@ -635,11 +628,7 @@ class _GradientCollector(_Collector):
         with self.batches.prepared_model() as model, HookManager() as arriving:
             with HookManager() as hooks:
                 for name, module in self.modules.items():
-                    hooks.around(
-                        module,
-                        partial(self._begin, name),
-                        partial(self._end, arriving, name),
-                    )
+                    hooks.around(module, partial(self._begin, name), partial(self._end, arriving, name))
                 output = batch.run(model, partial(_started, starts))
             # The hooks are removed: checkpointed parts call their layers again from here on.
             objective = self._objective(output, batch)
@@ -715,21 +704,11 @@ class _GradientCollector(_Collector):
         rows = []
         for name, call, calls, stats in self.calls:
             inside = [norms[id(each)] for each in self.modules[name].parameters() if id(each) in norms]
-            norm, weight_norm = (
-                math.hypot(*(row.norm or 0.0 for row in inside)),
-                math.hypot(*(row.weight_norm for row in inside)),
-            )
+            norm = math.hypot(*(row.norm or 0.0 for row in inside))
+            weight_norm = math.hypot(*(row.weight_norm for row in inside))
             known = stats.moments and stats.moments.scaled(1 / self._total_weight)
-            row = LayerGradients(
-                name=name,
-                kind=type(self.modules[name]).__name__,
-                call=call,
-                calls=calls,
-                **_statistics(known),
-                count=known.count if known is not None else 0,
-                ratio=_ratio(norm, weight_norm, learning_rate),
-            )
-            rows.append(row)
+            ratio = _ratio(norm, weight_norm, learning_rate)
+            rows.append(LayerGradients(call=call, calls=calls, ratio=ratio, **self.fields(name, known)))
         columns = [*_layer_columns(rows), *_statistics_columns(rows, *_GRADIENT_STATISTICS)]
         if any(row.ratio is not None for row in rows):
             hint = "for all parameters inside the layer together"
