@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import MethodError
-from ..hooks.autograd_graph import DispatchMode
+from ..hooks.autograd_graph import DispatchMode, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
-from ..hooks.pytree import tree_tensors
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .layer_selection import LayersLike, selected
 from .model_inputs import ModelCall, model_call
 from .tables import Column, Table, listed, shape_text, share, si
@@ -205,7 +206,9 @@ def _depths(names: dict[nn.Module, str], profiles: Mapping[nn.Module, Any]) -> d
 def _row(
     module: nn.Module, name: str, depth: int, profile: _Profile, seconds: dict[nn.Module, float], model: nn.Module
 ) -> LayerRow:
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    own = (own_parameters(part).values() for part in unique_modules(module))
+    parameters = {id(each): each for group in own for each in group if each is not None}.values()
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
     return LayerRow(
         name=name,
         kind=str(getattr(module, "original_name", "")) or type(module).__name__,
@@ -316,9 +319,13 @@ def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
     """
     profiles = {module: _Profile(_is_leaf(module)) for module in unique_modules(model)}
     profiler = _Profiler()
-    with HookManager(exclusive=True) as hooks, torch.no_grad(), profiler.operations, profiler:
+    with HookManager(exclusive=True) as hooks, torch.no_grad():
         for module, profile in profiles.items():
             hooks.around(module, partial(profiler.begin, profile), partial(profiler.end, profile))
+        if any(map(_is_scripted, profiles)):  # whose functions the profiler does not see
+            profiler.watches_all = True
+            hooks.enter_context(profiler.operations)
+        hooks.enter_context(profiler)
         output = call.run(model)
     if not profiles[model].calls:  # TorchScript, or a `__call__` of its own
         profiles[model].add_call(output)
@@ -337,6 +344,7 @@ class _Profiler(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = MultiplyAdds()
+        self.watches_all = False  # whether operations are watched during the whole forward pass
         self._running: list[_Profile] = []  # the innermost last
         self._begun = 0
 
@@ -356,9 +364,11 @@ class _Profiler(TorchFunctionMode):
         del self._running[depth:]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        profile = self._running[-1] if self._running else None
-        name = function_name(func) if profile is not None and not profile.is_leaf else None
+        name = function_name(func)
+        is_done = self.watches_all or name is None or name in _WITHOUT_PRODUCTS
+        with nullcontext() if is_done else self.operations:
+            output = func(*args, **(kwargs or {}))
+        profile = self._running[-1] if self._running and not self._running[-1].is_leaf else None
         # A query, such as for the size, is not a computation.
         if profile is not None and name and (name == "setitem" or any(True for _ in tree_tensors(output))):
             profile.functional[name] += 1
@@ -396,6 +406,14 @@ _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "
 _OPERATOR_NAMES = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 
 
+# Frequent functions without matrix products, whose operations are not watched, which saves time.
+_WITHOUT_PRODUCTS = frozenset(
+    "adaptive_avg_pool2d add avg_pool2d batch_norm cat chunk clone contiguous div dropout expand flatten gelu getitem "  # noqa: SIM905
+    "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm max_pool2d mean mul normalize pad permute relu "
+    "relu6 reshape sigmoid silu softmax split squeeze stack sub sum tanh transpose unsqueeze view".split()
+)
+
+
 class MultiplyAdds(DispatchMode):
     """Counts the multiply-adds of the operations of a block in this thread."""
 
@@ -425,7 +443,15 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
     flops = flop_registry.get(func.overloadpacket)
     if flops is None:
         return _FORMULAS.get(str(func.overloadpacket))
-    return lambda *args, **kwargs: int(flops(*args, **kwargs)) // 2
+    of_shapes = getattr(flops, "__wrapped__", None)  # without a slow conversion of the arguments to shapes
+    if of_shapes is None:
+        return lambda *args, **kwargs: int(flops(*args, **kwargs)) // 2
+
+    def formula(*args: Any, out_val: Any, **kwargs: Any) -> int:
+        shapes, named, out_shape = tree_map_tensors((args, kwargs, out_val), lambda tensor: tensor.shape)
+        return int(of_shapes(*shapes, out_shape=out_shape, **named)) // 2
+
+    return formula
 
 
 def _vector_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
