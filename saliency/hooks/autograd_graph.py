@@ -86,6 +86,17 @@ def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     return ordered
 
 
+def remove_forward_hook(module: nn.Module, hook: object) -> None:
+    """Remove a forward hook or forward pre-hook by identity, if it is registered."""
+    for hooks, flags in (
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    ):
+        for key in [key for key, value in list(hooks.items()) if value is hook]:
+            hooks.pop(key, None)
+            flags.pop(key, None)
+
+
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
     """The ids of the forward hooks and forward pre-hooks of a module; no two hooks of a process share one."""
     return (*module._forward_hooks, *module._forward_pre_hooks)

@@ -24,6 +24,7 @@ from .autograd_graph import (
     InputEdge,
     forward_hooks,
     next_functions,
+    remove_forward_hook,
     sequence_nr,
 )
 from .module_hooks import HookScope, ModuleHook, OutputOverride, active_scopes, call_hooks
@@ -34,6 +35,7 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former."""
 
 _Token = TypeVar("_Token")
+_Registered = list[tuple[nn.Module, ModuleHook]]
 
 
 class HookManager(ExitStack[None]):
@@ -51,10 +53,11 @@ class HookManager(ExitStack[None]):
     def __init__(self, *, persistent: bool = False, exclusive: bool = False) -> None:
         super().__init__()
         self._scope = HookScope(persistent, exclusive)
-        self._handles: list[RemovableHandle] = []
+        self._registered: _Registered = []
+        self._handles: list[RemovableHandle] = []  # of hooks on graphs
         self._most_handles = 1024
         # Hooks hold the scope and not the manager. So a manager that is freed without __exit__ removes its hooks.
-        self._finalizer = weakref.finalize(self, _close, self._scope, self._handles)
+        self._finalizer = weakref.finalize(self, _close, self._scope, self._registered, self._handles)
 
     def __enter__(self) -> Self:
         """Return the manager, now the innermost one of this thread."""
@@ -68,7 +71,7 @@ class HookManager(ExitStack[None]):
         try:
             super().__exit__(*error)
         finally:
-            _close(self._scope, self._handles)
+            _close(self._scope, self._registered, self._handles)
             self._finalizer.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
@@ -92,7 +95,9 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if scope.acts() else None
 
-        self._keep(layer.register_forward_hook(kind(hook), prepend=True))
+        # Noted first, so that Ctrl-C in between leaves nothing behind.
+        self._registered.append((layer, kind(hook)))
+        layer.register_forward_hook(self._registered[-1][1], prepend=True)
         hooks = forward_hooks(layer)
         overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
         for key in sorted(overrides, reverse=True):
@@ -114,8 +119,9 @@ class HookManager(ExitStack[None]):
         if not takes_hooks(layer):
             return
         first, last = call_hooks(self._scope, begin, end)
-        self._keep(layer.register_forward_pre_hook(first, with_kwargs=True))
-        self._keep(layer.register_forward_hook(last, with_kwargs=True))
+        self._registered += [(layer, first), (layer, last)]
+        layer.register_forward_pre_hook(first, with_kwargs=True)
+        layer.register_forward_hook(last, with_kwargs=True)
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """Return a list that receives the output of `layer`, one tensor per call.
@@ -225,8 +231,10 @@ def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
     return takes_hooks(layer) and not (inside and isinstance(layer, scripted))
 
 
-def _close(scope: HookScope, handles: list[RemovableHandle]) -> None:
+def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHandle]) -> None:
     scope.closed = True
+    for layer, hook in registered:
+        remove_forward_hook(layer, hook)
     while handles:
         handles[-1].remove()
         handles.pop()
