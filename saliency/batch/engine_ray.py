@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -208,7 +209,7 @@ class RayEngine:
         batches.context.execution_no_progress_timeout_s = -1  # a method may take its time
         results = batches.map_batches(
             Actor,
-            fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES),
+            fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES, uuid4().hex[:16]),
             batch_size=None,
             batch_format="pyarrow",
             compute=data.ActorPoolStrategy(
@@ -230,11 +231,13 @@ class Actor:
         holder: Content of the lock of its folder.
         resources: What this actor uses.
         max_tries: Actors that may die of a batch.
+        execution: 16 hexadecimal digits that no other execution has.
     """
 
-    def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
+    def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int, execution: str) -> None:
         ray = importlib.import_module("ray")
-        self._pickle, self._holder, self._max_tries = ray.cloudpickle, holder, max_tries
+        self._pickle, self._holder = ray.cloudpickle, holder
+        self._max_tries, self._execution = max_tries, execution
         self._buffer = PictureBuffer()
         self._io = ThreadPoolExecutor(resources.cpus, "saliency-io", torch.set_num_threads, (1,))
         self._threads = 1 if resources.gpus else resources.cpus
@@ -256,23 +259,30 @@ class Actor:
         results: list[list[Row] | Exception] = []
         for group in map(self._pickle.loads, table["group"].to_pylist()):
             try:
-                results += self._explain(group)
+                results += self._explain_counted(group)
             except (SaliencyError, BatchTooLargeError) as error:
                 results.append(error)
             except Exception as error:  # noqa: BLE001 - raised by the run; its text can be sent, not every error can
                 results.append(StoppedError(f"{type(error).__name__}: {error}"))
         return arrow.table({"result": arrow.array(map(self._pickle.dumps, results), arrow.binary())})
 
-    def _explain(self, group: Sequence[Task]) -> list[list[Row]]:
+    def _explain_counted(self, group: Sequence[Task]) -> list[list[Row]]:
+        """Explain a batch, unless too many actors have died of it."""
         if self._error is not None:
             raise self._error
-        context = self._context
         # Counts the actors that began this batch; the next run removes it with other temporary files.
-        attempts = context.out / f".{group[0].index:032x}.part"
+        attempts = self._context.out / f".{self._execution}{group[0].index:016x}.part"
         with attempts.open("ab") as file:
             file.write(b".")
         if attempts.stat().st_size > self._max_tries:
             raise _deadly(group, self._max_tries)
+        try:
+            return self._explain(group)
+        finally:
+            attempts.unlink(missing_ok=True)
+
+    def _explain(self, group: Sequence[Task]) -> list[list[Row]]:
+        context = self._context
         torch.set_num_threads(self._threads)
         loaded = list(self._io.map(lambda task: self._network.load(task.image, self._buffer), group))
         start = time.perf_counter()
@@ -286,9 +296,7 @@ class Actor:
             finally:
                 self._buffer.release(image)
 
-        rows = list(self._io.map(write, group, loaded, results))
-        attempts.unlink(missing_ok=True)
-        return [row for row in rows if row]
+        return [rows for rows in self._io.map(write, group, loaded, results) if rows]
 
     def _require_lock(self) -> None:
         """Raise BatchError if the folder that this machine sees is not locked by the run."""

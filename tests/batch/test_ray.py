@@ -190,8 +190,11 @@ def test_a_stopped_run_is_resumed_by_either_engine(cluster: Any, tmp_path: Path)
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
-def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(cluster: Any, tmp_path: Path) -> None:
+def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     photos(tmp_path / "in", 20)
+    monkeypatch.setattr(ray_engine, "MAX_TRIES", 1)  # a batch that does not fit kills no worker
     on_cluster(tmp_path / "in", tmp_path / "out", Tiny(most=3), maps=True, batch_size=8)
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert about["batch_size"] == 2
@@ -329,9 +332,9 @@ def test_a_worker_that_sees_another_folder_is_an_error(
     monkeypatch.setattr(ray, "get", lambda context: context)
     context = RunContext(RunOptions(model="x"), tmp_path, torch.nn.Identity(), is_first=True)
     for holder in (b"1", b"2"):
-        actor = Actor(context, holder, Resources(actors=1), 1)
+        actor = Actor(context, holder, Resources(actors=1), 1, "0" * 16)
         with pytest.raises(BatchError, match="choose one for --out that all machines share"):
-            actor._explain([Task(0, ImageEntry("0", "0"), ("grad_cam",))])
+            actor._explain_counted([Task(0, ImageEntry("0", "0"), ("grad_cam",))])
         (tmp_path / LOCK).write_bytes(b"1")
 
 
