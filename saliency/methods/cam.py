@@ -292,7 +292,7 @@ class EigenCAM(LayerCombination):
         """Return the projection of the activations on their first singular vector."""
         strength = torch.linalg.vector_norm(activation, dim=1)
         values = principal_map(activation, strength)
-        centred = [each - each.mean(1, keepdim=True) for each in (values.flatten(1), strength.flatten(1))]
+        centred = [flat - flat.mean(1, keepdim=True) for flat in (values.flatten(1), strength.flatten(1))]
         correlation = torch.linalg.vecdot(*centred)
         is_certain = correlation >= CERTAIN_CORRELATION * centred[0].norm(dim=1) * centred[1].norm(dim=1)
         if bool((~is_certain & is_signed(activation)).any()):

@@ -117,7 +117,7 @@ class FullGrad(Attribution):
                 score, values, residual = forward.map(own, keep_graph=number + 1 < len(targets))
                 stats = RunStats(1, time.perf_counter() - start, "complete", note=forward.note(residual, float(score)))
                 results[number].append((ImageAttribution(values, residual=residual), score, stats))
-        columns = (zip(*each, strict=True) for each in results)
+        columns = (zip(*rows, strict=True) for rows in results)
         return [stack_images(maps, torch.stack(scores), stats) for maps, scores, stats in columns]
 
 
@@ -145,11 +145,12 @@ class _BiasForward:
         outputs = [tensor for tensor in tree_tensors(self.output) if tensor.requires_grad]
         at = [*map(get_gradient_edge, (self.x, *outputs)), *(bias.edge for bias in self.biases)]
         try:
-            found = torch.autograd.grad(score.sum(), at, retain_graph=keep_graph, allow_unused=True)
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                score.sum(), at, retain_graph=keep_graph, allow_unused=True
+            )
         except RuntimeError:
             refuse_checkpoints(score)
             raise
-        gradients: tuple[Tensor | None, ...] = found
         if gradients[0] is None:
             raise TargetError(INDEPENDENT)
         # The target is an operation too: its bias is zero for the score of a class.

@@ -225,14 +225,14 @@ class ExpectedGradients(SampledAttribution):
         """Compute the mean over the samples."""
         x, estimate = passes.x, Estimate()
         is_drawn = self.references in ("colours", "noise")
-        given = x if is_drawn else baselines(self.references, x, self.preprocess, self.seed)
+        images = x if is_drawn else baselines(self.references, x, self.preprocess, self.seed)
 
         def draw(sample: int) -> tuple[Tensor, float]:
             """The baseline (C, H, W) of a sample and its point on the path."""
             random = generator(self.seed, sample)
             point = float(torch.rand((), generator=random, dtype=torch.float64, device="cpu"))
             if not is_drawn:
-                return given[int(torch.randint(len(given), (), generator=random, device="cpu"))], point
+                return images[int(torch.randint(len(images), (), generator=random, device="cpu"))], point
             shape = (x.shape[1], 1, 1) if self.references == "colours" else x.shape[1:]
             return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(x).expand_as(x[0]), point
 

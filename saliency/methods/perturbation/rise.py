@@ -173,7 +173,7 @@ class MaskedScores(Estimate):
         """The sums, with all waiting masks added."""
         if not self._waiting:
             return self._sums
-        scores, masks = (torch.cat(each) for each in zip(*self._waiting, strict=True))
+        scores, masks = (torch.cat(chunks) for chunks in zip(*self._waiting, strict=True))
         self._waiting = []
         masks = masks.to(torch.promote_types(masks.dtype, torch.float32))  # sums in half precision are wrong
         scores = scores.to(masks) - self._level
@@ -188,13 +188,16 @@ class MaskedScores(Estimate):
         self._sums += torch.cat([first, second]).view_as(self._sums)
         return self._sums
 
+    def _map(self, scored: Tensor, bare: Tensor, total: float, count: int) -> Tensor:
+        """The sum of s d, with scores counted from their mean if debiased."""
+        return scored - bare * (total / count) if self._debiased else scored
+
     @property
     def mean(self) -> Tensor:
         """The map (1, H, W)."""
-        sums = self._add_up()
-        if not self._debiased:
-            return sums[0] / (self._scale * self.count)
-        return (sums[0] - sums[1] * (self._scores[0] / self.count)) / (self._scale * max(self.count - 1, 1))
+        scored, bare, *_ = self._add_up()
+        divisor = max(self.count - self._debiased, 1)
+        return self._map(scored, bare, self._scores[0], self.count) / (self._scale * divisor)
 
     @property
     def variance(self) -> Tensor:
@@ -211,8 +214,8 @@ class MaskedScores(Estimate):
         if self.count < 4:
             return None
         both, even = self._add_up()[:4].view(2, 2, *self._scale.shape)
-        odd, evens = both - even, (self.count + 1) // 2
-        if not self._debiased:
-            return rank_correlation(even[0], odd[0])
-        odd_mean = (self._scores[0] - self._scores[1]) / (self.count - evens)
-        return rank_correlation(even[0] - even[1] * (self._scores[1] / evens), odd[0] - odd[1] * odd_mean)
+        odd, evens, (total, of_even) = both - even, (self.count + 1) // 2, self._scores
+        return rank_correlation(
+            self._map(even[0], even[1], of_even, evens),
+            self._map(odd[0], odd[1], total - of_even, self.count - evens),
+        )
