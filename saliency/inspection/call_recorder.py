@@ -365,8 +365,8 @@ class CallRecorder:
 def _base_exits(results: Sequence[Tensor], begun: _OpenCall) -> dict[int, list[InputEdge]]:
     """For each argument that is a view and was changed in place, where the gradient leaves to its base."""
     changed = [view for view in begun.views if tensor_version(begun.tensors[view.position]) != view.version]
-    found = input_edges(results, [view.edge for view in changed], begun.since) if changed else []
-    return {view.position: edges for view, edges in zip(changed, found, strict=True) if edges}
+    edges = input_edges(results, [view.edge for view in changed], begun.since) if changed else []
+    return {view.position: exits for view, exits in zip(changed, edges, strict=True) if exits}
 
 
 def _add_part(log: BackwardLog, index: int, view: _View, of_base: Tensor) -> None:

@@ -114,7 +114,7 @@ def gradient_flow(
         )
     given: object = size
     is_pair = isinstance(given, list | tuple) and len(given) == 2
-    if not is_pair or not all(is_real(each) and float(each) > 0 for each in size):
+    if not is_pair or not all(is_real(side) and float(side) > 0 for side in size):
         raise RenderError(f"size={size!r} is not a width and a height in inches, both above 0")
     points = _layer_points(statistics, measure) if of == "layers" else _parameter_points(statistics, measure)
     if not points:

@@ -207,7 +207,7 @@ def _row(
     module: nn.Module, name: str, depth: int, profile: _Profile, seconds: dict[nn.Module, float], model: nn.Module
 ) -> LayerRow:
     own = (own_parameters(part).values() for part in unique_modules(module))
-    parameters = {id(each): each for group in own for each in group if each is not None}.values()
+    parameters = {id(tensor): tensor for group in own for tensor in group if tensor is not None}.values()
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
     return LayerRow(
         name=name,
@@ -281,7 +281,9 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
 
 def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
     """A function that waits for the device of the model."""
-    tensor = next((each for each in (reference_tensor(model), *tree_tensors(call[:2])) if each is not None), None)
+    tensor = next(
+        (candidate for candidate in (reference_tensor(model), *tree_tensors(call[:2])) if candidate is not None), None
+    )
     if tensor is None or tensor.device.type in ("cpu", "meta"):
         return lambda: None
     return partial(torch.accelerator.synchronize, tensor.device)
@@ -385,7 +387,7 @@ def _shapes_of(tree: Any) -> Any:
         shapes = [_shapes_of(child) for child in tree]
         return shapes if isinstance(tree, list) else tuple(shapes)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {each.name: _shapes_of(getattr(tree, each.name)) for each in dataclasses.fields(tree)}
+        return {entry.name: _shapes_of(getattr(tree, entry.name)) for entry in dataclasses.fields(tree)}
     return None if tree is None else type(tree).__name__
 
 

@@ -624,7 +624,7 @@ class _GradientCollector(_Collector):
         self._total_weight += self._weight
         self.calls.start_pass()
         starts: list[Tensor] = []
-        trainable = {name: each for name, each in self._parameters.items() if each.requires_grad}
+        trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         with self.batches.prepared_model() as model, HookManager() as arriving:
             with HookManager() as hooks:
                 for name, module in self.modules.items():
@@ -703,7 +703,7 @@ class _GradientCollector(_Collector):
         norms = {id(self._parameters[row.name]): row for row in parameters if row.norm is not None}
         rows = []
         for name, call, calls, stats in self.calls:
-            inside = [norms[id(each)] for each in self.modules[name].parameters() if id(each) in norms]
+            inside = [norms[id(parameter)] for parameter in self.modules[name].parameters() if id(parameter) in norms]
             norm = math.hypot(*(row.norm or 0.0 for row in inside))
             weight_norm = math.hypot(*(row.weight_norm for row in inside))
             known = stats.moments and stats.moments.scaled(1 / self._total_weight)
