@@ -207,8 +207,9 @@ def _load_model(name: str, weights: str | None, screen: Screen) -> tuple[nn.Modu
     except ModelError:
         if weights != "default":
             raise
+        model = ready_model(name, None, "cpu", screen)
         screen.say(Text(f"with random weights: those of {name} are not here", "dim"))
-        return ready_model(name, None, "cpu", screen), "random weights: its own are not here"
+        return model, "random weights: its own are not here"
     return model, {"default": "its own weights", None: "random weights"}.get(weights, f"weights {weights}")
 
 
