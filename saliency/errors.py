@@ -5,7 +5,7 @@
     ├── TargetError          the target does not exist
     ├── LayerError           the layer does not exist, is not run, or has no spatial output
     ├── ModelError           the model cannot be loaded, run or understood
-    ├── MethodError          no such method, or an invalid option
+    ├── MethodError          the method does not exist, or an option is invalid
     ├── NotApplicableError   the method does not apply to this model
     ├── NonFiniteError       NaN or infinity in the input, the score or the values
     ├── RenderError          the explanation cannot be drawn as asked
@@ -43,11 +43,11 @@ class ModelError(SaliencyError, ValueError):
 
 
 class MethodError(SaliencyError, ValueError):
-    """No such method, or an invalid option."""
+    """The method does not exist, or an option is invalid."""
 
 
 class NotApplicableError(SaliencyError, RuntimeError):
-    """The method does not apply to this model, and would return something else."""
+    """The method does not apply to this model, so its values would be misleading."""
 
 
 class NonFiniteError(SaliencyError, ArithmeticError):
@@ -63,7 +63,7 @@ class ExplanationError(SaliencyError, ValueError):
 
 
 class SaliencyWarning(UserWarning):
-    """The result is right, but has a limitation that the user should know."""
+    """The result is correct, but has a limitation that the user should know."""
 
 
 def warn(message: str) -> None:
@@ -75,7 +75,7 @@ def warn(message: str) -> None:
 
 
 def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:
-    """Return the entries of `words` that are most similar to `word`, best first; at most `most`."""
+    """Return at most `most` entries of `words` that are similar to `word`, the most similar first."""
     by_folded = {entry.casefold(): entry for entry in words}
     folded = word.casefold()
     matches = get_close_matches(folded, by_folded, n=most, cutoff=0.6)
@@ -84,6 +84,6 @@ def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return the end of an error message: `; did you mean "espresso"?`; empty if no word is similar."""
+    """Return `; did you mean "espresso"?` as the end of an error message, or "" if no word is similar."""
     quoted = [f'"{entry}"' for entry in closest(word, words)]
     return f"; did you mean {' or '.join(quoted)}?" if quoted else ""

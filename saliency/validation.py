@@ -15,7 +15,7 @@ _Choice = TypeVar("_Choice")
 def check_choice(
     option: str, choice: _Choice, choices: Sequence[_Choice], *, error: type[SaliencyError] = MethodError
 ) -> _Choice:
-    """Return an option that is one of several choices. Raises `error`, with the closest choices, for others."""
+    """Return `choice` if it is one of `choices`; otherwise raise `error` with the closest choices."""
     if not isinstance(choice, str | int | float) or choice not in choices:
         raise error(
             f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}"
@@ -25,7 +25,7 @@ def check_choice(
 
 
 def check_whole_number(option: str, value: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
-    """Return an option that is an integer of at least `least`. Raises `error` for others."""
+    """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`."""
     if not is_whole(value, least):
         raise error(f"{option}={value!r} is not a whole number of at least {least}")
     return int(value)
@@ -42,7 +42,7 @@ def real_number(
     hint: str = "",
     error: type[SaliencyError] = MethodError,
 ) -> float:
-    """Return an option that is a finite number within bounds. Raises `error`, which ends in the hint, for others."""
+    """Return `value` as a float if it is finite and within the bounds; otherwise raise `error`, ending in `hint`."""
     number = float(value) if is_real(value) else math.nan
     bounds = (
         ("of at least", least, least is None or number >= least),
@@ -57,19 +57,19 @@ def real_number(
 
 
 def is_whole(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
-    """Return whether a value is an integer of Python or NumPy of at least `least`, and not a bool."""
+    """Return whether a value is a Python or NumPy integer of at least `least`. A bool is not an integer here."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return least is None or int(value) >= least
 
 
 def is_real(value: object) -> TypeGuard[SupportsFloat]:
-    """Return whether a value is a finite number of Python or NumPy, and not a bool."""
+    """Return whether a value is a finite Python or NumPy number. A bool is not a number here."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that no float can hold
         return False
 
 

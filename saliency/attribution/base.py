@@ -1,7 +1,7 @@
 """The interface of all methods, and their registry.
 
-`attribute` reads the images, resolves the target, prepares the model and checks the result. A method implements
-`explain`, and nothing else.
+`attribute` reads the images, resolves the target, prepares the model and checks the result. A method only
+implements `explain`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BatchAttribution(NamedTuple):
     coverage: Coverage | None = None
     layer: str | None = None
     residual: Tensor | None = None
-    error: Tensor | None = None  # as the values
+    error: Tensor | None = None  # in the shape of the values
     agreement: Tensor | None = None  # (N,)
     effort: tuple[RunStats, ...] = ()
 
@@ -63,7 +63,7 @@ class Attribution(ABC):
 
     Args:
         model: Any `torch.nn.Module`. It is unchanged after each call, bit for bit.
-        preprocess: From an image to the model's input: a `Preprocess`, a torchvision preset, timm's pretrained
+        preprocess: The preprocessing of images: a `Preprocess`, a torchvision preset, timm's pretrained
             configuration, or any function from a PIL image to a tensor. By default `model.preprocess`.
         categories: The class names in the order of the output. By default `model.categories`.
     """
@@ -123,7 +123,7 @@ class Attribution(ABC):
     def parameters(cls) -> list[str]:
         """Return the names of the constructor's parameters.
 
-        Typed keywords (`**options: Unpack[EngineOptions]`) are listed singly; others are those of the base class.
+        Typed keywords (`**options: Unpack[EngineOptions]`) are expanded; others stand for those of the base class.
         """
         names: list[str] = []
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
@@ -136,7 +136,7 @@ class Attribution(ABC):
     @classmethod
     def _keywords(cls, name: str) -> list[str]:
         """Return the keywords that the constructor takes as `**name`."""
-        with suppress(NameError):  # an annotation with a name that only type checkers know
+        with suppress(NameError):  # an annotation whose name is imported only for type checking
             typed = get_args(inspect.signature(cls.__init__, eval_str=True).parameters[name].annotation)
             if typed:
                 return list(get_type_hints(typed[0]))
@@ -193,11 +193,11 @@ class Attribution(ABC):
         """
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
-        """Return the target that the method explains: the given one, unless its authors explain another."""
+        """Return the target that the method explains. Methods that do not explain the given target override this."""
         return target
 
     def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
-        """Explain several targets; methods that share a forward among them override this."""
+        """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
     def read(self, image: ImagesLike) -> Batch:
@@ -207,10 +207,10 @@ class Attribution(ABC):
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
         """Return a checked result as an explanation. Raises NonFiniteError for NaN and infinity."""
         values = result.values.detach()
-        # If the sum is finite, so are all values. A sum may also overflow, so check the values then.
+        # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
-            raise NonFiniteError(f"{self.name} gave {bad} values that are NaN or infinite, of {values.numel()}")
+            raise NonFiniteError(f"{bad} of {values.numel()} values of {self.name} are NaN or infinite")
         return Explanation(
             values=values,
             scores=result.scores.detach(),
@@ -245,7 +245,7 @@ class TracedAttribution(Attribution):
     gradients: ClassVar[str] = "input"
     """Where gradients are needed: at the "input", at the "layers" only, or "none"."""
     backwards: ClassVar[int | None] = None
-    """Number of backward passes for one target at most. The last one then frees the graph; None keeps it."""
+    """Maximum number of backward passes for one target. The last one frees the graph; None keeps the graph."""
 
     def layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the names of the layers that the method reads on a batch, for a target; none by default."""
@@ -279,17 +279,17 @@ def read_one_forward(
     results = []
     for target in targets:
         evidence = forward.evidence(target)
-        # The arithmetic of the methods keeps its precision under the caller's autocast.
+        # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
             results.append([m.read_evidence(evidence, names) for m, names in zip(methods, layers, strict=True)])
     return results
 
 
 def get_method(name: object) -> type[Attribution]:
-    """Return the method of a name.
+    """Return the method with this name.
 
     Raises:
-        MethodError: There is none; the message has the closest names.
+        MethodError: There is no such method; the message has the closest names.
     """
     if not isinstance(name, str) or name not in METHODS:
         hint = did_you_mean(str(name), METHODS) or "; the methods are " + ", ".join(METHODS)
@@ -298,12 +298,12 @@ def get_method(name: object) -> type[Attribution]:
 
 
 def summary(cls: type[Attribution]) -> str:
-    """Return the first paragraph of a method's documentation."""
+    """Return the first paragraph of a method's docstring."""
     return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def source(cls: type[Attribution]) -> str:
-    """Return the paper that a method's documentation names, with its address."""
+    """Return the paper that a method's docstring cites, with its URL."""
     match = re.search(r"Source: (.*?)(?:\n\n|\Z)", inspect.getdoc(cls) or "", re.DOTALL)
     return " ".join(match[1].split()) if match else ""
 

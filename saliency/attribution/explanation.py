@@ -34,8 +34,8 @@ _TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement
 class Explanation:
     """Result of a method on a batch: one signed number per pixel or cell, never normalised.
 
-    It is a sequence of images: `len(e)`, `e[0]` and iteration give explanations of one image, `np.asarray(e)` the
-    values.
+    It is a sequence: `len(e)` is the number of images, `e[0]` and iteration give explanations of one image, and
+    `np.asarray(e)` gives the values.
 
     Attributes:
         values: (N, C, H, W) at the input, in score units per unit of the normalised input unless the method states
@@ -48,10 +48,10 @@ class Explanation:
         probabilities: (N,) the probability of each image's class; None if no class is explained.
         layer: The layer of the values; None at the input.
         input_size: (H, W) of the model's input.
-        frames: The place of the model's input on each original image; None for an image given as a tensor.
+        frames: The position of the model's input on each original image; None for an image given as a tensor.
         sign: The sign that the method's authors show: "positive" values only, "signed", or "absolute" magnitude.
         coverage: The number of rewritten rectifiers, if the method rewrites them.
-        residual: (N,) for complete methods, the difference between the sum that the values should have and their sum.
+        residual: (N,) for complete methods, the difference between the expected and the actual sum of the values.
         error: The standard error of each value, in the shape and the units of `values`, if the method samples.
         agreement: (N,) the rank correlation of the maps of two halves of the samples, if the method samples; 1 means
             that more samples would not change the map.
@@ -80,7 +80,7 @@ class Explanation:
         return len(self.values)
 
     def __getitem__(self, index: int | slice) -> Explanation:
-        """Return the explanation of one image, with its leading axis, or of several. Raises IndexError past the end."""
+        """Return the explanation of one image (N = 1) or of a slice of images. Raises IndexError past the end."""
         at = range(len(self))[index]
         rows = at if isinstance(at, range) else range(at, at + 1)
         chosen: dict[str, Any] = {
@@ -116,7 +116,7 @@ class Explanation:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything, including the original images, to one safetensors file with a JSON header.
 
-        The file is complete or absent: it is written under a temporary name and moved.
+        The file is written atomically: under a temporary name that is then changed.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -186,7 +186,7 @@ def _encoded(picture: Image.Image) -> Tensor:
 
 
 def _decoded(data: Tensor) -> Image.Image:
-    # Called directly, because Image.open has a limit of pixels, and this image was read before.
+    # Call the reader directly: Image.open limits the number of pixels, but this image has been accepted before.
     picture = PngImagePlugin.PngImageFile(io.BytesIO(data.numpy().tobytes()))
     picture.load()
     return picture.copy()

@@ -1,6 +1,6 @@
 """One forward of the model, and the gradients that methods read from it.
 
-Any number of methods and targets share the forward. A gradient is computed when a method first needs it, and once.
+Any number of methods and targets share the forward. Each gradient is computed once, when a method first needs it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class SharedForward:
         model: The model, in `prepared_for_attribution`.
         x: The batch (N, C, H, W).
         layers: The names of the layers to keep.
-        gradients: "input" records from the input on; "layers" from the first of the layers on, without memory for what
-            precedes it; "none" records nothing.
-        backwards: The number of backward passes at most. The last one frees the graph as it runs, which is up to a
-            tenth faster than keeping it. None keeps the graph for any number.
+        gradients: "input" records from the input on; "layers" records from the first of the layers on, which saves
+            the memory for all layers before it; "none" records nothing.
+        backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
+            faster than keeping it. None keeps the graph and sets no maximum.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TargetGradients:
         return at_least_float32(self.forward.layout(layer)(self.forward.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
-        """Return the gradient of the scores at a layer (N, K, h, w). One backward gives that of all kept layers."""
+        """Return the gradient of the scores at a layer (N, K, h, w). One backward serves all kept layers."""
         layout = self.forward.layout(layer)
         if self._layer_gradients is None:
             kept = self.forward.layers
@@ -141,7 +141,7 @@ class TargetGradients:
         return self._sites
 
     def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
-        """Return the gradient at the input (N, C, H, W) if a rule rewrites it at some sites."""
+        """Return the gradient at the input (N, C, H, W) that rules rewrite at some sites."""
         with HookManager() as hooks:
             hooks.rewrite(sites, rule_for)
             return self._backward_to_input()
@@ -160,16 +160,14 @@ class TargetGradients:
         """Check that the scores have a gradient.
 
         Raises:
-            LayerError: They have one, but not at the layers from which gradients are recorded.
-            TargetError: They have none at all.
+            LayerError: They have a gradient, but not at the layers from which gradients are recorded.
+            TargetError: They have no gradient at all.
         """
         if self._scores.requires_grad:
             return
         if self.forward.recorded == "layers" and self._has_gradient():
             raise LayerError(independent_of(*self.forward.layers))
-        raise TargetError(
-            "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
-        )
+        raise TargetError("the score has no gradient: the target or the model detaches it, or uses argmax or .item()")
 
     def _has_gradient(self) -> bool:
         """Return whether the scores have a gradient at the input. Runs the model again, only for an error message."""
@@ -183,12 +181,12 @@ def independent_of(*layers: str) -> str:
     names = ", ".join(f'"{layer}"' for layer in layers)
     return (
         f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose "
-        "a layer from which the score is computed, or none: by default the last such layer is used"
+        "a layer from which the score is computed, or pass no layer to use the last such layer"
     )
 
 
 def at_least_float32(maps: Tensor) -> Tensor:
-    """Convert half precision to float32: sums over a map overflow or lose digits in it."""
+    """Convert half precision to float32, because sums over a map in half precision overflow or lose digits."""
     return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
 
 
@@ -197,7 +195,7 @@ def _last_call(name: str, calls: list[Tensor]) -> Tensor:
     if not calls:
         raise LayerError(
             f'layer "{name}" was not run in this forward, or returned no tensor '
-            "(a scripted part does not call its layers)"
+            "(hooks do not run inside a scripted module)"
         )
     if not calls[-1].is_floating_point():
         raise LayerError(f'the output of layer "{name}" is {calls[-1].dtype}; expected floating-point activations')

@@ -19,7 +19,7 @@ class ModelOptions(TypedDict, total=False):
     """The options of every method.
 
     Attributes:
-        preprocess: How an image becomes the model's input: see `saliency.Attribution`.
+        preprocess: The preprocessing of images; see `saliency.Attribution`.
         categories: The class names in the order of the output.
     """
 
@@ -34,13 +34,13 @@ class EngineOptions(ModelOptions, total=False):
         chunk: The number of passes that run at once; "auto" measures the fastest number and remembers it for the
             process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
             a number, calls on one machine agree bit for bit.
-        precision: "exact" runs the model itself; "fast" a private copy with batch norms folded into convolutions and
-            channels last in memory (the same to about 1 %); "bf16" that in bfloat16, which is meant for methods that
-            only need forwards. Both are measured on the first passes, and dropped where they lose.
+        precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
+            and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for methods that only
+            need forwards. Both are timed on the first passes, and not used if they are slower.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
-        on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far, and the first chunk of
-            images that were not begun.
-        seed: The seed of all random draws of a call; every image gets the same.
+        on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
+            begun, only their first chunk is computed.
+        seed: The seed of all random draws of a call. Every image gets the same draws.
         preprocess: As for every method.
         categories: As for every method.
     """
@@ -53,13 +53,13 @@ class EngineOptions(ModelOptions, total=False):
 
 
 class SamplingOptions(EngineOptions, total=False):
-    """Options of methods that draw samples, and so can stop at any time. The first limit that is met ends the run.
+    """Options of methods that draw samples, and so can stop at any time. The first limit that is met ends the sampling.
 
     Attributes:
-        passes: The limit of passes per image; by default the method's own number, or 100 000 with a tolerance or a
-            time.
-        seconds: The limit of seconds per image.
-        tolerance: The relative error that is sufficient: the root mean square of the standard errors, divided by that
+        passes: The maximum number of passes per image; by default the method's own number, or 100 000 if a tolerance or
+            a time is set.
+        seconds: The maximum time per image, in seconds.
+        tolerance: The sufficient relative error: the root mean square of the standard errors, divided by that
             of the values.
     """
 
@@ -74,8 +74,8 @@ class RunStats:
 
     Attributes:
         passes: The number of passes of the model.
-        seconds: The time of these.
-        stopped: The reason of the end: "complete" (all that the method needs), a limit that was set ("passes",
+        seconds: The time of these passes, in seconds.
+        stopped: Why the passes ended: "complete" (all that the method needs), a limit that was set ("passes",
             "seconds", "tolerance"), or an "interrupt".
         precision: The precision of the passes.
         note: Remarks, such as the part of the model that was run; empty if there are none.
@@ -90,7 +90,7 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of the run for one image. Raises MethodError for invalid limits."""
+    """Limits of the computation for one image. Raises MethodError for invalid limits."""
 
     passes: int | None = None
     seconds: float | None = None

@@ -1,4 +1,4 @@
-"""Divide a model's output into the images of a batch, and detect whether the images affect each other."""
+"""Assign the parts of a model's output to the images of a batch, and detect whether images affect each other."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _Division = int | list["_Division"] | Literal["entries", "unclear"] | None
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Division of a model's output into the images of a batch.
+    """Assignment of the parts of a model's output to the images of a batch.
 
-    It is derived from two outputs, for one image and for two: sizes that change with the batch belong to the images. So
-    a constant with as many rows as the batch has images is not divided.
+    It is derived from the outputs for one image and for two: a dimension whose size changes is that of the images. A
+    constant tensor is not divided, even if it has as many rows as the batch has images.
 
     Attributes:
         division: For each part of the output, the dimension of the images.
@@ -65,7 +65,7 @@ _MOST_KNOWN = 32
 def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
     """Find which part of a model's output belongs to which image.
 
-    It runs a batch of one image and one of two: the given image, and noise of its mean and deviation.
+    The model runs twice: on the given image, and on this image together with noise of the same mean and deviation.
 
     Args:
         model: The model, in `prepared_for_attribution`.
@@ -81,7 +81,7 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
         try:
             alone = trees_agree(one, _repeated(division, two, 0, 1), coarsest=rounding(_dtype_of(x), x.device))
         except TargetError:
-            alone = True  # an output that does not divide cannot be compared
+            alone = True  # an output without division cannot be compared
     return OutputRows(division, "" if alone else COUPLED)
 
 
@@ -155,7 +155,7 @@ def _repeated(division: _Division, output: Any, row: int, times: int) -> Any:
     kind = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise TargetError(
         f"a {kind} in the model's output does not show which part of it belongs to which image; explain one image at a "
-        "time, or return one row, or one entry of a list, per image"
+        "time, or let the model return one row or one list entry per image"
     )
 
 
@@ -214,7 +214,7 @@ def repeat_target(target: Target, images: int, image: int, count: int, rows: Cal
 class RepeatedTarget:
     """Function of a batch's output, evaluated for one of its images.
 
-    The function may combine the rows of a batch, so it gets each pass as a whole batch of copies.
+    The function may combine the rows of a batch, so for each pass it gets a whole batch of copies.
     """
 
     target: Target
@@ -229,5 +229,7 @@ class RepeatedTarget:
             return self.target(output)
         scores: list[Any] = [self.target(self.rows.repeated(output, row, self.images)) for row in range(self.count)]
         if any(not isinstance(score, Tensor) or score.shape != (self.images,) for score in scores):
-            raise TargetError(f"the target gives no score per image: expected a tensor ({self.images},) every time")
+            raise TargetError(
+                f"the target did not return one score per image: expected a tensor ({self.images},) in each call"
+            )
         return torch.stack([score[self.image] for score in scores])

@@ -19,7 +19,7 @@ from .output_rows import OutputRows, repeat_target
 class ResolvedTarget:
     """Target of one call, resolved from the first output and constant from then on.
 
-    So the top class is chosen once, on the clean image, regardless of the number of passes.
+    The top class is chosen only once, on the unmodified image, regardless of the number of passes.
     """
 
     def __init__(self, target: TargetLike, images: int, categories: Categories = None) -> None:
@@ -78,7 +78,7 @@ class ResolvedTarget:
         return resolved
 
     def _probabilities(self, output: Any) -> Tensor | None:
-        """Return the probability of the class of each image; None without classes. An output may be one already."""
+        """Return the probability of each image's class; None without classes. Outputs may already be probabilities."""
         if None in self.indices:
             return None
         if class_scores(output).shape[1] == 1:

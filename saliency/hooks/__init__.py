@@ -1,1 +1,1 @@
-"""Hooks on modules and autograd nodes, and the model as it was before and after a call."""
+"""Hooks on modules and autograd nodes, and the model's state before and after a call."""

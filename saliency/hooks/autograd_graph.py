@@ -1,24 +1,25 @@
-"""Edges of one call in its autograd graph, and everything else in PyTorch that has no public name.
+"""All access to private names of PyTorch, such as the edges of one module call in the autograd graph.
 
 This is the only file with private names of PyTorch (`tests/test_architecture.py` checks it). Why each is needed, and
 the test that fails first when PyTorch changes it:
 
 - `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
   operations: `methods/test_rectified.py`.
-- `Node._sequence_nr`, `_get_sequence_nr` end a walk at the operations of one call, `_will_engine_execute_node` and
-  `_current_graph_task_id` sum the parts of one gradient: `inspection/test_edit.py`.
-- `Tensor._version`, `_is_view`, `_base`, `_backward_hooks` show in-place operations and let tensors be left as they
-  were: `inspection/test_record.py`, `inspection/test_edit.py`.
-- `Module._forward_hooks` and the like order and list hooks, `_modules` and `_parameters` also list what is None or has
-  two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
+- `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call,
+  `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
+  `inspection/test_edit.py`.
+- `Tensor._version`, `_is_view`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
+  tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
+- `Module._forward_hooks` and similar dicts list and order hooks, `_modules` and `_parameters` also list entries that
+  are None or have two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
 - `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
 - `_scaled_dot_product_attention_math` makes second derivatives possible: `inspection/test_jacobian.py`.
 
-An edge is where the gradient enters a module or leaves it. Nothing is put into the graph: the operations through which
-a gradient leaves for an input are found by a walk from the outputs of the module. So in-place modules keep working, and
-so do functions between modules.
+An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph: the operations that pass
+gradient to an input are found by traversing the graph from the outputs of the module. Therefore in-place modules and
+functions between modules keep working.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; -1 for tensors created under inference_mode, which do not count it."""
+    """Return how often a tensor was changed in place; -1 for inference tensors, which have no counter."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of another one, for autograd."""
+    """Return whether autograd treats a tensor as a view of another one."""
     return tensor._is_view()
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of; None if it is not a view."""
+    """Return the tensor that this one is a view of; None if it is not a view."""
     return tensor._base
 
 
 def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
-    """The gradient hooks of a tensor by their ids; None if it never had one."""
+    """Return the gradient hooks of a tensor by their ids; None if it never had one."""
     hooks: Mapping[int, Any] | None = tensor._backward_hooks
     return hooks
 
@@ -69,7 +70,7 @@ def forget_empty_hooks(tensor: Tensor) -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The identity of the memory of a tensor, shared by all views of it."""
+    """Return the identity of the memory of a tensor, shared by all views of it."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -80,7 +81,7 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 
 
 def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
-    """The forward hooks of a module by their ids, in the order in which they run."""
+    """Return the forward hooks of a module by their ids, in the order in which they run."""
     hooks: Any = module._forward_hooks
     ordered: OrderedDict[int, Any] = hooks
     return ordered
@@ -98,29 +99,29 @@ def remove_forward_hook(module: nn.Module, hook: object) -> None:
 
 
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
-    """The ids of the forward hooks and forward pre-hooks of a module; no two hooks of a process share one."""
+    """Return the ids of the forward hooks and forward pre-hooks of a module, which are unique in the process."""
     return (*module._forward_hooks, *module._forward_pre_hooks)
 
 
 def module_hooks(module: nn.Module) -> list[Any]:
-    """The forward and backward hooks and pre-hooks of a module."""
+    """Return the forward and backward hooks and pre-hooks of a module."""
     return [hook for kind in _MODULE_HOOKS for hook in (vars(module).get(kind) or {}).values()]
 
 
 def has_global_module_hooks() -> bool:
-    """Whether hooks are registered for all modules of the process."""
+    """Return whether hooks are registered for all modules of the process."""
     return bool(_nn_module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:
-    """The hooks that are registered for all modules of the process, by kind."""
+    """Yield the hooks that are registered for all modules of the process, by kind."""
     for name, hooks in vars(_nn_module).items():
         if name.startswith("_global_") and isinstance(hooks, dict):
             yield name[1:], hooks
 
 
 def unique_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the model and all modules in it once, in a fraction of the time of `model.modules()`."""
+    """Return each module of a model once, the model first. Much faster than `model.modules()`."""
     modules = {model: None}
     stack = [model]
     while stack:
@@ -133,7 +134,7 @@ def unique_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """The parameters of a module itself by name; also those that are None."""
+    """Return the parameters of a module by name, without those of its children. A parameter may be None."""
     return module._parameters
 
 
@@ -141,13 +142,13 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 _MISSING = object()
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
-"""The class of the node of a part that is checkpointed with `use_reentrant=True`."""
+"""Class of the node of a part that is checkpointed with `use_reentrant=True`."""
 MODULE_HOOK_NODE: type = BackwardHookFunction._backward_cls
-"""The class of the node that a full backward hook of a module inserts."""
+"""Class of the node that a full backward hook of a module inserts."""
 
 
 def saved(node: Any, name: str, default: Any = _MISSING) -> Any:
-    """A tensor or option that an operation has saved for its gradient.
+    """Return a tensor or option that an operation has saved for its gradient.
 
     Raises:
         AttributeError: The operation saves nothing of that name, and no default is given.
@@ -159,17 +160,17 @@ def saved(node: Any, name: str, default: Any = _MISSING) -> Any:
 
 
 def result_shape(node: Any) -> tuple[int, ...]:
-    """The shape of the first result of an operation."""
+    """Return the shape of the first result of an operation."""
     return tuple(node._input_metadata[0].shape)
 
 
 def has_wrapped_node(node: Any) -> bool:
-    """Return whether a node copies the result of an operation in place on a view into the whole."""
+    """Return whether a node copies the result of an in-place operation on a view into the viewed tensor."""
     return hasattr(node, "_wrapped_node")
 
 
 def wrapped_node(node: Any) -> Node | None:
-    """The operation that worked in place on a view, of the node that copies its result into the whole; else None."""
+    """Return the in-place operation on a view whose result this node copies into the viewed tensor; else None."""
     inner: Node | None = getattr(node, "_wrapped_node", None)
     return inner
 
@@ -178,7 +179,7 @@ def wrapped_node(node: Any) -> Node | None:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not import the compiler, which takes seconds, only to be hidden from it."""
+    """Dispatch mode that is not hidden from the compiler: hiding it would import the compiler, which takes seconds."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,18 +193,18 @@ class DispatchMode(TorchDispatchMode):
 
 
 def operator_schema(op: OpOverload[..., Any]) -> Any:
-    """The names, types and writes of the arguments of an operator."""
+    """Return the schema of an operator: the names and types of its arguments, and which of them it writes to."""
     return op._schema
 
 
 def attention_by_formula(*args: Any, **kwargs: Any) -> Tensor:
-    """`scaled_dot_product_attention` from elementary operations, which have second derivatives."""
+    """Compute `scaled_dot_product_attention` with elementary operations, which have second derivatives."""
     output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
     return output
 
 
 def compiler_is_loaded() -> bool:
-    """Whether this process has imported the compiler; if not, no part of any model is compiled."""
+    """Return whether this process has imported the compiler; if not, no part of any model is compiled."""
     return "torch._dynamo" in sys.modules
 
 
@@ -211,7 +212,7 @@ def compiler_is_loaded() -> bool:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a transformation of `torch.func` or to `is_grads_batched=True`, without values."""
+    """Return whether a tensor is inside `torch.func` or `is_grads_batched=True`, and so has no values to read."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
 
 
@@ -224,9 +225,9 @@ Gradients = tuple[Tensor | None, ...]
 def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     """Return the operations to which a node passes its gradient, with the index of their result.
 
-    Call this for every node that Python code has accessed. PyTorch frees a graph without recursion. But a node with a
-    Python object is freed while the node before it is freed, so a deep graph would overflow the stack. Here the
-    metadata of a node holds the next ones: Python frees nested dictionaries and tuples of any depth.
+    Call this for every node that Python code accesses. PyTorch frees a graph without recursion, except for nodes with a
+    Python object: a deep graph of these would overflow the stack. Therefore the metadata of a node holds the next
+    nodes: Python frees nested dictionaries and tuples of any depth.
     """
     functions: tuple[tuple[Node | None, int], ...] = node.next_functions
     if functions:
@@ -242,7 +243,7 @@ class InputEdge(NamedTuple):
 
 
 def edge(tensor: Tensor) -> GradientEdge | None:
-    """Return where the gradient of a tensor goes; None for tensors without gradient."""
+    """Return the gradient edge of a tensor; None if the tensor requires no gradient."""
     if not tensor.requires_grad:
         return None
     result = get_gradient_edge(tensor)
@@ -299,12 +300,12 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
     return edges
 
 
-# The sequence number of the nodes of leaves.
+# The sequence number of all nodes of leaf tensors.
 _LEAF = 2**64 - 1
 
 
 def sequence_nr(node: Any) -> int:
-    """Return the sequence number of an operation, which grows within its thread."""
+    """Return the sequence number of an operation. It increases with each operation of a thread."""
     number: int = node._sequence_nr()
     return number
 
@@ -316,7 +317,7 @@ class GradSpec(NamedTuple):
     dtype: torch.dtype
 
     def sum_of(self, grads: Gradients, operands: Iterable[int]) -> Tensor | None:
-        """Return the sum over some operands of an operation; None if none has a gradient."""
+        """Return the sum of the gradients of some operands; None if none has a gradient."""
         total: Tensor | None = None
         for grad in (grads[i] for i in operands):
             if grad is not None:
@@ -338,7 +339,7 @@ class GradAccumulator:
         self.sum: Tensor | None = None
 
     def add(self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients) -> Gradients:
-        """Add the gradients of one operation, and return those that it passes; the `older` operations follow."""
+        """Add the gradients of one operation, and return those that it passes. The `older` operations run after it."""
         if self.backward != (backward := this_backward()):
             self.backward, self.sum = backward, None
         part = self.like.sum_of(grad_inputs, operands)

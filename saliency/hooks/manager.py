@@ -42,12 +42,11 @@ class HookManager(ExitStack[None]):
     """All hooks of one call, or of one `with` block of the user; they are removed when the block ends.
 
     Hooks act only in the thread that opened the manager, since other threads may run the same model at the same time.
-    Hooks of a call do not act while another call is open inside it, since a model may ask for an explanation while it
-    runs.
+    Hooks of a call do not act during a nested call: a model may itself compute an explanation in its forward.
 
     Args:
-        persistent: The manager belongs to a block of the user, and also acts on the calls inside that block.
-        exclusive: Persistent managers do not act while this one is open.
+        persistent: The manager belongs to a `with` block of the user. Its hooks also act on calls inside that block.
+        exclusive: Hooks of persistent managers do not act while this one is open.
     """
 
     def __init__(self, *, persistent: bool = False, exclusive: bool = False) -> None:
@@ -81,13 +80,13 @@ class HookManager(ExitStack[None]):
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
         """Replace the output of each call of `layer` by `change(output)`, unless that is None.
 
-        Everything that observes or captures the layer sees the replaced output. Of several, the first registered acts
-        first.
+        Everything that observes or captures the layer sees the replaced output. If there are several, they act
+        in the order of registration.
         """
         self._register_first(layer, change, OutputOverride)
 
     def _register_first(self, layer: nn.Module, see: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
-        """Register a hook before the user's own hooks: what they keep of the output has its gradient."""
+        """Register a hook that runs before the user's own hooks, so that outputs that those keep have a gradient."""
         if not takes_hooks(layer):
             return
         scope = self._scope
@@ -95,13 +94,13 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if scope.acts() else None
 
-        # Noted first, so that Ctrl-C in between leaves nothing behind.
+        # Append before registering, so that the hook is also removed after Ctrl-C in between.
         self._registered.append((layer, kind(hook)))
         layer.register_forward_hook(self._registered[-1][1], prepend=True)
         hooks = forward_hooks(layer)
         overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
         for key in sorted(overrides, reverse=True):
-            with suppress(KeyError):  # another thread may have removed its own by now
+            with suppress(KeyError):  # another thread may have removed its hook in the meantime
                 hooks.move_to_end(key, last=False)
 
     def around(
@@ -113,8 +112,8 @@ class HookManager(ExitStack[None]):
         """Call `begin(args, kwargs)` before each call of `layer`, and `end(what begin returned, output)` after it.
 
         A result of `end` other than None replaces the output. Both run after the user's own hooks: they see the final
-        arguments and output. A call that raises has no end; what `begin` returned for it is dropped at the next call of
-        the layer at the latest. A scripted part calls neither.
+        arguments and output. `end` is not called for a call that raises; what `begin` returned for it is dropped at the
+        next call of the layer at the latest. Neither is called inside a scripted module.
         """
         if not takes_hooks(layer):
             return
@@ -126,10 +125,10 @@ class HookManager(ExitStack[None]):
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """Return a list that receives the output of `layer`, one tensor per call.
 
-        A clone is captured, and with gradients a clone of that flows on: a following in-place operation cannot
-        overwrite the capture, and its gradient is that of the layer's output, not of other views of the same memory. Of
-        an output of several tensors the first is captured. With `record`, gradients are recorded from here on, even if
-        they were disabled before.
+        The captured tensor is a clone. If it requires a gradient, the model continues with a second clone. Therefore a
+        following in-place operation cannot overwrite the captured tensor. Its gradient is that of the layer's output,
+        not of other views of the same memory. If the output has several tensors, the first is captured. With `record`,
+        gradients are recorded from this layer on, even if they are disabled.
         """
         captured: list[Tensor] = []
 
@@ -174,7 +173,7 @@ class HookManager(ExitStack[None]):
 
     def at_exit(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
         """Call `see` with the gradient that one operation passes to `tensor`, its operand, in each backward pass."""
-        # The hook does not hold the node that holds the hook.
+        # The hook must not hold its node, because the node holds the hook.
         scope, operands, like = self._scope, at.operands, GradSpec(tensor.shape, tensor.dtype)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
@@ -212,21 +211,21 @@ class HookManager(ExitStack[None]):
     def _keep(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
         if len(self._handles) > self._most_handles:
-            # Graphs that are freed took their hooks with them.
+            # Drop the handles of graphs that have been freed.
             self._handles[:] = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
             self._most_handles = max(1024, 2 * len(self._handles))
 
 
 def takes_hooks(layer: nn.Module) -> bool:
-    """Return whether a layer takes hooks. Scripted layers refuse them; scripted and traced ones do not call theirs."""
+    """Return whether a layer takes hooks. Scripted layers refuse them; scripted and traced layers do not call them."""
     return type(layer).register_forward_hook is nn.Module.register_forward_hook
 
 
 def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Return whether hooks see the calls of a layer by the model: not those that TorchScript makes."""
+    """Return whether hooks on a layer run when the model calls it. TorchScript does not run them."""
     above = name.rpartition(".")[0]
     scripted = torch.jit.ScriptModule
-    # A scripted model has no get_submodule, and all of it is inside.
+    # A scripted model has no get_submodule, and all its layers are inside it.
     inside = bool(name) and (isinstance(model, scripted) or isinstance(model.get_submodule(above), scripted))
     return takes_hooks(layer) and not (inside and isinstance(layer, scripted))
 

@@ -1,4 +1,4 @@
-"""The user's model: evaluation mode for the time of a call, running it, and what it carries."""
+"""The user's model: its state during a call, its execution, and its attributes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
 
     Raises:
-        ModelError: It is not a `torch.nn.Module`.
+        ModelError: `model` is not a `torch.nn.Module`.
     """
     while isinstance(model, nn.Module):
         inner = getattr(model, "_orig_mod", None)
@@ -40,10 +40,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     )
 
 
-def model_attribute(name: str, serves: Callable[[Any], bool], model: nn.Module) -> Any:
-    """Return the attribute `name` of a model, or of the model inside its wrapper, if `serves` accepts it; else None."""
+def model_attribute(name: str, accepts: Callable[[Any], bool], model: nn.Module) -> Any:
+    """Return the attribute `name` of a model, or of the model inside its wrapper, if `accepts` allows it; else None."""
     attributes = (getattr(owner, name, None) for owner in (model, unwrap(model)))
-    return next((value for value in attributes if value is not None and serves(value)), None)
+    return next((value for value in attributes if value is not None and accepts(value)), None)
 
 
 def is_preprocess(like: Any) -> bool:
@@ -57,7 +57,7 @@ def is_categories(like: Any) -> bool:
 
 
 _lock = threading.RLock()
-_held: dict[int, list[nn.Module]] = {}  # the modules that each holder keeps in evaluation mode
+_held: dict[int, list[nn.Module]] = {}  # by holder, the modules that it keeps in evaluation mode
 _was_training: set[nn.Module] = set()
 _eager_holders: set[int] = set()
 _eager_stance: list[Any] = []  # the compiler's stance, while there are holders
@@ -68,23 +68,23 @@ class _Holder:
 
 
 @contextmanager
-def _lease(take: Callable[[int], None], give_back: Callable[[int], None]) -> Iterator[None]:
-    """Call `take(holder)` before and `give_back(holder)` after a block, or when its frame is freed after Ctrl-C."""
+def _lease(acquire: Callable[[int], None], release: Callable[[int], None]) -> Iterator[None]:
+    """Call `acquire(holder)` before and `release(holder)` after a block, or when its frame is freed after Ctrl-C."""
     holder = _Holder()
-    finalizer = weakref.finalize(holder, give_back, id(holder))
+    finalizer = weakref.finalize(holder, release, id(holder))
     try:
-        take(id(holder))
+        acquire(id(holder))
         yield
     finally:
-        give_back(id(holder))
+        release(id(holder))
         finalizer.detach()
 
 
 def evaluating(model: nn.Module, modules: list[nn.Module] | None = None) -> AbstractContextManager[None]:
-    """Keep the model in evaluation mode. Threads share it; the last to leave restores every training flag.
+    """Keep the model in evaluation mode in a block; the last block to end restores every training flag.
 
-    The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are held module by
-    module, because two models may share a part.
+    The flags are set one by one, since `model.eval()` may be overridden to do more than that. They are tracked per
+    module, since two models may share modules. Blocks may overlap in several threads.
 
     Args:
         model: The model.
@@ -113,7 +113,7 @@ def _end_evaluation(holder: int) -> None:
 
 
 def eager() -> AbstractContextManager[None]:
-    """Run compiled parts eagerly. The compiler's stance belongs to the process; the last holder restores it."""
+    """Run compiled parts eagerly in a block. The compiler's stance is global; the last block to end restores it."""
     # Without the compiler, whose import takes seconds, nothing in this process can be compiled.
     return _lease(_make_eager, _end_eager) if compiler_is_loaded() else nullcontext()
 
@@ -158,7 +158,7 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
-    """Return the model's output for a batch. The model gets a clone: it may normalise its input in place.
+    """Return the model's output for a batch. The model gets a clone, because it may normalise its input in place.
 
     Raises:
         ModelError: As for `call`.
@@ -190,7 +190,7 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
         raise
 
 
-# What PyTorch and models raise if an input does not fit.
+# The errors that PyTorch and models raise if an input does not fit.
 _REFUSALS = {RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError}
 
 
@@ -213,7 +213,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reference_tensor(model: nn.Module) -> Tensor | None:
     """Return a floating-point parameter or buffer whose device and dtype an input should have; None if there is none.
 
-    The first weight decides; scales and counters only if the model has no weight.
+    It is the first tensor with two or more dimensions, or else the first tensor, such as a scale or a counter.
     """
     first: Tensor | None = None
     for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -225,7 +225,7 @@ def reference_tensor(model: nn.Module) -> Tensor | None:
 
 
 def leaf(x: Tensor) -> Tensor:
-    """Return the same values as a new leaf of a graph; the caller's tensor is neither changed nor recorded on."""
+    """Return a new leaf tensor with the same values that requires a gradient; the caller's tensor is unchanged."""
     if x.is_inference():
         x = x.clone()
     return x.detach().requires_grad_()

@@ -23,7 +23,7 @@ class HookScope:
         self.closed = False
 
     def acts(self) -> bool:
-        """Return whether hooks on modules act: in this thread, and not inside a scope that hides this one."""
+        """Return whether hooks on modules act: this scope is active in this thread, and no inner scope disables it."""
         scopes = active_scopes.scopes
         if not scopes:
             return False
@@ -35,9 +35,10 @@ class HookScope:
         return not any(scope.exclusive if self.persistent else not scope.persistent for scope in inner)
 
     def acts_on_leaves(self) -> bool:
-        """Return whether hooks on leaves, which all threads share, act: not in the backward pass of another thread.
+        """Return whether hooks on leaves act. Threads share leaves, but hooks ignore backward passes of other threads.
 
-        On an accelerator, the engine's own threads run the backward pass; they do not show which thread started it.
+        On an accelerator, threads of the autograd engine run the backward pass, and hooks act in all of them: it is
+        unknown which thread started the pass.
         """
         is_engine_thread = isinstance(threading.current_thread(), threading._DummyThread)
         return not self.closed and (is_engine_thread or threading.get_ident() == self.thread)
@@ -78,14 +79,14 @@ def call_hooks(
     end: Callable[[_Token, Any], Any],
 ) -> tuple[ModuleHook, ModuleHook]:
     """Return a hook before and a hook after the calls of a layer: `end` gets what `begin` returned for that call."""
-    begun: list[tuple[int, _Token]] = []  # with the id of the frame of the call
+    begun: list[tuple[int, _Token]] = []  # each with the id of the frame of its call
 
     # If another thread registers or removes a hook meanwhile, PyTorch may leave out the keyword arguments.
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if scope.acts():
             frame = sys._getframe(1)
             if begun:
-                # Calls that raised have left theirs.
+                # Remove the entries of calls that raised.
                 running = set(_callers(frame))
                 begun[:] = [call for call in begun if call[0] in running]
             begun.append((id(frame), begin(args, kwargs or {})))
@@ -103,7 +104,7 @@ def call_hooks(
 
 
 def _callers(frame: FrameType) -> Iterator[int]:
-    """Yield the ids of the frames that called a frame. A reference to a frame would keep its variables alive."""
+    """Yield the ids of the frames that called a frame. Ids, unlike frames, do not keep the variables alive."""
     caller = frame.f_back
     while caller is not None:
         yield id(caller)

@@ -1,4 +1,4 @@
-"""Trees of tensors, as modules take and return them: tuples, lists, dicts and dataclasses, nested in any way."""
+"""Trees of tensors, which modules take and return: nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tree_map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     """
     if isinstance(tree, Tensor):
         return change(tree)
-    if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor):  # the usual arguments
+    if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor):  # shortcut for the most common arguments
         return (change(tree[0]),)
     old = tree_children(tree)
     return tree if old is None else tree_with_children(tree, [tree_map_tensors(child, change) for child in old])
@@ -91,7 +91,7 @@ def trees_agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
     Args:
         one: The first tree.
         two: The second tree.
-        coarsest: The rounding of the type in which they were computed, if it is coarser than that of the tensors.
+        coarsest: The rounding error of the dtype in which they were computed, if it exceeds that of the tensors.
     """
     first, second = list(tree_tensors(one)), list(tree_tensors(two))
     return len(first) == len(second) and all(_agree(*pair, coarsest) for pair in zip(first, second, strict=True))

@@ -1,6 +1,6 @@
 """Classify the nodes of an autograd graph: rectifiers, other nonlinearities, and nodes that may hide a ReLU.
 
-The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, because their names belong to PyTorch.
+The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, because their names are private to PyTorch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .autograd_graph import (
 
 _REENTRANT = (
     "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
-    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or switch checkpointing off"
+    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or disable checkpointing"
 )
-CUT = "the gradient is cut in between, as by a quantised layer, detach, argmax or an operation without a derivative"
+CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 INDEPENDENT = (
     f"no gradient of the score reaches the input: the score does not depend on the input, or {CUT}; methods that only "
     "run the model forwards, such as occlusion and rise, need no gradient"
@@ -40,7 +40,7 @@ INDEPENDENT = (
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Number of nonlinearities that a rule rewrote or passed through, by kind.
+    """Number of nonlinearities whose gradient a rule rewrote or left unchanged, by kind.
 
     A hidden site is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU written by
     hand, which the graph does not show.
@@ -96,7 +96,7 @@ def _constant_operand_is_zero(node: Any) -> bool:
 
 _Test = Callable[[Any], bool]
 
-# For each kind of rectifier, operations that show the class of its node, and a test that the node is one.
+# For each kind of rectifier: operations that create its node class, and a test that a node of it is a rectifier.
 _RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
     "relu": [(torch.relu, lambda node: True)],
     "relu6": [(F.relu6, lambda node: saved(node, "min_val") == 0)],
@@ -130,7 +130,7 @@ _OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "softplus": [F.softplus],
 }
 
-# Selections and products with a fixed mask, as a ReLU written by hand leaves them in the graph.
+# Selections by a fixed mask and products with one, as in the graph of a hand-written ReLU.
 _MASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda t: torch.where(t > 0, t, 0.0),
     "masked_fill": lambda t: t.masked_fill(t < 0, 0.0),
@@ -225,7 +225,7 @@ def nodes_between(score: Tensor, x: Tensor) -> list[Node]:
 
 
 def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield every node reachable from `score` with its successors, after all of these."""
+    """Yield every node reachable from `score`, with its successors; the successors come first."""
     if score.grad_fn is None:
         return
     entered: set[Node] = set()
@@ -272,7 +272,7 @@ def refuse_checkpoints(score: Tensor) -> None:
 
 
 def _opaque(node: Any) -> str:
-    """Return the name of an operation whose inside is not in the graph; "" for operations of PyTorch and torchvision.
+    """Return the name of an operation that the graph shows as a whole; "" for operations of PyTorch and torchvision.
 
     Most of these kinds have no public class to probe, so the C++ name of the node decides.
     """
@@ -283,21 +283,21 @@ def _opaque(node: Any) -> str:
         raise NotApplicableError(_REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
-            "a part of the model is compiled, which keeps its ReLUs out of the autograd graph; pass the model as it "
-            "was before torch.compile"
+            "a part of the model is compiled, which hides its ReLUs from the autograd graph; pass the model "
+            "without torch.compile"
         )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         known = isinstance(node, MODULE_HOOK_NODE) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
     if name.startswith("torch::jit"):
         raise NotApplicableError(
-            "TorchScript has fused a part of the model, which keeps its ReLUs out of the autograd graph; pass the "
+            "TorchScript has fused a part of the model, which hides its ReLUs from the autograd graph; pass the "
             "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
         )
     if inner := _kind_in_place_on_a_view(node):
         raise NotApplicableError(
             f"a {inner} works in place on a view of another tensor, where its gradient cannot be rewritten; "
-            "switch inplace off there, or let it work on the whole tensor"
+            "set inplace=False there, or apply it to the whole tensor"
         )
     if type(node).__name__ == "CppFunction":
         return "" if "torchvision" in name else name
@@ -306,11 +306,11 @@ def _opaque(node: Any) -> str:
     return ""
 
 
-# Classes of nodes whose operation is never opaque. Others share one class for many operations.
+# Node classes whose operations are never opaque. Some other classes represent many operations.
 _transparent: set[type] = set()
 
 
 def _kind_in_place_on_a_view(node: Any) -> str:
-    """Return the kind of the nonlinearity that a copy into a slice wraps; "" for other nodes."""
+    """Return the kind of nonlinearity that a node applies in place on a view; "" for other nodes."""
     inner = wrapped_node(node)
     return "" if inner is None else _rectifier_kind(inner) or _other_kinds().get(type(inner), "")

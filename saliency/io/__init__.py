@@ -1,1 +1,1 @@
-"""Read images of any kind, and write files that are complete or absent."""
+"""Read and preprocess images, and write files atomically."""

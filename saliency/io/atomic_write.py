@@ -1,4 +1,4 @@
-"""Write files that are complete or absent, and recognise image files by their names."""
+"""Write files atomically, and list the suffixes of image files."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
 )
-"""Suffixes of image files in a folder, including formats that cannot be read: these give an error.
+"""Suffixes of the files in a folder that count as images.
 
-A file that is named directly is read regardless of its suffix.
+Formats that cannot be read are included, so that they cause an error. A file that is given by its path is read
+regardless of its suffix.
 """
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; the file written there replaces `path` if the block raises no error.
+    """Yield a temporary path in the folder of `path`; its file replaces `path` if the block raises no error.
 
-    A symbolic link stays, and its target is replaced.
+    If `path` is a symbolic link, its target is replaced.
 
     Raises:
-        FileExistsError: A device or a pipe has that name.
+        FileExistsError: `path` is a device or a pipe.
     """
     path = Path(path)
     if is_stream(path):
@@ -39,7 +40,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{uuid4().hex}.part")
     try:
-        # Created here with the permissions of new files: some writers would use narrower ones.
+        # Create the file first, with the usual permissions: some writers would set narrower ones.
         temporary.touch()
         yield temporary
         temporary.replace(path)
@@ -55,7 +56,7 @@ def is_stream(path: Path) -> bool:
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    """Write a safetensors file that is complete or absent.
+    """Write a safetensors file atomically.
 
     Raises:
         OSError: The file cannot be written.

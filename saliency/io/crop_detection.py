@@ -1,4 +1,4 @@
-"""Use any callable from image to tensor as preprocessing, and detect its crop by transforming coordinate ramps."""
+"""Use any callable from image to tensor as preprocessing, and detect its crop from transformed coordinate ramps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of
 
 
 class TransformPreprocess:
-    """Preprocessing by any callable from a PIL image to a tensor, whose crop is detected.
+    """Any callable from a PIL image to a tensor, used as preprocessing.
 
-    The crop is detected from transformed coordinate ramps, once per image size. So a callable that resizes, crops, pads
-    and normalises needs no description.
+    Its crop is detected once per image size, by transforming coordinate ramps: images whose grey value is a coordinate
+    of the pixel. Therefore a callable that resizes, crops, pads and normalises needs no description.
 
     Args:
-        transform: Takes an RGB image and returns a float tensor (C, H, W), the same one every time.
+        transform: Takes an RGB image and returns a float tensor (C, H, W). It must be deterministic.
     """
 
     def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
@@ -35,7 +35,7 @@ class TransformPreprocess:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the lock, which can be neither copied nor pickled."""
+        """Return all attributes except the lock, which can be neither copied nor pickled."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,8 +59,8 @@ class TransformPreprocess:
         tensor: object = self.transform(picture)
         if not isinstance(tensor, Tensor):
             raise ImageError(
-                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); end it "
-                'with ToTensor, or extract the tensor: lambda p: processor(p, return_tensors="pt")'
+                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); append "
+                'ToTensor to it, or extract the tensor: lambda p: processor(p, return_tensors="pt")'
                 '["pixel_values"][0]'
             )
         if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
@@ -77,11 +77,11 @@ class TransformPreprocess:
         return float(ends.min()), float(ends.max())
 
     def box(self, picture_size: tuple[int, int]) -> Box:
-        """Return where the model's input lies on an image of (w, h) pixels, to a pixel.
+        """Return the box of the model's input on an image of (w, h) pixels, accurate to one pixel.
 
         Raises:
-            ImageError: The callable is random, flips, rotates or warps, or changes colours by more than a scale and an
-                offset.
+            ImageError: The callable is random, flips, rotates or warps the image, or changes its colours other than by
+                a scale and an offset.
         """
         with self._lock:
             if picture_size not in self._boxes:
@@ -94,7 +94,7 @@ _NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding c
 
 
 def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> Box:
-    """Transform grey ramps and read the coordinate of each output pixel."""
+    """Return the box, from the coordinate that each output pixel has in transformed grey ramps."""
     _require_repeatable(preprocess, picture_size)
     probe = _Probe(preprocess, picture_size)
     left, right = _span(probe, axis=2, length=picture_size[0])
@@ -103,7 +103,7 @@ def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[i
 
 
 def _transformed(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
-    """Transform a grey image of (w, h) pixels with values 0..1; returns (C, h, w)."""
+    """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w)."""
     grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
     picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
     output = preprocess(Image.fromarray(picture)).to(device="cpu", dtype=torch.float64)
@@ -111,23 +111,26 @@ def _transformed(preprocess: Callable[[Image.Image], Tensor], values: Any, size:
 
 
 def _require_repeatable(preprocess: Callable[[Image.Image], Tensor], size: tuple[int, int]) -> None:
-    """Transform an asymmetric image eight times: a flip with probability 1/2 stays hidden once in 128."""
+    """Raise ImageError if eight transforms of one asymmetric image differ.
+
+    A random flip with probability 1/2 is missed once in 128 times.
+    """
     edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
     ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
     first = _transformed(preprocess, ramp, edges)
     for _ in range(7):
         if not np.array_equal(_transformed(preprocess, ramp, edges), first, equal_nan=True):
             raise ImageError(
-                "the preprocessing gives another tensor every time; pass the transform for evaluation, "
-                "without random crops, flips or colours"
+                "the preprocessing is random: it gives different tensors for one image; pass the transform for "
+                "evaluation, without random crops, flips or colours"
             )
 
 
 class _Probe:
-    """Transformed grey images of one size, with the normalisation undone.
+    """Transformed grey images of one size, denormalised.
 
-    Black and white give the offset and scale of each output value. In the padding they agree. The images are grey so
-    that neither the order of channels nor a conversion to grey matters.
+    A black and a white image give the offset and the scale of each output value. Both are equal in the padding. The
+    images are grey, so neither the order of the channels nor a conversion to grey matters.
     """
 
     def __init__(self, preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> None:
@@ -137,14 +140,14 @@ class _Probe:
         if not np.isfinite(self.scale).all() or not self.scale.any():
             raise ImageError(
                 "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; "
-                "describe it by saliency.Preprocess, or pass float tensors"
+                "describe it with saliency.Preprocess, or pass float tensors"
             )
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
         deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)
 
     def profile(self, ramp: _Array, axis: int) -> _Array:
-        """Return a transformed ramp along an axis of (C, h, w); NaN for padding."""
+        """Return the denormalised values of a transformed ramp along one axis of (C, h, w); NaN in the padding."""
         values = ramp[:, None] if axis == 1 else ramp[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
             restored = (_transformed(self.preprocess, values, self.picture_size) - self.black) / self.scale
@@ -157,18 +160,18 @@ class _Probe:
 def _span(probe: _Probe, axis: int, length: int) -> tuple[float, float]:
     """Return where the output begins and ends on an axis of the image that is `length` pixels long."""
     centres = (np.arange(length) + 0.5) / length
-    places = length * probe.profile(centres, axis)  # the source of each output pixel's centre
+    places = length * probe.profile(centres, axis)  # in the image, of the centre of each output pixel
     start, step = _line(places, length)
     folds = int(min(0.05 * length / step, length / 64))
     if length > 256 and folds > 1:
-        # A ramp folded into a zigzag is that many times steeper, so 256 levels resolve a pixel.
+        # A zigzag of n folds is n times steeper than a ramp, so 256 grey levels resolve single pixels.
         zigzag = probe.profile(np.abs((centres * folds + 1) % 2 - 1), axis)
         start, step = _line(_unfolded(zigzag, start + step * np.arange(len(places)), length / folds), length)
     return (start - step / 2, start + step * (len(places) - 0.5))
 
 
 def _unfolded(zigzag: _Array, guess: _Array, fold: float) -> _Array:
-    """Return the places that a zigzag encodes, given a guess that identifies the fold; NaN near the corners."""
+    """Return the positions that a zigzag encodes, NaN near its corners. A guess of them identifies the fold."""
     which = np.floor(guess / fold)
     inside = np.abs(guess / fold - which - 0.5) < 0.35
     places = fold * (which + np.where(which % 2 == 0, zigzag, 1 - zigzag))
@@ -176,19 +179,21 @@ def _unfolded(zigzag: _Array, guess: _Array, fold: float) -> _Array:
 
 
 def _line(places: _Array, length: int) -> tuple[float, float]:
-    """Fit start and step of the places by least squares."""
+    """Return the start and the step of positions, fitted by least squares."""
     index = np.flatnonzero(np.isfinite(places))
     at, place = index.astype(np.float64), places[index]
     climb = place[-1] - place[0]
     if climb < -0.02 * length:
         raise ImageError(_NO_BOX.format("flips or rotates"))
-    if climb == 0 and length == 1:  # nothing to compare: the content is the whole axis
+    if climb == 0 and length == 1:  # the image has one pixel on this axis, so the content covers all of it
         step = length / len(index)
         return (float(step * (0.5 - index[0])), step)
     if climb <= 0:
-        raise ImageError("the preprocessing keeps so little of the image that its place cannot be detected")
+        raise ImageError(
+            "the preprocessing keeps so little of the image that the position of the crop cannot be detected"
+        )
     if climb < 0.5 * (len(index) - 1):
-        # Enlarged pixels are steps or slopes; both cross the border between two pixels at its place.
+        # In an enlarged ramp each pixel is a step or a slope. Both cross the border of two pixels at its position.
         borders = np.arange(math.floor(place[0]) + 1, math.ceil(place[-1]))
         if len(borders) > 1:
             at, place = np.interp(borders, place, at), borders.astype(np.float64)
@@ -199,5 +204,5 @@ def _line(places: _Array, length: int) -> tuple[float, float]:
         at, place = (at[inner], place[inner]) if inner.sum() > 1 else (at, place)
     step, start = np.polyfit(at, place, 1)
     if np.abs(place - start - step * at).max() > 1 + length / 128 + step or step <= 0:
-        raise ImageError("the preprocessing warps the image; only resizing, cropping and padding can be drawn")
+        raise ImageError("the preprocessing warps the image; only resizing, cropping and padding can be detected")
     return (float(start), float(step))

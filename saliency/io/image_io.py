@@ -24,12 +24,12 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEB
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
-# Formats that are named in the error, because users take them for images that can be read.
+# Formats that cannot be read, and that the error message names.
 _UNSUPPORTED = {
-    "HEIC, as phones take photos": rb"....ftyp(heic|heix|heim|heis|hevc|hevx)",
+    "HEIC, the photo format of many phones": rb"....ftyp(heic|heix|heim|heis|hevc|hevx)",
     "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
     "XML or SVG": rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)",
-    "Photoshop's": rb"8BPS",
+    "Photoshop": rb"8BPS",
     "PDF": rb"%PDF",
 }
 _UPRIGHT = {
@@ -46,9 +46,9 @@ _UPRIGHT = {
 def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open an image as a new upright RGB image.
 
-    EXIF orientation is applied, transparency is composed over white, 16 bits are scaled to 8, and an animation gives
-    its first frame. The format of a file is known by its content, whatever its name: AVIF, BMP, GIF, JPEG, JPEG 2000,
-    PNG, PPM, TIFF or WebP.
+    The EXIF orientation is applied, transparency is composited over white, and 16 bits are scaled to 8. Of an animation
+    the first frame is read. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG,
+    JPEG 2000, PNG, PPM, TIFF or WebP.
 
     Args:
         image: A path, a PIL image, a uint8 or uint16 array (H, W, 3), (H, W, 4), (H, W, 1) or (H, W), or a uint8 tensor
@@ -56,7 +56,7 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
         max_pixels: A larger image is refused before it is decoded.
 
     Raises:
-        ImageError: It is none of these, or the file is missing, damaged, too large or not an image.
+        ImageError: `image` is none of these, or the file is missing, damaged, too large or not an image.
     """
     if isinstance(image, str | os.PathLike):
         return _open_path(image, max_pixels)
@@ -75,7 +75,7 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
 def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
     name = os.fsdecode(path)
     try:
-        # Checked before opening, because a FIFO would block and a device may act, and again on the open file.
+        # Check before opening, since a FIFO would block and a device may have side effects; then check the open file.
         _require_regular(name, Path(name).stat().st_mode)
         with open(name, "rb", opener=_open_nonblocking) as file:
             _require_regular(name, os.fstat(file.fileno()).st_mode)
@@ -99,11 +99,11 @@ def _require_regular(name: str, mode: int) -> None:
 def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an open file as an upright RGB image.
 
-    Pillow's readers are called directly, so that the size is checked before anything is decoded. `Image.open` would
-    check it against a global limit, by a warning that no single thread can change.
+    Pillow's readers are called directly, so that the size is checked before anything is decoded. `Image.open` only
+    warns above a global limit, and warnings cannot be configured for a single thread.
 
     Raises:
-        ImageError: It is empty, damaged, too large or not an image.
+        ImageError: The file is empty, damaged, too large or not an image.
     """
     head = file.read(32)
     readers = [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]
@@ -123,15 +123,12 @@ def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Ima
 
 
 def _checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
-    """Check the size, then decode and convert. Every error of Pillow becomes an ImageError."""
+    """Check the size, then decode and convert to upright RGB. Every Pillow error becomes an ImageError."""
     width, height = image.size
     if width < 1 or height < 1:
         raise ImageError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
-        raise ImageError(
-            f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; "
-            "make it smaller, or pass max_pixels= if you trust it"
-        )
+        raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
     try:
         return _as_rgb(_upright(image))
     except ImageError as error:
@@ -147,7 +144,7 @@ def _upright(image: Image.Image) -> Image.Image:
     image.load()
     try:
         turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # noqa: BLE001 - damaged metadata say nothing about the pixels
+    except Exception:  # noqa: BLE001 - pixels can be intact although the metadata is damaged
         turn = None
     return image if turn is None else image.transpose(turn)
 
@@ -157,11 +154,13 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         image = _eight_bits(image)
     if image.mode == "F":
-        raise ImageError("floating-point pixels have no agreed range; save it as 8 bit, or pass a uint8 array")
+        raise ImageError(
+            "floating-point pixels have no agreed range; save the image with 8 bits, or pass a uint8 array"
+        )
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         colour = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", colour.size, "white"), colour)
-    rgb = image.convert("RGB")  # a copy if it is RGB already
+    rgb = image.convert("RGB")  # a copy, even if it is RGB already
     rgb.info.clear()
     return rgb
 
@@ -170,7 +169,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
-        raise ImageError(f"its pixels lie in {low}..{high}, expected 0..65535; save it as 8 bit")
+        raise ImageError(f"its pixels lie in {low}..{high}, expected 0..65535; save the image with 8 bits")
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         values[values == transparent] = 65535

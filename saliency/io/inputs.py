@@ -1,4 +1,4 @@
-"""Read images of any kind as one batch for the model, with the place of each image on its original."""
+"""Read images of any kind as one batch, and keep the position of the model's input on each original image."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ class Batch:
     """Batch of images, and where each lies on its original."""
 
     tensor: Tensor  # (N, C, H, W), normalised
-    frames: tuple[Frame | None, ...]  # None for an image that came as a float tensor
+    frames: tuple[Frame | None, ...]  # None for an image that was given as a float tensor
 
 
 def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: Tensor | None = None) -> Batch:
     """Read images as one batch.
 
     Paths, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors, (C, H, W) or
-    (N, C, H, W), are the model's own normalised input. They pass through, without a copy if device and type fit.
+    (N, C, H, W), are the model's own normalised input. They are used unchanged, and copied only if
+    their device or dtype differs.
 
     Args:
         images: One image, or a sequence of images.
-        preprocess: From a PIL image to a tensor; float tensors do not need it.
-        like: A tensor whose device and floating-point type the batch takes.
+        preprocess: The preprocessing, from a PIL image to a tensor; not used for float tensors.
+        like: A tensor that sets the device and floating-point dtype of the batch; by default the first float tensor.
 
     Raises:
-        ImageError: Something is not an image, cannot be read, or does not fit the others.
+        ImageError: An input is not an image, cannot be read, or differs from the others in size.
         NonFiniteError: A float tensor holds NaN or infinity.
 
     Warns:
@@ -65,7 +66,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
 
 def _as_items(images: ImagesLike) -> list[ImageLike]:
-    """Return the single images; a uint8 tensor (N, C, H, W) is N images, a float tensor is one item."""
+    """Split the images into items: a uint8 tensor (N, C, H, W) is N items, a float tensor is one item."""
     if isinstance(images, Sequence) and not isinstance(images, str | bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
@@ -110,10 +111,10 @@ def _checked(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label}, {image.layout} on {image.device}; expected an ordinary tensor with values")
     if type(image).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ImageError(f"{label} is a {type(image).__name__}; expected a plain torch.Tensor")
-    # A subclass, as some data loaders create, would put views of its own into the graph in every operation.
+    # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
     tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]
-    # Two numbers per image and one transfer for all: NaN and infinity show in the extremes.
+    # NaN and infinity appear in the minimum or maximum, which need only one transfer from the device for all images.
     extremes = torch.stack([torch.stack(torch.aminmax(_in_memory_order(each))) for each in tensor]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -156,6 +157,6 @@ def _require_one_size(tensors: list[Tensor]) -> None:
     if index is not None:
         first, other = (" x ".join(map(str, size)) for size in (sizes[0], sizes[index]))
         raise ImageError(
-            f"the images of one batch must agree in size: image 0 is {first} and image {index} is {other}; explain "
-            "them one by one, or crop or resize them alike"
+            f"the images of one batch must have the same size: image 0 is {first} and image {index} is {other}; "
+            "explain them one by one, or crop or resize them to one size"
         )

@@ -34,7 +34,7 @@ _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be en
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Place of the model's input on the original image.
+    """Position of the model's input on the original image.
 
     The box is in pixels of `picture` (RGB, upright), may be fractional, and extends beyond the image where the
     preprocessing padded it.
@@ -55,8 +55,8 @@ class Preprocess:
         resize: The length of the shorter edge, or (h, w); None keeps the size of the image.
         mean, std: One number per channel, for values in 0..1.
         interpolation: One of nearest, box, bilinear, hamming, bicubic, lanczos.
-        fit: How the image is resized to a `resize` of (h, w): "stretch" to it, "cover" it, or be "contain"ed in it; the
-            latter two keep the aspect ratio.
+        fit: How an image is resized if `resize` is (h, w): "stretch" changes its aspect ratio; "cover" keeps it and
+            covers (h, w); "contain" keeps it and fits into (h, w).
         fill: The colour of the padding.
 
     Raises:
@@ -101,7 +101,7 @@ class Preprocess:
         """Convert `weights.transforms()` of a torchvision classification, segmentation or detection model.
 
         Raises:
-            ImageError: It is not one of these presets.
+            ImageError: `transform` is not one of these presets.
         """
         if type(transform).__name__ == "ObjectDetection":  # only scales to 0..1
             return cls(None, None, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -124,7 +124,7 @@ class Preprocess:
     def from_timm(cls, config: Mapping[str, Any]) -> Preprocess:
         """Convert timm's `pretrained_cfg` or a resolved data config to its evaluation transform.
 
-        The size is `input_size`; for the test size resolve the config with `use_test_size=True` first.
+        The size is `input_size`; for the test size, first resolve the config with `use_test_size=True`.
 
         Raises:
             ImageError: The config is not for RGB, or has no `input_size`.
@@ -211,7 +211,7 @@ class Preprocess:
         return canvas
 
     def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
-        """Return the (w, h) of an image of (w, h) after resizing, rounded as the libraries round."""
+        """Return the size (w, h) of an image after resizing, rounded as in torchvision and timm."""
         width, height = picture_size
         if self.resize is None:
             return picture_size
@@ -239,7 +239,7 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     """Convert a torchvision preset, a timm config or any callable to a preprocessing.
 
     Raises:
-        ImageError: It is none of these.
+        ImageError: `like` is none of these.
     """
     if isinstance(like, Preprocess | TransformPreprocess):
         return like
@@ -256,7 +256,7 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
 
 
 def _is_torchvision_preset(transform: object) -> bool:
-    """Return whether it is an image preset (the video preset has no `antialias`), without importing torchvision."""
+    """Detect an image preset without importing torchvision. The video preset has no `antialias`."""
     described = all(hasattr(transform, name) for name in ("resize_size", "mean", "std", "interpolation", "antialias"))
     return described or (
         type(transform).__name__ == "ObjectDetection" and type(transform).__module__.startswith("torchvision.")
@@ -284,7 +284,7 @@ def _edges(edges: Any) -> int | tuple[int, int]:
 
 def _filter_name(interpolation: Any) -> str:
     name = str(getattr(interpolation, "value", interpolation))
-    return "bilinear" if name == "random" else name  # timm's word for training with either
+    return "bilinear" if name == "random" else name  # timm's name for a random choice in training
 
 
 def _offset(resized: int, crop: int) -> int:

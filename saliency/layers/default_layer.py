@@ -22,7 +22,7 @@ from .layout import Grid, Layout, is_channels_first, is_map, layout_from
 
 _Score = Callable[[Any], Tensor]
 
-# Centres of the patches that are changed, as shares of height and width: no two in one row, column or quarter.
+# Centres of the patches that are changed, as fractions of height and width: no two in the same row, column or quadrant.
 _CENTRES = ((0.2, 0.3), (0.3, 0.8), (0.7, 0.15), (0.85, 0.65))
 _PATCH = 1 / 8  # of the height and width
 _PROJECTIONS = 3
@@ -41,19 +41,19 @@ class SpatialLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerScan:
-    """Layers of a model in one forward of one image."""
+    """Layers of a model, found in one forward of one image."""
 
-    modules: tuple[int, ...]  # ids of the modules: a changed model is scanned again
+    modules: tuple[int, ...]  # their ids, by which a changed model is detected and scanned again
     shapes: dict[str, tuple[int, ...] | None]  # in the order in which the layers finished
     grids: tuple[Grid, ...]
     spatial: tuple[SpatialLayer, ...]
     candidates: tuple[SpatialLayer, ...]  # for the default layer
-    scrambled_layers: frozenset[str]  # layers that look like maps, but whose cells are not in the order of the image
-    chosen: str | None  # None also if only a target finds the scores in the output, as for a detector
-    alive: bool  # whether the score has a gradient at the chosen layer
+    scrambled_layers: frozenset[str]  # outputs have the shape of maps, but their cells are not in image order
+    chosen: str | None  # the default layer; None also if it depends on the target, as for a detector
+    alive: bool  # whether the score has a gradient at the default layer
 
     def stages(self, most: int = 3) -> tuple[str, ...]:
-        """Return the outermost layer that ends each of the last resolutions, the finest first."""
+        """Return the last of the outermost layers of each of the last `most` resolutions, the finest first."""
         if self.chosen is None:
             return ()
         best: dict[Grid, SpatialLayer] = {}
@@ -74,9 +74,9 @@ _scans_lock = threading.Lock()
 def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> LayerScan:
     """Scan the layers of a model; the result is cached per model and input shape.
 
-    The forward runs on noise in the shape of `x`, so that the default layer does not depend on the first image. If the
-    output does not show which tensor holds the scores, as for a detector, which detects nothing in noise, the layer is
-    chosen with `target` on `x`, in up to three more forwards. The model is in `prepared_for_attribution`.
+    The forward runs on noise in the shape of `x`, so that the default layer does not depend on the first image. A
+    detector finds nothing in noise, and its output does not show which tensor holds the scores. For such an output, the
+    layer is chosen with `target` on `x`, in up to three more forwards. The model must be in `prepared_for_attribution`.
 
     Raises:
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
@@ -87,11 +87,11 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         scan = _scans.get(model, {}).get(shape)
     if scan is not None and scan.modules == modules and (scan.chosen is not None or target is None):
         return scan
-    # Recordings and edits of the user do not act: the layer is that of the model itself.
+    # Disable recordings and edits of the user: the default layer must not depend on them.
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None or scan.modules != modules:
             scan = _scan(model, _noise(1, *shape).to(x), modules)
-        # If no layer has a gradient, as with a head of zeros, the next call may choose better.
+        # Do not cache a scan without gradients, as with a head of zeros: a later call may find a better layer.
         if scan.alive:
             with _scans_lock:
                 _scans.setdefault(model, {})[shape] = scan
@@ -100,7 +100,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
             if chosen is None:
                 raise TargetError(
                     "the score has no gradient at any layer with a spatial extent: the target or the model detaches "
-                    "it, takes an argmax or a number of it, or nothing was detected in one of the images"
+                    "it, uses argmax or .item(), or nothing was detected in one of the images"
                 )
             return replace(scan, chosen=chosen.name)
     return scan
@@ -139,7 +139,7 @@ def _scan(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
     candidates = _candidates(model, spatial, classes)
     scrambled = scrambled_layers(model, x, [layer for layer in candidates if layer.layout.kind != "NCHW"])
     ordered = tuple(layer for layer in candidates if layer.name not in scrambled)
-    # A network with random weights may mix its tokens so much that a change shows anywhere. Then keep all of them.
+    # With random weights, tokens may be mixed so much that a change appears in any cell. Then keep all candidates.
     candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
     scan = LayerScan(modules, shapes, grids, spatial, candidates, scrambled, None, True)
     try:
@@ -157,8 +157,8 @@ def _top_score(output: Any) -> Tensor:
 def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: int | None) -> tuple[SpatialLayer, ...]:
     """Return the candidates for the default layer, in the order in which they finished.
 
-    Excluded are single cells, images, the class scores of a segmentation, pooling before the head, layers without
-    effect in evaluation mode, and the inside of an attention: its maps of token by token, its queries and keys.
+    These layers are excluded: single cells, images, the class scores of a segmentation, pooling before the head, layers
+    without effect in evaluation mode, attention maps (tokens by tokens), queries and keys.
     """
     tokens = {layer.shape[1] for layer in spatial if layer.layout.kind == "NTC"}
 
@@ -190,9 +190,9 @@ def _last_alive(
 ) -> SpatialLayer | None:
     """Return the last candidate at which the score of every image has a gradient.
 
-    In a vision transformer with a class token, the patches of the last block's output have none; the layer before its
-    attention has. Mostly one more forward decides: recording begins at the last candidate, and earlier only if that one
-    has no gradient.
+    In a vision transformer with a class token, the patch tokens have no gradient after the last block, but do have one
+    before its attention. Usually one more forward is enough: recording begins at the last candidate, and begins earlier
+    only if that one has no gradient.
     """
     for part in (candidates[-1:], candidates[-24:-1], candidates[:-24]):
         alive = _with_gradient(model, x, part, target) if part else []
@@ -231,10 +231,10 @@ def _is_one_of(calls: list[Tensor]) -> bool:
 
 
 def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> frozenset[str]:
-    """Return the names of the layers in which the strongest change is not where the image was changed.
+    """Return the names of the layers whose strongest change is not at the position where the image was changed.
 
-    Some networks order their tokens unlike the rows of the image, and some outputs without places look like maps. Their
-    shapes do not show it. This runs one forward of the image, and one for each of four patches. The model is in
+    Some networks reorder their tokens, and some outputs without positions have the shape of maps. This cannot be seen
+    in the shapes. It takes one forward of the image, and one for each of four patches. The model must be in
     `prepared_for_attribution`.
 
     Args:
@@ -253,7 +253,7 @@ def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]
 
 
 def _changed(x: Tensor, centre: tuple[float, float]) -> Tensor:
-    """Return the image with a patch of noise, as strong as the image itself."""
+    """Return the image with noise added in a patch. The noise has the standard deviation of the image."""
     height, width = x.shape[-2:]
     rows, columns = max(1, round(height * _PATCH)), max(1, round(width * _PATCH))
     top, left = round(centre[0] * height - rows / 2), round(centre[1] * width - columns / 2)
@@ -264,7 +264,7 @@ def _changed(x: Tensor, centre: tuple[float, float]) -> Tensor:
 
 
 def _signatures(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> dict[str, Tensor]:
-    """Return a few random projections (P, h, w) of the channels of each layer: they show a change, and are small."""
+    """Return a few random projections (P, h, w) of each layer's channels, which are small but show any change."""
     signatures: dict[str, Tensor] = {}
 
     def project(layer: SpatialLayer, output: Any) -> None:
@@ -281,9 +281,10 @@ def _signatures(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> 
 
 
 def _lies_at(change: Tensor, centre: tuple[float, float]) -> bool:
-    """Return whether a change close to the strongest is within a cell, or an eighth of the image, of the patch.
+    """Return whether the change near the patch is comparable to the strongest change.
 
-    Networks that mix all places spread a change; one that stores its places in another order shows none at the patch.
+    Near means within about one cell, or an eighth of the image. Networks that mix all positions spread a change over
+    the map; a network that reorders its positions shows no change near the patch.
     """
     strength = change.square().sum(0).sqrt()
     height, width = strength.shape

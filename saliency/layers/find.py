@@ -26,7 +26,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
         return name, layer
     if not isinstance(layer, str):
         raise LayerError(f"a layer is a dotted name or a module, got {type(layer).__name__}")
-    # Names from a wrapped model have the wrapper's prefix.
+    # Names of layers in a wrapped model start with the wrapper's prefix.
     for name in (layer, layer.removeprefix("_orig_mod.").removeprefix("module.")):
         if name in modules:
             return name, modules[name]
@@ -45,7 +45,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     """Return the layout of a layer's output.
 
     Args:
-        model: The model, in `prepared_for_attribution`.
+        model: The model, inside `prepared_for_attribution`.
         name: The name of the layer.
         tensor: The output of the layer for the batch.
         x: (N, C, H, W) the batch.
@@ -70,7 +70,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         )
     if scan is not None and name in scan.scrambled_layers:
         warn(
-            f'the cells of layer "{name}" are not in the order of the image: a change of the image shows elsewhere, so '
-            "its map may be scrambled"
+            f'the cells of layer "{name}" are not in the order of the image: a change of the image appears at another '
+            "position, so its map may be scrambled"
         )
     return layout

@@ -26,7 +26,7 @@ _CHANNELS_FIRST = (
 class Layout:
     """Layout of a layer's output in memory, and its conversion to maps.
 
-    `kind` is "NCHW", "NHWC" or "NTC" (tokens); `prefix` is the number of tokens without a place (class, distillation
+    `kind` is "NCHW", "NHWC" or "NTC" (tokens); `prefix` is the number of tokens without a position (class, distillation
     and register tokens).
     """
 
@@ -72,7 +72,7 @@ def is_channels_first(module: nn.Module) -> bool:
 
 
 def is_plain(shape: tuple[int, ...], size: Grid) -> bool:
-    """Return whether the aspect ratio of an output fits channels first, and no worse than channels last."""
+    """Return whether the aspect ratio of an output fits channels first, at least as well as channels last."""
     return len(shape) == 4 and _misfit(shape[2:], size) <= min(2, _misfit(shape[1:3], size))
 
 
@@ -90,9 +90,9 @@ def is_map(shape: tuple[int, ...], size: Grid) -> bool:
 
 
 def _token_layout(tokens: int, size: Grid, grids: Iterable[Grid]) -> Layout | None:
-    """Return the grid whose cells, with a short prefix, make up the number of tokens.
+    """Return the layout of a number of tokens: a grid of cells after a short prefix.
 
-    A grid of another layer is preferred; else the one with square cells and the shortest prefix.
+    The grid of another layer is preferred; otherwise the cells are square and the prefix is the shortest possible.
     """
     known = [(tokens - h * w, (h, w)) for h, w in grids if 0 <= tokens - h * w <= 16]
     if known:

@@ -1,4 +1,4 @@
-"""Blend a map with an image: placement of the cells, colours, and mixing. Overlays, sheets and figures share it."""
+"""Blend a map with an image: placement of the cells, colours, and mixing. Used by overlays, sheets and figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STRIP = 64  # rows resized at once: the weights of a strip cover few cells, and 
 
 @dataclass(frozen=True, slots=True)
 class Shade:
-    """Map as a share of its full colour: -1..1 if it is signed, else 0..1."""
+    """Map divided by its limit: -1..1 if it is signed, else 0..1."""
 
     values: Plane  # (h, w)
     sign: Sign
@@ -49,14 +49,14 @@ class Shade:
 
 
 def require_one(explanation: Explanation, name: str) -> None:
-    """Raise RenderError unless it is an explanation of one image, which `name` draws."""
+    """Raise RenderError unless `explanation` is of one image. `name` is the function that draws it."""
     require_explanation(explanation, name)
     if len(explanation) != 1:
         raise RenderError(f"{name} draws one image and got {len(explanation)}; write [{name}(e) for e in explanation]")
 
 
 def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Frame:
-    """Return the image to draw on with the place of the map: the explanation's own, or all of `picture`."""
+    """Return the frame to draw on: that of the explanation, or one that covers all of `picture`."""
     if picture is not None:
         opened = open_picture(picture)
         return Frame(opened, (0.0, 0.0, float(opened.width), float(opened.height)))
@@ -82,8 +82,8 @@ def shade(
         RenderError: The limit is negative or not finite, or an option is unknown.
 
     Warns:
-        SaliencyWarning: The map is constant, so the drawing shows nothing; or its values are below the rounding error,
-            which is drawn as zero unless it is a gradient. The warning states the reason.
+        SaliencyWarning: The map is constant, so the drawing shows nothing; or its values are below the rounding error.
+            Such values are drawn as zero, except for gradients. The warning states the reason.
     """
     used_sign = explanation.sign if sign is None else sign
     reduced = reduce_channels(explanation, None, sign)
@@ -107,10 +107,11 @@ def shade(
 def _rounding(explanation: Explanation) -> float:
     """Return the rounding error of the score; 0 if the values are not in units of the score.
 
-    Measured in float32 against float64 on five networks. For an image's similarity to itself, whose gradient is zero,
-    the largest values of gradients, Grad-CAM and Layer-CAM are 0.23 of it at most, those of Grad-CAM++ and DeconvNet 5.
-    For a probability of 1 - 1e-6 the maps are still right, and their largest values are 2.8 of it at least. Half types
-    count as float32: their gradients have a relative error, which is far below the rounding of the score.
+    It was compared with measured errors, float32 against float64, on five networks. An image's similarity to itself has
+    a gradient of zero. There, the largest values of gradients, Grad-CAM and Layer-CAM are at most 0.23 times this
+    error, and those of Grad-CAM++ and DeconvNet 5 times. For a probability of 1 - 1e-6 the maps are still correct, and
+    their largest values are at least 2.8 times this error. Half types count as float32: their gradients have a relative
+    error, which is far below the rounding error of the score.
     """
     if units(explanation) not in IN_SCORE:
         return 0.0
@@ -136,7 +137,7 @@ def _why_flat(explanation: Explanation, value: float, has_negative: bool) -> str
     if has_negative:
         return f'{where} is zero everywhere: all values are negative; sign="signed" shows them'
     if explanation.values.shape[-2:].numel() == 1:
-        return f"{where} is a single cell, as the output of the layer; choose an earlier layer"
+        return f"{where} is a single cell, like the output of the layer; choose an earlier layer"
     if value == 0:
         return f"{where} is zero everywhere: by this method, nothing in the image changes the score"
     return f"{where} is constant ({value:.3g}), so it highlights nothing"
@@ -186,11 +187,11 @@ def _whole(low: float, high: float, length: int) -> range:
 
 
 def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
-    """Resize the map to the pixels of the window, bilinear by centres: (rows, columns).
+    """Resize the map to the pixels of the window, bilinearly between the centres of cells: (rows, columns).
 
     Beyond the centres of the outermost cells the map is constant. If cells are smaller than pixels, all cells under a
-    pixel are averaged, so no value falls between pixels. OpenCV's affine warp is not used: its older versions round
-    positions to 1/32 of a cell, which shows as stairs on 7 x 7 maps.
+    pixel are averaged, so no cell is skipped. OpenCV's affine warp is not used: its older versions round
+    positions to 1/32 of a cell, which is visible as steps on 7 x 7 maps.
     """
     left, top, right, bottom = frame.box
     wide = _stretch(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
@@ -227,11 +228,11 @@ def _averaged(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) ->
 
 
 def paint(
-    frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity, trust: Plane | None = None
+    frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity, visibility: Plane | None = None
 ) -> Image.Image:
     """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
-    `trust` (h, w) is the share of each cell's colour that is shown, 0 to 1; None shows all of it.
+    `visibility` (h, w) scales the opacity of each cell, 0 to 1; None leaves it unchanged.
     """
     import cv2
 
@@ -241,10 +242,10 @@ def paint(
     pixels: Pixels = np.array(rgb(frame.picture))
     photo = pixels[inside.area]
     colors = cv2.applyColorMap(_entries(shares, shading.sign), shading.table(colormap)[:, None])
-    if strength is None or trust is not None:
+    if strength is None or visibility is not None:
         weight = np.abs(shares) if strength is None else np.full_like(shares, strength)
-        if trust is not None:
-            weight *= spread(trust, frame, inside)
+        if visibility is not None:
+            weight *= spread(visibility, frame, inside)
         pixels[inside.area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
     else:
         pixels[inside.area] = cv2.addWeighted(photo, 1 - strength, colors, strength, 0)
@@ -282,11 +283,11 @@ def title(explanation: Explanation) -> str:
 
 
 def method_title(explanation: Explanation) -> str:
-    """Return the class name of the method; its registered name if this installation has no such method."""
+    """Return the name of the method's Python class, or its registered name if this installation lacks the method."""
     method = METHODS.get(explanation.method)
     return method.__name__ if method else explanation.method
 
 
 def units(explanation: Explanation) -> str:
-    """Return the units of the map, if the method declares `units`; else a name of the value."""
+    """Return the units of the map, if the method declares `units`; else "<method> value"."""
     return getattr(METHODS.get(explanation.method), "units", "") or f"{method_title(explanation)} value"

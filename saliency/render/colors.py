@@ -1,6 +1,6 @@
 """Colour tables of 256 RGB entries, for every colour map of matplotlib.
 
-matplotlib is imported with the first table.
+matplotlib is imported when the first table is created.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def colormaps() -> tuple[str, ...]:
 def table(name: str, centred: bool = False) -> NDArray[np.uint8]:
     """Return 256 colours from the lowest value to the highest: (256, 3) RGB, read-only.
 
-    A centred table has the middle of the colour map at entry 128, and its ends at 1 and 255, equally far; otherwise a
-    table of even length has no middle entry. Its entry 0 equals entry 1.
+    In a centred table, entry 128 is the middle of the colour map, and entries 1 and 255 are its ends. Entry 0 equals
+    entry 1: a table of even length has no middle entry otherwise.
 
     Raises:
         RenderError: matplotlib has no such colour map; the message has the closest names.
@@ -39,7 +39,7 @@ def table(name: str, centred: bool = False) -> NDArray[np.uint8]:
 
     if name not in mpl.colormaps:
         raise RenderError(
-            f'no colour map "{name}"; use a name of matplotlib, such as {SEQUENTIAL} or {DIVERGING}'
+            f'no colour map "{name}"; use the name of a matplotlib colour map, such as {SEQUENTIAL} or {DIVERGING}'
             f"{did_you_mean(name, colormaps())}"
         )
     steps = np.arange(256)

@@ -51,13 +51,13 @@ def figure(
 ) -> Figure:
     """Draw one row per image: the image, the overlay, and a colour bar in the map's units.
 
-    The bar shows the colours before they are mixed with the image. Its ends are pointed if values exceed it.
+    The bar shows the colours before they are mixed with the image. An end is pointed if values lie beyond it.
 
     Args:
         explanations: Any number of explanations, of one or more images.
         opacity: As in `overlay`.
         colormap: As in `overlay`.
-        shared: One scale for all rows, so that equal colours are equal values.
+        shared: Use one scale for all rows, so that equal colours mean equal values.
         label: The label of the bar; by default the method's units.
 
     Returns:
@@ -100,10 +100,10 @@ def _draw_row(
     right.set_title(method_title(image))
     for axes in (left, right):
         axes.set_axis_off()
-    beside = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the image, whatever its shape
+    bar_axes = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the image, for any aspect ratio
     numbers = ScalarFormatter()
     numbers.set_powerlimits((-3, 4))
-    bar = drawing.colorbar(_scale(shading, colormap), cax=beside, extend=_ends(shading), format=numbers)
+    bar = drawing.colorbar(_scale(shading, colormap), cax=bar_axes, extend=_ends(shading), format=numbers)
     bar.set_label(label)
     bar.outline.set_visible(False)
 

@@ -5,7 +5,7 @@ Nothing is normalised. All drawing takes its maps and limits from here. The defa
 
     sign        `Explanation.sign`, as in the paper of the method
     channels    their sum; for magnitudes the largest of them (Simonyan 2013)
-    saturation  `usual_percentile`, by whether there is a value per colour channel
+    saturation  `usual_percentile`: 99.5 with a value per colour channel, otherwise none
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def heatmap(
 ) -> Tensor:
     """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
 
-    Half and bfloat16 values are reduced in float32; other types stay. The resize is bilinear by pixel centres
-    (`align_corners=False`), with antialiasing if it shrinks.
+    Half and bfloat16 values are reduced in float32; other types are kept. The resize is bilinear by pixel centres
+    (`align_corners=False`), with antialiasing if the map shrinks.
 
     Args:
         explanation: The result of a method; it does not change.
@@ -52,12 +52,12 @@ def heatmap(
             in the paper of the method.
         channels: "sum", "mean" or "max_abs" (the channel that is furthest from zero, with its sign); by default the
             sum, and "max_abs" if the sign is "absolute".
-        percentile: Clips, per image, the magnitudes above this percentile of all magnitudes (99.5 suits gradients); by
-            default nothing is clipped. The units stay.
+        percentile: Clip the magnitudes of each image at this percentile of them (99.5 suits gradients); by default
+            nothing is clipped. The units do not change.
 
     Raises:
         NonFiniteError: A value is NaN or infinite; the message names the image.
-        RenderError: Not an explanation, an unknown name, a size below 1, or a percentile outside 0..100.
+        RenderError: `explanation` is not an explanation, or an option is invalid.
     """
     require_explanation(explanation, "heatmap")
     maps = read_sign(reduce_channels(explanation, channels, sign), explanation.sign if sign is None else sign)
@@ -68,7 +68,7 @@ def heatmap(
 
 
 def require_explanation(given: object, name: str) -> None:
-    """Raise RenderError unless it is an explanation; `name` is the function that takes it."""
+    """Raise RenderError unless `given` is an explanation. `name` is the function that takes it."""
     if not isinstance(given, Explanation):
         raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(given).__name__}")
 
@@ -105,8 +105,8 @@ def read_sign(maps: Tensor, sign: Sign) -> Tensor:
 def limits(maps: Tensor, percentile: float | None) -> Tensor:
     """Return the magnitude that `percentile` % of each map's pixels do not exceed: (N,); the largest for None.
 
-    It is always the magnitude of a pixel. If it is zero but the map is not (a few nonzero pixels), it is the largest:
-    clipping must not erase a map.
+    It is always the magnitude of a pixel. If it would be zero for a map with a few nonzero pixels, the largest is
+    returned: clipping must not erase a map.
 
     Raises:
         RenderError: The percentile is not above 0 and at most 100.
@@ -126,7 +126,7 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
 def usual_percentile(explanation: Explanation) -> float | None:
     """Return the default percentile of drawing: 99.5 for values per colour channel, None for smooth maps.
 
-    Gradients at the input have a few pixels far above the rest, which would leave all others dark. Maps with one
+    Gradients at the input are far larger at a few pixels, which would leave all others dark. Maps with one
     channel (CAMs, occlusion) are smooth, and their peak is significant.
     """
     return SPECKLED_PERCENTILE if explanation.values.shape[1] > 1 else None
@@ -138,9 +138,9 @@ def shared_limit(
     sign: Sign | None = None,
     percentile: Percentile = "auto",
 ) -> float:
-    """Return the map value at which the strongest of several images reaches its full colour, in the maps' units.
+    """Return the largest map value at full colour of several images, in the maps' units.
 
-    Passed as `limit=` to several drawings, it gives them one scale: equal colours are equal values.
+    Pass it as `limit=` to several drawings to give them one scale: equal colours then mean equal values.
 
     Args:
         explanations: Any number of explanations, of one or more images.
@@ -184,7 +184,7 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
         if count:
             raise NonFiniteError(
                 f"the {explanation.method} map of image {image} is NaN or infinite at {count} of "
-                f"{maps[image].numel()} pixels; check the score and the model's weights, and use another type if "
+                f"{maps[image].numel()} pixels; check the score and the model's weights, and use another dtype if "
                 "float16 overflows"
             )
 
@@ -202,7 +202,7 @@ def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def standard_error(explanation: Explanation) -> Explanation:
-    """Return the standard errors of an explanation as an explanation, to draw and measure like any other.
+    """Return the standard errors of an explanation as an explanation, which can be drawn and measured like any other.
 
     Args:
         explanation: An explanation by a method that samples.
@@ -226,8 +226,8 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
     """Return how many standard errors each pixel of the map is away from zero: (N, h, w), without a unit.
 
     About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
-    fully correlated errors: the true significance is not smaller. A value without error counts as infinitely far, and
-    zero without error as 0.
+    fully correlated errors: the true significance is not smaller. A nonzero value without error counts as infinitely
+    far, and a zero value as 0.
 
     Args:
         explanation: An explanation by a method that samples.

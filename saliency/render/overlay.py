@@ -1,11 +1,11 @@
-"""Draw an explanation over the original image, or cut out the image by it, and save images.
+"""Draw an explanation over the original image, or show the image only where the map is strong, and save images.
 
 overlay        the image with the map over it
 cutout         the image only where the map is strong
 contact_sheet  images by methods, with titles
 figure         a matplotlib figure with a colour bar in the map's units
 shared_limit   one scale for several drawings
-save_picture   fast writing of files that are complete or absent
+save_picture   fast and atomic writing of image files
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def overlay(
 ) -> Image.Image:
     """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
-    Outside the model's crop, and everywhere at opacity 0, it equals the image bit for bit.
+    Outside the model's crop, and everywhere at opacity 0, the result equals the image bit for bit.
 
     Args:
         explanation: An explanation of one image.
@@ -54,15 +54,15 @@ def overlay(
         opacity: 0..1, or "map" for the magnitude of the map, so that pixels at zero stay unchanged.
         colormap: Any name of matplotlib; by default inferno, and RdBu_r for signed maps, whose centre is zero.
         sign: As in `heatmap`; by default as in the paper of the method.
-        percentile: Where colours saturate, in percent of the map's magnitudes; None is the largest; "auto" is 99.5 for
-            gradients at the input and the largest for maps with one channel.
-        limit: The map value at full colour instead, such as a `shared_limit`.
-        min_significance: Fades the colours of pixels that are fewer standard errors than this from zero; 2 keeps what
-            is unlikely to be chance. For methods that sample; see `significance`.
+        percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
+            is 99.5 for gradients at the input, and the largest magnitude for maps with one channel.
+        limit: The map value at full colour, instead of a percentile, such as a `shared_limit`.
+        min_significance: Fade pixels that are fewer standard errors than this away from zero. With 2, pixels that may
+            be due to chance are faded. For methods that sample; see `significance`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: More images than one, no image to draw on, or an invalid option.
+        RenderError: There is more than one image, no image to draw on, or an invalid option.
 
     Warns:
         SaliencyWarning: The map is constant, or below the rounding error, which is drawn as zero.
@@ -70,12 +70,12 @@ def overlay(
     require_one(explanation, "overlay")
     shading = shade(explanation, sign, percentile, limit)
     return paint(
-        frame_of(explanation, picture), shading, colormap, opacity, _trust(explanation, sign, min_significance)
+        frame_of(explanation, picture), shading, colormap, opacity, _visibility(explanation, sign, min_significance)
     )
 
 
-def _trust(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
-    """Return the share of each cell's colour that is shown, 0 to 1 (h, w); None for all."""
+def _visibility(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
+    """Return the factor of each cell's opacity, 0 to 1 (h, w); None without `min_significance`."""
     if min_significance is None:
         return None
     min_significance = real_number(
@@ -104,14 +104,14 @@ def cutout(
     Args:
         explanation: An explanation of one image.
         picture: As in `overlay`.
-        keep: The share of the crop's pixels that is shown, those with the largest magnitudes (also pixels that tie with
-            the last of them, but no pixels at zero); None fades the image by the map.
+        keep: The share of the crop's pixels to show, those with the largest magnitudes: with ties, but without pixels
+            at zero. None fades the image by the map.
         background: A colour: a name ("white"), "#rrggbb", or another format of Pillow.
         sign: As in `heatmap`; by default as in the paper of the method.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: More images than one, no image to draw on, or an invalid option.
+        RenderError: There is more than one image, no image to draw on, or an invalid option.
 
     Warns:
         SaliencyWarning: The map is constant, or below the rounding error, which counts as zero.
@@ -146,11 +146,11 @@ def _on_background(picture: Image.Image, area: tuple[slice, slice], weight: Plan
 def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     """Write an image in the format of the path's suffix, and return the path.
 
-    The file is complete or absent: it is written under a temporary name and moved. PNG is lossless and several times
-    faster than Pillow's; JPEG and WebP have quality 90.
+    The file is written atomically: under a temporary name that is then changed. PNG is lossless, and written several
+    times faster than by Pillow; JPEG and WebP have quality 90.
 
     Raises:
-        RenderError: It is not a PIL image, or the suffix is not .png, .jpg, .jpeg or .webp.
+        RenderError: `picture` is not a PIL image, or the suffix is not .png, .jpg, .jpeg or .webp.
         OSError: The folder is missing, or not writable.
     """
     if not isinstance(picture, Image.Image):

@@ -80,11 +80,11 @@ class _Row:
 
     @property
     def one_class(self) -> bool:
-        return len({each.target_names[0] for each in self.explanations}) == 1
+        return len({explanation.target_names[0] for explanation in self.explanations}) == 1
 
     @property
     def drawn_height(self) -> int:
-        return max(each.height for each in self.thumbs)
+        return max(thumb.height for thumb in self.thumbs)
 
     def height(self, layout: _Layout) -> int:
         return self.drawn_height + (0 if self.one_class else layout.gap // 2 + 2 * layout.line)
@@ -172,7 +172,7 @@ class _Drawing:
 
 
 def _drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _Drawing:
-    """Resize the map to the thumbnail first, so that the limit is that of the averaged values."""
+    """Return the drawing of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
     frame = _shrunk(frame_of(explanation), thumb)
     inside = window(frame)
     largest = shade(explanation, percentile=None)
@@ -226,9 +226,9 @@ def _write_heads(pen: ImageDraw.ImageDraw, layout: _Layout, heads: Sequence[str]
 
 def _paste_thumbs(sheet: Image.Image, layout: _Layout, top: int, row: _Row) -> None:
     """Paste the thumbnails in the middle of their cells."""
-    for column, each in enumerate(row.thumbs):
-        left = layout.left(column) + (layout.thumb - each.width) // 2
-        sheet.paste(each, (left, top + (row.drawn_height - each.height) // 2))
+    for column, thumb in enumerate(row.thumbs):
+        left = layout.left(column) + (layout.thumb - thumb.width) // 2
+        sheet.paste(thumb, (left, top + (row.drawn_height - thumb.height) // 2))
 
 
 def _write_captions(pen: ImageDraw.ImageDraw, layout: _Layout, top: int, row: _Row) -> None:
@@ -241,9 +241,9 @@ def _write_captions(pen: ImageDraw.ImageDraw, layout: _Layout, top: int, row: _R
         _write_lines(pen, layout, (right, top + (row.drawn_height - height) // 2), names, probability(first), "rm")
         return
     below = top + row.drawn_height + layout.gap // 2
-    for column, each in enumerate(row.explanations, start=1):
-        name = ellipsised(each.target_names[0], font, layout.thumb)
-        _write_lines(pen, layout, (layout.centre(column), below), [name], probability(each), "mm")
+    for column, explanation in enumerate(row.explanations, start=1):
+        name = ellipsised(explanation.target_names[0], font, layout.thumb)
+        _write_lines(pen, layout, (layout.centre(column), below), [name], probability(explanation), "mm")
 
 
 def _write_lines(

@@ -1,1 +1,1 @@
-"""What is explained: from the model's output to one score per image."""
+"""Targets: functions from the model's output to one score per image."""

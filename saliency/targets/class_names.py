@@ -43,14 +43,14 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def _example(output: Any) -> str:
-    """Return the code of a target for an output in which it is not clear which tensor holds the scores."""
+    """Return the code of an example target, for the error message about an output with several tensors."""
     if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping) and output[0]:  # one per image
         return f"torch.stack([image[{_key(output[0])!r}].sum() for image in output])"
     return f"{_written(output, 'output')}.flatten(1).sum(1)"
 
 
 def _written(output: Any, path: str) -> str:
-    """Return the code of the first tensor, or of the scores, of an output."""
+    """Return the code that selects the scores of an output, or its first tensor."""
     if isinstance(output, Mapping) and output:
         return _written(output[_key(output)], f"{path}[{_key(output)!r}]")
     if isinstance(output, tuple | list) and output:
@@ -69,17 +69,17 @@ def as_categories(like: Any) -> tuple[str, ...]:
     """Convert a sequence of names, or a mapping of index to name, to class names in the order of the output.
 
     Raises:
-        TargetError: It is neither, or contains other objects than names.
+        TargetError: `like` is neither, or contains something other than names.
     """
     if isinstance(like, Mapping) and all(isinstance(key, int) for key in like):
         like = [like[key] for key in sorted(like)]
     if isinstance(like, str) or not isinstance(like, Sequence) or not all(isinstance(name, str) for name in like):
-        raise TargetError(f"class names are a list of strings in the order of the output, got {type(like).__name__}")
+        raise TargetError(f"expected class names as a list of strings in output order, got {type(like).__name__}")
     return tuple(like)
 
 
 def class_scores(output: Any) -> Tensor:
-    """Return the scores (N, classes) of an output; one value per image counts as one class.
+    """Return the scores (N, classes) of an output; an output (N,) has one class.
 
     Raises:
         TargetError: The output has another shape.
@@ -99,12 +99,12 @@ def class_probabilities(output: Any) -> Tensor:
     """Return the probabilities (N, classes): the softmax of the scores, or the scores if they are probabilities.
 
     Raises:
-        TargetError: The output is not (N, classes), or has one class, which has no softmax.
+        TargetError: The output is not (N, classes), or has only one class, so its softmax would be 1.
     """
     scores = class_scores(output)
     if scores.shape[1] == 1:
         raise TargetError(
-            "the model returns one number per image, which has no softmax; explain the number itself: "
+            "the model returns one number per image, whose softmax is always 1; explain the number itself: "
             "saliency.value(0), or saliency.value() for an output of shape (N,)"
         )
     known = scores.detach().float()
@@ -128,7 +128,7 @@ def per_image(classes: Any, images: int) -> list[Any]:
 
 
 def class_index(label: Any, categories: Categories) -> int:
-    """Return the index of a class, given by index or name. Raises TargetError, with the closest names, for others."""
+    """Return the index of a class, given by index or name. For an unknown name, TargetError has the closest names."""
     if not isinstance(label, str):
         index = class_number(label)
         if categories is not None and index >= len(categories):
@@ -145,14 +145,14 @@ def class_index(label: Any, categories: Categories) -> int:
         hint = did_you_mean(label, categories)
         if not hint and len(categories) <= _MOST_LISTED:
             hint = f"; the classes are {', '.join(categories)}"
-        raise TargetError(f'no class "{label}" among {len(categories)}{hint}')
+        raise TargetError(f'no class "{label}" among {len(categories)} classes{hint}')
     if len(matches) > 1:
         raise TargetError(f'several classes are named "{label}": {", ".join(map(str, matches))}; pass the index')
     return matches[0]
 
 
 def class_name(index: int, categories: Categories) -> str:
-    """Return the name of a class, or `class 7` if the model has none."""
+    """Return the name of a class; `class 7` if it has no name."""
     return categories[index] if categories is not None and index < len(categories) else f"class {index}"
 
 

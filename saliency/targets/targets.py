@@ -1,7 +1,7 @@
 """Targets: from the model's output to one score per image.
 
 A target is any function from the model's output to scores of shape (N,). The targets defined here also take class
-names, check their arguments before the model runs, and have names.
+names, check their arguments before the model runs, and have a name for display.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ TargetLike = int | str | Sequence[int] | Sequence[str] | Tensor | Target | None
 
 
 class OutputTarget(ABC):
-    """Base class of the toolkit's targets: they resolve class names, and have names themselves."""
+    """Base class of the toolkit's targets, which resolve class names and have a name for display."""
 
     @abstractmethod
     def resolve(self, images: int, categories: Categories) -> OutputTarget:
-        """Return the target with indices for names, one per image. Raises TargetError if that is not possible."""
+        """Return the target with class indices instead of names, one per image.
+
+        Raises:
+            TargetError: A class is unknown, or the number of classes is wrong.
+        """
 
     def resolve_from(self, output: Any) -> OutputTarget:
         """Return the target with everything fixed that depends on the output, such as the top class."""
@@ -72,19 +76,27 @@ class ClassScore(OutputTarget):
     classes: Any = None
 
     def resolve(self, images: int, categories: Categories) -> ClassScore:
-        """Return the target with indices for names. Raises TargetError for unknown or wrongly many classes."""
+        """Return the target with class indices instead of names.
+
+        Raises:
+            TargetError: A class is unknown, or the number of classes is wrong.
+        """
         if self.classes is None:
             return self
         return ClassScore(tuple(class_index(label, categories) for label in per_image(self.classes, images)))
 
     def resolve_from(self, output: Any) -> ClassScore:
-        """Return the target with the top class of each image, if none was named. Raises TargetError for others."""
+        """Return the target, with the top class of each image if no class was given.
+
+        Raises:
+            TargetError: The output does not fit the classes or the number of images.
+        """
         scores = class_scores(output)
         if self.classes is None:
             return ClassScore(tuple(scores.detach().argmax(1).tolist()))
         if len(scores) != len(self.classes):
             raise TargetError(
-                f"the model gave {len(scores)} rows of scores for {len(self.classes)} image"
+                f"the model returned {len(scores)} rows of scores for {len(self.classes)} image"
                 f"{'s' * (len(self.classes) != 1)}; pass a function of the output as the target"
             )
         for index in self.classes:
@@ -101,7 +113,7 @@ class ClassScore(OutputTarget):
         return scores.gather(1, index[:, None]).squeeze(1)
 
     def repeated(self, image: int, count: int) -> ClassScore:
-        """Return the class of one image."""
+        """Return the target for the class of one image."""
         return ClassScore((self.classes[image],) * count)
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
@@ -122,11 +134,11 @@ class _ClassTarget(OutputTarget):
     scores: tuple[ClassScore, ...]
 
     def resolve(self, images: int, categories: Categories) -> Self:
-        """Return the target with indices for names."""
+        """Return the target with class indices instead of names."""
         return replace(self, scores=tuple(score.resolve(images, categories) for score in self.scores))
 
     def resolve_from(self, output: Any) -> OutputTarget:
-        """Return the target with the top class, if none was named."""
+        """Return the target, with the top class if no class was given."""
         return replace(self, scores=tuple(score.resolve_from(output) for score in self.scores))
 
     def repeated(self, image: int, count: int) -> Self:
@@ -154,11 +166,11 @@ class Contrast(_ClassTarget):
     """Difference of the scores of two classes; see `contrast`."""
 
     def resolve_from(self, output: Any) -> OutputTarget:
-        """Return the target with the top class, if none was named. Raises TargetError if both classes are the same."""
+        """Return the target, with the top class if no class was given. Raises TargetError if both classes are equal."""
         scores = tuple(score.resolve_from(output) for score in self.scores)
         for index, other in zip(*(score.classes for score in scores), strict=True):
             if index == other:
-                raise TargetError(f"contrast compares class {index} with itself; name another class as against")
+                raise TargetError(f"contrast compares class {index} with itself; pass another class as `against`")
         return replace(self, scores=scores)
 
     def __call__(self, output: Any) -> Tensor:
@@ -179,7 +191,7 @@ class Region(OutputTarget):
     where: Tensor | None = None
 
     def resolve(self, images: int, categories: Categories) -> Region:
-        """Return the target with an index for the name."""
+        """Return the target with a class index instead of a name."""
         return replace(self, label=class_index(self.label, categories))
 
     def resolve_from(self, output: Any) -> Region:
@@ -212,7 +224,7 @@ class Region(OutputTarget):
         """Return the mean scores (N,) of the class over its pixels."""
         scores = self._scores(output)[:, int(self.label)]
         assert self.where is not None  # noqa: S101 - resolve_from() runs first
-        # Indexed rather than multiplied by a mask, which would look like a ReLU written by hand.
+        # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
         return torch.stack([image[where].mean() for image, where in zip(scores, self.where, strict=True)])
 
     def repeated(self, image: int, count: int) -> Region:
@@ -241,11 +253,11 @@ class Value(OutputTarget):
     index: tuple[int, ...]
 
     def resolve(self, images: int, categories: Categories) -> Value:
-        """Return the target itself: there is no name to look up."""
+        """Return the target unchanged: it has no class names."""
         return self
 
     def resolve_from(self, output: Any) -> Value:
-        """Return the target itself. Raises TargetError if the index is outside the output."""
+        """Return the target unchanged. Raises TargetError if the index is outside the output."""
         shape = tuple(output_tensor(output).shape[1:])
         inside = len(self.index) == len(shape) and all(0 <= i < n for i, n in zip(self.index, shape, strict=True))
         if not inside:
@@ -260,7 +272,7 @@ class Value(OutputTarget):
         return values
 
     def repeated(self, image: int, count: int) -> Value:
-        """Return the target itself: the index is the same in every row."""
+        """Return the target unchanged: the index is the same in every row."""
         return self
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
@@ -271,7 +283,7 @@ class Value(OutputTarget):
 def probability(target: Any = None) -> Target:
     """Explain the softmax probability of a class, 0 to 1, instead of its logit.
 
-    Its gradient vanishes if the model is certain. It contrasts a class with all others.
+    Unlike the logit, the probability compares the class with all others. Its gradient vanishes if the model is certain.
 
     Args:
         target: A class index or name, one of them per image, or None for the top class.
@@ -309,11 +321,11 @@ def region(label: int | str, where: Any = None) -> Target:
         pixels = where.detach() if isinstance(where, Tensor) else torch.as_tensor(np.asarray(where), device="cpu")
         return Region(label, pixels)
     except TypeError as error:
-        raise TargetError(f"the pixels of a region are a Boolean array, got {type(where).__name__}") from error
+        raise TargetError(f"expected the pixels of a region as a Boolean array, got {type(where).__name__}") from error
 
 
 def value(*index: int) -> Target:
-    """Explain one number of the output, as of a regression: `value(3)` is `output[:, 3]`, `value()` an output (N,).
+    """Explain one number of the output, as for regression: `value(3)` is `output[:, 3]`, `value()` an output (N,).
 
     Raises:
         TargetError: An index is not a non-negative integer.
@@ -324,7 +336,7 @@ def value(*index: int) -> Target:
 
 
 def as_target(target: TargetLike, images: int, categories: Categories = None) -> Target:
-    """Convert classes or a function to a target, with names and counts checked.
+    """Convert classes or a function to a target, and check class names and counts.
 
     Raises:
         TargetError: An unknown class name, an index that is not a non-negative integer, or a wrong number of targets.

@@ -20,7 +20,7 @@ from .libraries import Bundled, Facts, Source, Timm, Torchvision, Where
 
 _LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
-_RANDOM_LOCK = threading.Lock()  # all threads share the random state that is set aside
+_RANDOM_LOCK = threading.Lock()  # the random state is shared by all threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def load(
 
     It is a plain module with two attributes: `preprocess`, a `Preprocess` (or a `TransformPreprocess` around your
     callable), and `categories`, a tuple of class names, or None if they are unknown. The global random state does not
-    move; random weights are the same at every call.
+    change; random weights are the same at every call.
 
     Args:
         name: "efficientnet_lite0" (whose weights need no download), or any model of torchvision or timm, looked up in
             that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" choose the library.
-        weights: "default" for the library's best ones; None for random ones; the name of others that the library has
+        weights: "default" for the library's best ones; None for random ones; the name of another set of the library
             ("IMAGENET1K_V2", "a1_in1k"); or the path of a checkpoint, from which no code is run.
         preprocess: Replaces the library's own: torchvision's `weights.transforms()`, timm's `pretrained_cfg`, or any
             callable from an image to a tensor.
@@ -94,7 +94,7 @@ def models() -> list[Listing]:
 
 def _checked(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:
     if isinstance(categories, str) or classes not in (None, len(categories)):
-        given = f'the text "{categories}"' if isinstance(categories, str) else f"{len(categories)} names"
+        given = f'the string "{categories}"' if isinstance(categories, str) else f"{len(categories)} names"
         raise ModelError(f"categories: expected {classes or 'some'} names, one per class of the model; got {given}")
     return tuple(categories)
 
@@ -109,7 +109,7 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
 
 
 def _find(name: str) -> tuple[Torchvision | Timm, str]:
-    """Return the library of a name, and the name there."""
+    """Return the library that has a model, and the name of the model in it."""
     source, slash, bare = name.partition("/")
     for library in _LIBRARIES:
         sought = bare if slash and source == library.source else name
@@ -122,7 +122,7 @@ def _find(name: str) -> tuple[Torchvision | Timm, str]:
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
-    """Draw weights on the CPU from their own seed, usable for gradients even under inference mode."""
+    """Draw random weights on the CPU from a fixed seed, outside inference mode so that gradients are possible."""
     with _RANDOM_LOCK, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.default_generator.manual_seed(_SEED)
         yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar"})
-Build = Callable[[int | None], nn.Module]  # number of classes, None for the usual one -> a model with random weights
+Build = Callable[[int | None], nn.Module]  # number of classes, None for the default -> a model with random weights
 Rename = Callable[[Mapping[str, Tensor], Collection[str]], Mapping[str, Tensor]]  # a file's weights, a model's keys
 
 _NESTED_UNDER = ("state_dict", "model", "model_state_dict")
@@ -29,7 +29,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by name. No code from the file is run.
 
     Raises:
-        ModelError: The file is missing, empty or damaged, holds code or no weights. The message names it.
+        ModelError: The file is missing, empty or damaged, contains code, or contains no weights.
     """
     if not path.is_file():
         raise ModelError(f"no checkpoint file at {path}")
@@ -50,7 +50,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def fit(build: Build, path: Path, rename: Rename) -> tuple[nn.Module, int | None]:
-    """Return a model with the weights of a file, and its number of classes if that is not the usual one.
+    """Return a model with the weights of a file, and its number of classes if that is not the default.
 
     Args:
         build: Builds the model with random weights.
@@ -94,7 +94,7 @@ def _read_pickle(path: Path) -> object:
     except pickle.UnpicklingError as error:
         raise ModelError(_why_refused(path, error)) from error
     except Exception as error:
-        # Unknown bytes may raise anything in the reader.
+        # The reader may raise any error for unknown bytes.
         reason = str(error).split("\n")[0]
         raise ModelError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
     return content
@@ -111,7 +111,7 @@ def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:
     named = re.search(r"GLOBAL ([\w.]*\w)", str(error))
     if named is None and path.read_bytes()[:1] != pickle.PROTO:
         return f"{path} is damaged or not a checkpoint"
-    reason = f"it calls {named[1]}" if named else "it is a pickle of more than weights"
+    reason = f"it calls {named[1]}" if named else "it contains more than weights"
     return (
         f"{path} is refused: {reason}, and reading it could run code of its author. "
         "If you trust its source, save only the weights where it was created: "
@@ -129,7 +129,7 @@ def _unwrapped(key: str, own: Collection[str]) -> str:
 
 
 def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:
-    """Return the length of the file's head if only the head differs: one new length for one old one."""
+    """Return the number of classes of the file if only the head differs from that of the model; else None."""
     pairs = [
         (own[key].shape, weights[key].shape) for key in own.keys() & weights if own[key].shape != weights[key].shape
     ]

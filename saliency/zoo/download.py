@@ -24,7 +24,7 @@ def library(module: str) -> Any:
     """Import and return the module `torchvision.something` or `timm`.
 
     Raises:
-        ModelError: It is not installed or does not fit the installed torch; the message names the command to run.
+        ModelError: The module is missing or does not fit the installed torch; the message names the command to run.
     """
     try:
         return importlib.import_module(module)
@@ -38,18 +38,18 @@ def library(module: str) -> Any:
         installed = [f"{name} {versions.get(name, 'missing')}" for name in ("torch", "torchvision")]
         raise ModelError(
             f"{module} cannot be imported with this torch (installed: {', '.join(installed)}): {error}. "
-            "torchvision's compiled operators were built for another torch, as when a CPU torch meets a CUDA "
+            "torchvision's compiled operators were built for another torch, for example a CPU torch and a CUDA "
             'torchvision; fix it with: pip install --upgrade "torch>=2.14" "torchvision>=0.29"'
         ) from error
 
 
 def hub_file(url: str) -> Path:
-    """Return where torch keeps its download of `url`."""
+    """Return the path at which torch stores its download of `url`."""
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
 
 
 def require_network(model: str, url: str) -> None:
-    """Ask the host once: without a network this takes seconds, a library's retries a minute.
+    """Check that the host answers. Without a network this takes seconds, while a library's retries take a minute.
 
     Raises:
         ModelError: The host does not answer.
@@ -62,7 +62,7 @@ def require_network(model: str, url: str) -> None:
 def no_network(model: str, host: str) -> ModelError:
     """Return the error for weights on a host that cannot be reached, with alternatives."""
     return ModelError(
-        f"the weights of {model} must be downloaded once from {host}, but there is no network to it; use "
+        f"the weights of {model} must be downloaded once from {host}, but there is no network connection to it; use "
         f'weights=None for random weights, a local file as in weights="{model}.safetensors", or the model '
         '"efficientnet_lite0", whose weights come with its package'
     )
@@ -88,7 +88,7 @@ def _answers(host: str) -> bool:
         try:
             urllib.request.urlopen(request, timeout=_TIMEOUT).close()  # noqa: S310
         except urllib.error.HTTPError as error:
-            error.close()  # a refusal is an answer too
+            error.close()  # an HTTP error is also an answer
         except (OSError, ValueError):
             return
         answers.append(True)

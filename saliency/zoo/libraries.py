@@ -1,4 +1,4 @@
-"""The sources of models: bundled networks, torchvision and timm, all with the same methods."""
+"""The sources of models: bundled networks, torchvision and timm, all with the same interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Where = Literal["here", "download", "pip install", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a library knows about a model besides its weights."""
+    """Preprocessing and classes that a library provides for a model."""
 
     preprocess: PreprocessLike
     categories: tuple[str, ...] | None  # None if the class names are unknown
@@ -78,7 +78,7 @@ class Torchvision:
         return "here" if hub_file(self._entry(name, "default").url).is_file() else "download"
 
     def rename(self, weights: Mapping[str, Tensor], _keys: Collection[str]) -> Mapping[str, Tensor]:
-        """Return the weights by the model's keys: files of DenseNet say `norm.1` where the model says `norm1`."""
+        """Return the weights by the model's keys: DenseNet files have `norm.1` where the model has `norm1`."""
         return {re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key): weights[key] for key in weights}
 
     def _entry(self, name: str, weights: str) -> Any:
@@ -129,14 +129,14 @@ class Timm:
             if config.hf_hub_id and hub.HF_HUB_OFFLINE:
                 raise no_network(tagged, f"{hub.ENDPOINT} (HF_HUB_OFFLINE is set)")
             require_network(tagged, hub.ENDPOINT if config.hf_hub_id else config.url)
-        # With the file given, timm neither asks the network for a newer one nor retries.
+        # If the file is given, timm neither looks for a newer one in the network nor retries.
         overlay = None if file is None else {"file": str(file), "custom_load": file.suffix == ".npz"}
         with downloading(tagged):
             model: nn.Module = timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay)
         return model
 
     def facts(self, model: nn.Module, _name: str, _weights: str) -> Facts:
-        """Return what the model's `pretrained_cfg` says."""
+        """Return the preprocessing and classes of the model's `pretrained_cfg`."""
         config: Any = model.pretrained_cfg
         preprocess = library("timm.data").resolve_model_data_config(model)
         classes = config["num_classes"]
@@ -209,7 +209,7 @@ def _bundled_key(key: str, blocks: list[str]) -> str:
         return f"{_OUTSIDE.get(module, module)}.{leaf}"
     index, module, leaf = int(inside[1]), inside[2], inside[3]
     if index >= len(blocks):
-        return key  # unexpected, which the error says
+        return key  # the caller reports it as unexpected
     renamed = _FIRST_STAGE if blocks[index].startswith("blocks.0.") else _LATER_STAGES
     return f"{blocks[index]}.{renamed.get(module, module)}.{leaf}"
 

@@ -298,7 +298,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
         (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
         (["--set", "smooth"], "expected NAME=VALUE"),
-        (["--colormap", "infernal"], 'no colour map "infernal"; use a name of matplotlib'),
+        (["--colormap", "infernal"], 'no colour map "infernal"; use the name of a matplotlib colour map'),
         (["--opacity", "2"], "argument --opacity: 2 is not a number from 0 to 1, or map"),
         (["--percentile", "nan"], "argument --percentile: nan is not a number above 0"),
         (["--sign", "both"], "argument --sign: invalid choice: 'both'"),

@@ -388,7 +388,9 @@ def test_a_quantised_head_is_not_said_to_be_independent_of_the_input(name: str) 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {"layer": "0"} if name == "grad_cam" else {}
-    with pytest.raises((TargetError, LayerError), match=r"or the gradient is cut in between, as by a quantised layer"):
+    with pytest.raises(
+        (TargetError, LayerError), match=r"or the gradient is cut in between, for example by a quantised layer"
+    ):
         saliency.METHODS[name](quantised, **options).attribute(noise(1, 3, 8, 8), 0)
 
 

@@ -242,7 +242,10 @@ def bomb() -> bytes:
         (b"", "is empty"),
         (b"hello, this is text", "is not an AVIF, BMP, GIF"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an AVIF"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "WebP image but HEIC, as phones take photos; save it as JPEG or PNG"),
+        (
+            b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+            "WebP image but HEIC, the photo format of many phones; save it as JPEG or PNG",
+        ),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "but JPEG XL"),
         (b'\n<svg xmlns="http://www.w3.org/2000/svg"/>', "but XML or SVG"),
         (b"\x89PNG\r\n\x1a\n", "is damaged"),

@@ -310,8 +310,11 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
 @pytest.mark.parametrize(
     ("transform", "words"),
     [
-        (v2.Compose([v2.RandomResizedCrop(64), v2.ToImage(), v2.ToDtype(torch.float32)]), "another tensor every time"),
-        (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(0.5)]), "another tensor every time"),
+        (
+            v2.Compose([v2.RandomResizedCrop(64), v2.ToImage(), v2.ToDtype(torch.float32)]),
+            "the preprocessing is random",
+        ),
+        (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(0.5)]), "the preprocessing is random"),
         (v2.Compose([compose([64], 64), v2.RandomHorizontalFlip(1.0)]), "flips or rotates"),
         (v2.Compose([compose([64], 64), v2.RandomVerticalFlip(1.0)]), "flips or rotates"),
         (v2.Compose([compose([64], 64), lambda x: x.rot90(1, (1, 2))]), "rotates or warps"),

@@ -194,10 +194,10 @@ def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tabi", r'no class "tabi" among 5; did you mean "Tabby"\?'),
+        ("tabi", r'no class "tabi" among 5 classes; did you mean "Tabby"\?'),
         ("tiger", r'did you mean "tiger cat"'),
         ("tgier cat", r'did you mean "tiger cat"'),
-        ("zzz", r'no class "zzz" among 5; the classes are ant, crane'),
+        ("zzz", r'no class "zzz" among 5 classes; the classes are ant, crane'),
         ("", r'no class "" among 5; the classes are ant, crane'),
         ("3", r'no class "3" among 5; the classes are ant, crane'),
     ],

@@ -161,7 +161,7 @@ for attempt in range(2):
     lines = run(code, first_on_path=tmp_path).splitlines()
     assert len(lines) == 2
     for line in lines:
-        assert "CPU torch meets a CUDA torchvision" in line
+        assert "a CPU torch and a CUDA torchvision" in line
         assert f"torch {torch.__version__.partition('+')[0]}" in line
         assert 'pip install --upgrade "torch>=2.14" "torchvision>=0.29"' in line
     assert "operator torchvision::nms does not exist" in lines[0]
