@@ -24,14 +24,14 @@ def check_choice(
     return choice
 
 
-def check_whole_number(option: str, value: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
+def check_integer(option: str, value: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
     """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`."""
-    if not is_whole(value, least):
+    if not is_integer(value, least):
         raise error(f"{option}={value!r} is not a whole number of at least {least}")
     return int(value)
 
 
-def real_number(
+def check_number(
     option: str,
     value: object,
     *,
@@ -56,7 +56,7 @@ def real_number(
     return number
 
 
-def is_whole(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
+def is_integer(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
     """Return whether a value is a Python or NumPy integer of at least `least`. A bool is not an integer here."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
@@ -75,4 +75,4 @@ def is_real(value: object) -> TypeGuard[SupportsFloat]:
 
 def is_pair(value: object) -> TypeGuard[Sequence[SupportsInt]]:
     """Return whether a value is two integers of at least 1, such as a height and a width."""
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_whole, value))
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_integer, value))

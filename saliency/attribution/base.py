@@ -36,7 +36,7 @@ from ..targets.targets import TargetLike
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import RunStats
-from .output_rows import has_batch_statistics, warn_of_coupling
+from .output_rows import has_batch_statistics, warn_of_coupled_images
 from .resolved_target import ResolvedTarget
 
 METHODS: dict[str, type[Attribution]] = {}
@@ -109,7 +109,7 @@ class Attribution(ABC):
     @property
     def settings(self) -> Mapping[str, Setting]:
         """Options of this method: the arguments of its constructor except those about the model."""
-        return {name: _plain(getattr(self, name)) for name in type(self).options()}
+        return {name: _to_json(getattr(self, name)) for name in type(self).options()}
 
     @classmethod
     @cache
@@ -128,13 +128,13 @@ class Attribution(ABC):
         names: list[str] = []
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                names += cls._keywords(name)
+                names += cls._expand_keywords(name)
             elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
                 names.append(name)
         return list(dict.fromkeys(names))
 
     @classmethod
-    def _keywords(cls, name: str) -> list[str]:
+    def _expand_keywords(cls, name: str) -> list[str]:
         """Return the keywords that the constructor takes as `**name`."""
         with suppress(NameError):  # an annotation whose name is imported only for type checking
             typed = get_args(inspect.signature(cls.__init__, eval_str=True).parameters[name].annotation)
@@ -269,7 +269,7 @@ def read_one_forward(
 ) -> list[list[BatchAttribution]]:
     """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
-        warn_of_coupling()
+        warn_of_coupled_images()
     layers = [method.layers(x, targets[0]) for method in methods]
     depths = {method.gradients for method in methods}
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
@@ -345,12 +345,12 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     return [m.explanation(result, own, batch) for result, (m, own) in zip(results, pairs, strict=True)]
 
 
-def _plain(setting: Any) -> Setting:
+def _to_json(setting: Any) -> Setting:
     """Convert an option to a value that JSON can hold."""
     if isinstance(setting, np.generic | np.ndarray | Tensor):
         setting = setting.tolist()
     if isinstance(setting, tuple | list):
-        return [_plain(value) for value in setting]
+        return [_to_json(value) for value in setting]
     if setting is None or isinstance(setting, str | int | float | bool):
         return setting
     return str(getattr(setting, "name", "") or getattr(setting, "__name__", "") or type(setting).__name__)

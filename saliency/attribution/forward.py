@@ -124,7 +124,7 @@ class TargetGradients:
                 for name, gradient in zip(kept, gradients, strict=True)
             }
             if all(gradient is None for gradient in gradients):
-                raise LayerError(independent_of(layer))
+                raise LayerError(no_gradient_message(layer))
         return at_least_float32(layout(self._layer_gradients[layer]))
 
     def input_gradient(self) -> Tensor:
@@ -166,7 +166,7 @@ class TargetGradients:
         if self._scores.requires_grad:
             return
         if self.forward.recorded == "layers" and self._has_gradient():
-            raise LayerError(independent_of(*self.forward.layers))
+            raise LayerError(no_gradient_message(*self.forward.layers))
         raise TargetError("the score has no gradient: the target or the model detaches it, or uses argmax or .item()")
 
     def _has_gradient(self) -> bool:
@@ -176,7 +176,7 @@ class TargetGradients:
         return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None
 
 
-def independent_of(*layers: str) -> str:
+def no_gradient_message(*layers: str) -> str:
     """Return the message for layers that no gradient reaches."""
     names = ", ".join(f'"{layer}"' for layer in layers)
     return (

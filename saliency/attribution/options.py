@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from ..io.preprocess import PreprocessLike
-from ..validation import check_whole_number, real_number
+from ..validation import check_integer, check_number
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]
@@ -98,8 +98,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.passes is not None:
-            object.__setattr__(self, "passes", check_whole_number("passes", self.passes))
+            object.__setattr__(self, "passes", check_integer("passes", self.passes))
         for name in ("seconds", "tolerance"):
             limit = getattr(self, name)
             if limit is not None:
-                object.__setattr__(self, name, real_number(name, limit, above=0))
+                object.__setattr__(self, name, check_number(name, limit, above=0))

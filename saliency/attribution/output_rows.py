@@ -37,11 +37,11 @@ class OutputRows:
 
     Attributes:
         division: For each part of the output, the dimension of the images.
-        one_by_one: Why the model cannot run several images at once without changing the result; empty if it can.
+        serial_reason: Why the model cannot run several images at once without changing the result; empty if it can.
     """
 
     division: _Division = None
-    one_by_one: str = ""
+    serial_reason: str = ""
 
     def repeated(self, output: Any, row: int, times: int) -> Any:
         """Return the output of a batch that holds one image `times` times.
@@ -85,15 +85,15 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
     return OutputRows(division, "" if alone else COUPLED)
 
 
-def known_one_by_one(model: nn.Module, x: Tensor) -> str:
-    """Return `OutputRows.one_by_one`, cached for the modules, their hooks and the shape of the image."""
+def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
+    """Return `OutputRows.serial_reason`, cached for the modules, their hooks and the shape of the image."""
     modules = tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
     key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
     with _lock:
         known = _known.setdefault(model, {})
         reason = known.get(key)
     if reason is None:
-        reason = output_rows(model, x).one_by_one
+        reason = output_rows(model, x).serial_reason
         if reason not in ("", COUPLED):  # an error of the model, such as out of memory, may not recur
             return reason
         with _lock:
@@ -166,7 +166,7 @@ def is_divided(division: _Division) -> bool:
     return division != "unclear"
 
 
-def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
+def serial_reason(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
     """Return why the passes of an image cannot run together for a target; empty if they can.
 
     Args:
@@ -176,9 +176,9 @@ def one_by_one(target: Target, model: nn.Module, x: Tensor, rows: Callable[[], O
         rows: Returns how the model's output divides into images; called if the target is a function.
     """
     if isinstance(target, OutputTarget):
-        return known_one_by_one(model, x)
-    if rows().one_by_one or is_divided(rows().division):
-        return rows().one_by_one
+        return cached_serial_reason(model, x)
+    if rows().serial_reason or is_divided(rows().division):
+        return rows().serial_reason
     return "one pass at a time: the output does not show which part of it belongs to which image"
 
 
@@ -187,7 +187,7 @@ def has_batch_statistics(model: nn.Module) -> bool:
     return any(isinstance(norm, _BATCH_NORMS) and norm.running_mean is None for norm in unique_modules(model))
 
 
-def warn_of_coupling() -> None:
+def warn_of_coupled_images() -> None:
     """Warn that the maps of a batch are not those of its single images."""
     warn(
         "the images of a batch affect each other in this model, as in a batch norm without running statistics, so each "

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..validation import check_choice, check_whole_number
+from ..validation import check_choice, check_integer
 from .errors import BatchError, StoppedError, writing_to
 from .output_folder import locked
 from .run import Run
@@ -100,7 +100,7 @@ def batch(
     """
     check_choice("engine", engine, ("local", "ray"), error=BatchError)
     if workers is not None:
-        workers = check_whole_number("workers", workers, error=BatchError)
+        workers = check_integer("workers", workers, error=BatchError)
     named: object = methods
     run_options = RunOptions(
         model=model,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..validation import check_choice, check_whole_number, real_number
+from ..validation import check_choice, check_integer, check_number
 from .errors import BatchError
 
 if TYPE_CHECKING:
@@ -95,10 +95,10 @@ class OverlayStyle:
         if self.sign is not None:
             check_choice("sign", self.sign, SIGNS, error=BatchError)
         if self.opacity != "map":
-            real_number("opacity", self.opacity, least=0, most=1, hint=', or "map"', error=BatchError)
+            check_number("opacity", self.opacity, least=0, most=1, hint=', or "map"', error=BatchError)
         if self.percentile not in (None, "auto"):
             hint = ', "auto" or None'
-            real_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)
+            check_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class RunOptions:
             raise BatchError(f"methods={list(methods)}: a method is named twice")
         for name in ("batch_size", "limit"):
             if getattr(self, name) is not None:
-                check_whole_number(name, getattr(self, name), error=BatchError)
+                check_integer(name, getattr(self, name), error=BatchError)
 
     @property
     def model_name(self) -> str:

@@ -19,7 +19,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..errors import MethodError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
-from ..validation import check_choice, is_whole
+from ..validation import check_choice, is_integer
 from .estimates import Estimate
 from .runner import PassRunner, no_autocast
 
@@ -51,9 +51,9 @@ class MultiPassAttribution(Attribution):
         self.progress = running.get("progress")
         self.on_interrupt = check_choice("on_interrupt", running.get("on_interrupt", "raise"), ("raise", "return"))
         chunk, seed = running.get("chunk", "auto"), running.get("seed", 0)
-        if chunk != "auto" and not is_whole(chunk):
+        if chunk != "auto" and not is_integer(chunk):
             raise MethodError(f'chunk={chunk!r} is neither "auto" nor a whole number of at least 1')
-        if not is_whole(seed, least=None):
+        if not is_integer(seed, least=None):
             raise MethodError(f"seed={seed!r} is not a whole number")
         self.chunk: Chunk = "auto" if chunk == "auto" else int(chunk)
         self.seed = int(seed)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.options import Budget, Chunk, OnInterrupt, Precision, RunStats, Stopped
-from ..attribution.output_rows import COUPLED, OutputRows, one_by_one, output_rows, warn_of_coupling
+from ..attribution.output_rows import COUPLED, OutputRows, output_rows, serial_reason, warn_of_coupled_images
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import MethodError, TargetError
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
@@ -132,11 +132,11 @@ class PassRunner(ExitStack):
     def _is_single(self) -> bool:
         """Whether passes must run one by one."""
         with torch.no_grad(), torch.autocast(**self._autocast):
-            reason = one_by_one(self.batch_target.target, self.model, self.x, lambda: self._rows)
+            reason = serial_reason(self.batch_target.target, self.model, self.x, lambda: self._rows)
         if reason:
             self.notes.append(reason)
         if reason == COUPLED and self.batch_target.images > 1:
-            warn_of_coupling()
+            warn_of_coupled_images()
         return bool(reason)
 
     def _extend_bar(self, passes: int) -> None:

@@ -171,7 +171,7 @@ class HookManager(ExitStack[None]):
         if not is_leaf:
             next_functions(tensor.grad_fn)
 
-    def at_exit(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
+    def at_input_edge(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
         """Call `see` with the gradient that one operation passes to `tensor`, its operand, in each backward pass."""
         # The hook must not hold its node, because the node holds the hook.
         scope, operands, like = self._scope, at.operands, GradSpec(tensor.shape, tensor.dtype)
@@ -221,7 +221,7 @@ def takes_hooks(layer: nn.Module) -> bool:
     return type(layer).register_forward_hook is nn.Module.register_forward_hook
 
 
-def is_seen(model: nn.Module, name: str, layer: nn.Module) -> bool:
+def is_hookable(model: nn.Module, name: str, layer: nn.Module) -> bool:
     """Return whether hooks on a layer run when the model calls it. TorchScript does not run them."""
     above = name.rpartition(".")[0]
     scripted = torch.jit.ScriptModule

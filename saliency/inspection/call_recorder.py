@@ -354,11 +354,11 @@ class CallRecorder:
         if "grad_inputs" in self._parts:
             for index, edges in enumerate(exits):
                 for input_edge in edges if index not in base_exits else ():
-                    hooks.at_exit(begun.tensors[index], input_edge, partial(log.add_input_grad, index))
+                    hooks.at_input_edge(begun.tensors[index], input_edge, partial(log.add_input_grad, index))
             for viewed in begun.views:
                 for input_edge in base_exits.get(viewed.position, ()):
                     view = _View.of(begun.tensors[viewed.position], viewed.base)
-                    hooks.at_exit(viewed.base, input_edge, partial(_add_part, log, viewed.position, view))
+                    hooks.at_input_edge(viewed.base, input_edge, partial(_add_part, log, viewed.position, view))
         return log
 
 

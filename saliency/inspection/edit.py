@@ -27,7 +27,7 @@ from ..hooks.autograd_graph import (
     tensor_version,
     this_backward,
 )
-from ..hooks.manager import HookManager, is_seen
+from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .layer_selection import LayersLike, is_pattern, require_seen, selected
@@ -125,7 +125,7 @@ def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tenso
         near = closest(wanted, [*parameters, *(name for name, _ in model.named_modules() if name)], most=4)
         message = f'no layer or parameter "{wanted}" in {type(model).__name__}; the closest are {", ".join(near)}'
         raise LayerError(message) from None
-    seen = {name: layer for name, layer in layers.items() if is_seen(model, name, layer)}
+    seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
     if not seen or (is_named and len(seen) < len(layers)):
         require_seen(model, layers)
     return [EditTarget(name, f'layer "{name}"' if name else "the model", at, is_named) for name, at in seen.items()]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import LayerError, NotApplicableError
-from ..hooks.manager import is_seen
+from ..hooks.manager import is_hookable
 from ..layers.find import find
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
@@ -43,7 +43,7 @@ def is_pattern(wanted: Any) -> bool:
 
 def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raise NotApplicableError if hooks do not act on the calls of a layer."""
-    hidden = next((name for name, layer in layers.items() if not is_seen(model, name, layer)), None)
+    hidden = next((name for name, layer in layers.items() if not is_hookable(model, name, layer)), None)
     if hidden is not None:
         label = f'layer "{hidden}"' if hidden else "the model"
         raise NotApplicableError(

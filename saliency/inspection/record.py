@@ -11,7 +11,7 @@ from typing import Any, Self, overload
 from torch import Tensor, nn
 
 from ..errors import LayerError, MethodError, did_you_mean
-from ..hooks.manager import HookManager, is_seen
+from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
 from .call_recorder import PARTS, Call, CallRecorder, TensorStatistics
 from .layer_selection import LayersLike, require_seen, selected
@@ -105,7 +105,7 @@ class Recording(Sequence[Call]):
             raise MethodError(f"keep={keep!r} is not one of {', '.join(map(repr, _KEEP))} or a function{hint}")
         network = unwrap(model)
         self._modules = selected(network, layers)
-        if not any(is_seen(network, name, module) for name, module in self._modules.items()):
+        if not any(is_hookable(network, name, module) for name, module in self._modules.items()):
             require_seen(network, self._modules)
         self._recorder = CallRecorder(keep if callable(keep) else _KEEP[keep], parts)
         self._open: ExitStack | None = None

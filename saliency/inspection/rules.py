@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import MethodError, warn
 from ..hooks.autograd_graph import tensor_version
-from ..validation import check_whole_number, is_whole, real_number
+from ..validation import check_integer, check_number, is_integer
 from .moments import moments, require_plain
 
 Rule = Callable[[Tensor], Tensor | None]
@@ -140,7 +140,7 @@ def scale(factor: float) -> NamedRule:
     Raises:
         MethodError: The factor is not a finite number.
     """
-    factor = real_number("factor", factor)
+    factor = check_number("factor", factor)
     return NamedRule(f"scale({factor!r})", lambda tensor: tensor * factor)
 
 
@@ -159,7 +159,7 @@ def clip_value(limit: float) -> NamedRule:
     Raises:
         MethodError: The limit is negative or not a finite number.
     """
-    limit = real_number("limit", limit, least=0)
+    limit = check_number("limit", limit, least=0)
     return NamedRule(f"clip_value({limit!r})", lambda tensor: tensor.clamp(-limit, limit))
 
 
@@ -174,7 +174,7 @@ def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
     Raises:
         MethodError: The limit is negative or not a finite number.
     """
-    limit = real_number("limit", limit, least=0)
+    limit = check_number("limit", limit, least=0)
 
     def clip(tensor: Tensor) -> Tensor:
         wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -206,7 +206,7 @@ def add_noise(std: float, seed: int = 0) -> NamedRule:
     Raises:
         MethodError: The deviation is negative or not a finite number, or the seed is not a whole number of at least 0.
     """
-    std, seed = real_number("std", std, least=0), check_whole_number("seed", seed, least=0)
+    std, seed = check_number("std", std, least=0), check_integer("seed", seed, least=0)
     generator = torch.Generator().manual_seed(seed)
 
     def add(tensor: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
     if isinstance(indices, Tensor):
         indices = indices.tolist()
     channels = list(indices) if isinstance(indices, Iterable) else [indices]
-    if not all(is_whole(index, None) for index in (axis, *channels)):
+    if not all(is_integer(index, None) for index in (axis, *channels)):
         raise MethodError(f"zero_channels: expected whole numbers, got {indices!r} and axis={axis!r}")
     name = f"zero_channels({channels}{f', axis={axis}' if axis != 1 else ''})"
 

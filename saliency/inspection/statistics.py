@@ -24,7 +24,7 @@ from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.layout import Grid, layout_from
 from ..targets.class_names import Categories
 from ..targets.targets import OutputTarget, TargetLike, as_target
-from ..validation import real_number
+from ..validation import check_number
 from .layer_selection import LayersLike
 from .model_inputs import Batches, ModelCall, categories_of, is_finite
 from .moments import Moments, moments
@@ -503,7 +503,7 @@ def gradient_statistics(
         TargetError: The target does not fit the output, or the loss is not a number with a gradient.
     """
     if learning_rate is not None:
-        learning_rate = real_number("learning_rate", learning_rate, above=0)
+        learning_rate = check_number("learning_rate", learning_rate, above=0)
     objective = Objective(loss_or_target, categories_of(model))
     batches = Batches(model, data, training=training)
     parameters = dict(batches.model.named_parameters())

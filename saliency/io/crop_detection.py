@@ -97,12 +97,12 @@ def _find_box(preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[i
     """Return the box, from the coordinate that each output pixel has in transformed grey ramps."""
     _require_repeatable(preprocess, picture_size)
     probe = _Probe(preprocess, picture_size)
-    left, right = _span(probe, axis=2, length=picture_size[0])
-    top, bottom = _span(probe, axis=1, length=picture_size[1])
+    left, right = _span_of_output(probe, axis=2, length=picture_size[0])
+    top, bottom = _span_of_output(probe, axis=1, length=picture_size[1])
     return (left, top, right, bottom)
 
 
-def _transformed(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
+def _transform_grey(preprocess: Callable[[Image.Image], Tensor], values: Any, size: tuple[int, int]) -> _Array:
     """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w)."""
     grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
     picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
@@ -117,9 +117,9 @@ def _require_repeatable(preprocess: Callable[[Image.Image], Tensor], size: tuple
     """
     edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
     ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
-    first = _transformed(preprocess, ramp, edges)
+    first = _transform_grey(preprocess, ramp, edges)
     for _ in range(7):
-        if not np.array_equal(_transformed(preprocess, ramp, edges), first, equal_nan=True):
+        if not np.array_equal(_transform_grey(preprocess, ramp, edges), first, equal_nan=True):
             raise ImageError(
                 "the preprocessing is random: it gives different tensors for one image; pass the transform for "
                 "evaluation, without random crops, flips or colours"
@@ -135,8 +135,8 @@ class _Probe:
 
     def __init__(self, preprocess: Callable[[Image.Image], Tensor], picture_size: tuple[int, int]) -> None:
         self.preprocess, self.picture_size = preprocess, picture_size
-        self.black = _transformed(preprocess, [[0]], picture_size)
-        self.scale = _transformed(preprocess, [[1]], picture_size) - self.black
+        self.black = _transform_grey(preprocess, [[0]], picture_size)
+        self.scale = _transform_grey(preprocess, [[1]], picture_size) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
             raise ImageError(
                 "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; "
@@ -150,59 +150,59 @@ class _Probe:
         """Return the denormalised values of a transformed ramp along one axis of (C, h, w); NaN in the padding."""
         values = ramp[:, None] if axis == 1 else ramp[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
-            restored = (_transformed(self.preprocess, values, self.picture_size) - self.black) / self.scale
+            restored = (_transform_grey(self.preprocess, values, self.picture_size) - self.black) / self.scale
         lines = np.ma.masked_array(restored, np.broadcast_to(~self.content, restored.shape))
         if np.ma.max(np.ma.ptp(lines, axis=(0, 3 - axis))) > 0.03:
             raise ImageError(_NO_BOX.format("rotates or warps"))
         return np.asarray(lines.mean(axis=(0, 3 - axis)).filled(np.nan))
 
 
-def _span(probe: _Probe, axis: int, length: int) -> tuple[float, float]:
+def _span_of_output(probe: _Probe, axis: int, length: int) -> tuple[float, float]:
     """Return where the output begins and ends on an axis of the image that is `length` pixels long."""
     centres = (np.arange(length) + 0.5) / length
-    places = length * probe.profile(centres, axis)  # in the image, of the centre of each output pixel
-    start, step = _line(places, length)
+    positions = length * probe.profile(centres, axis)  # in the image, of the centre of each output pixel
+    start, step = _fit_line(positions, length)
     folds = int(min(0.05 * length / step, length / 64))
     if length > 256 and folds > 1:
         # A zigzag of n folds is n times steeper than a ramp, so 256 grey levels resolve single pixels.
         zigzag = probe.profile(np.abs((centres * folds + 1) % 2 - 1), axis)
-        start, step = _line(_unfolded(zigzag, start + step * np.arange(len(places)), length / folds), length)
-    return (start - step / 2, start + step * (len(places) - 0.5))
+        start, step = _fit_line(_unfold(zigzag, start + step * np.arange(len(positions)), length / folds), length)
+    return (start - step / 2, start + step * (len(positions) - 0.5))
 
 
-def _unfolded(zigzag: _Array, guess: _Array, fold: float) -> _Array:
+def _unfold(zigzag: _Array, guess: _Array, fold: float) -> _Array:
     """Return the positions that a zigzag encodes, NaN near its corners. A guess of them identifies the fold."""
-    which = np.floor(guess / fold)
-    inside = np.abs(guess / fold - which - 0.5) < 0.35
-    places = fold * (which + np.where(which % 2 == 0, zigzag, 1 - zigzag))
-    return np.asarray(np.where(inside, places, np.nan))
+    fold_index = np.floor(guess / fold)
+    inside = np.abs(guess / fold - fold_index - 0.5) < 0.35
+    positions = fold * (fold_index + np.where(fold_index % 2 == 0, zigzag, 1 - zigzag))
+    return np.asarray(np.where(inside, positions, np.nan))
 
 
-def _line(places: _Array, length: int) -> tuple[float, float]:
+def _fit_line(positions: _Array, length: int) -> tuple[float, float]:
     """Return the start and the step of positions, fitted by least squares."""
-    index = np.flatnonzero(np.isfinite(places))
-    at, place = index.astype(np.float64), places[index]
-    climb = place[-1] - place[0]
-    if climb < -0.02 * length:
+    index = np.flatnonzero(np.isfinite(positions))
+    at, position = index.astype(np.float64), positions[index]
+    rise = position[-1] - position[0]
+    if rise < -0.02 * length:
         raise ImageError(_NO_BOX.format("flips or rotates"))
-    if climb == 0 and length == 1:  # the image has one pixel on this axis, so the content covers all of it
+    if rise == 0 and length == 1:  # the image has one pixel on this axis, so the content covers all of it
         step = length / len(index)
         return (float(step * (0.5 - index[0])), step)
-    if climb <= 0:
+    if rise <= 0:
         raise ImageError(
             "the preprocessing keeps so little of the image that the position of the crop cannot be detected"
         )
-    if climb < 0.5 * (len(index) - 1):
+    if rise < 0.5 * (len(index) - 1):
         # In an enlarged ramp each pixel is a step or a slope. Both cross the border of two pixels at its position.
-        borders = np.arange(math.floor(place[0]) + 1, math.ceil(place[-1]))
+        borders = np.arange(math.floor(position[0]) + 1, math.ceil(position[-1]))
         if len(borders) > 1:
-            at, place = np.interp(borders, place, at), borders.astype(np.float64)
+            at, position = np.interp(borders, position, at), borders.astype(np.float64)
     else:
         # Resampling bends a ramp near the edges of the image.
-        margin = min(3 * max(climb / len(index), 1) + 0.5, 0.3 * length)
-        inner = np.abs(place - length / 2) < length / 2 - margin
-        at, place = (at[inner], place[inner]) if inner.sum() > 1 else (at, place)
-    step, start = np.polyfit(at, place, 1)
-    if np.abs(place - start - step * at).max() > 1 + length / 128 + step or step <= 0:
+        margin = min(3 * max(rise / len(index), 1) + 0.5, 0.3 * length)
+        inner = np.abs(position - length / 2) < length / 2 - margin
+        at, position = (at[inner], position[inner]) if inner.sum() > 1 else (at, position)
+    step, start = np.polyfit(at, position, 1)
+    if np.abs(position - start - step * at).max() > 1 + length / 128 + step or step <= 0:
         raise ImageError("the preprocessing warps the image; only resizing, cropping and padding can be detected")
     return (float(start), float(step))

@@ -61,11 +61,11 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
     if isinstance(image, str | os.PathLike):
         return _open_path(image, max_pixels)
     if isinstance(image, Image.Image):
-        return _checked(image, "the PIL image", max_pixels)
+        return _decode_checked(image, "the PIL image", max_pixels)
     if isinstance(image, np.ndarray):
-        return _checked(_from_array(image), "the array", max_pixels)
+        return _decode_checked(_array_to_image(image), "the array", max_pixels)
     if isinstance(image, Tensor):
-        return _checked(_from_array(_array_from(image)), "the tensor", max_pixels)
+        return _decode_checked(_array_to_image(_tensor_to_array(image)), "the tensor", max_pixels)
     raise ImageError(
         f"{type(image).__name__} is not an image; expected a path, a PIL image, a uint8 array (H, W, 3), a tensor, or "
         "a list of these"
@@ -119,10 +119,10 @@ def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Ima
         image = reader(file, name)
     except Exception as error:
         raise ImageError(f"{name!r} is damaged: {str(error) or type(error).__name__}") from error
-    return _checked(image, repr(name), max_pixels)
+    return _decode_checked(image, repr(name), max_pixels)
 
 
-def _checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
+def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
     """Check the size, then decode and convert to upright RGB. Every Pillow error becomes an ImageError."""
     width, height = image.size
     if width < 1 or height < 1:
@@ -130,7 +130,7 @@ def _checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
     try:
-        return _as_rgb(_upright(image))
+        return _as_rgb(_apply_orientation(image))
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
     except Exception as error:
@@ -140,7 +140,7 @@ def _checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
 # Orientation and colour
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _apply_orientation(image: Image.Image) -> Image.Image:
     image.load()
     try:
         turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
@@ -152,7 +152,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Return a new RGB image without metadata, so that its orientation is not applied twice."""
     if image.mode.startswith("I"):
-        image = _eight_bits(image)
+        image = _to_8_bits(image)
     if image.mode == "F":
         raise ImageError(
             "floating-point pixels have no agreed range; save the image with 8 bits, or pass a uint8 array"
@@ -165,7 +165,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     return rgb
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _to_8_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
@@ -173,10 +173,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         values[values == transparent] = 65535
-    return Image.fromarray(_scaled(values))
+    return Image.fromarray(_scale_16_to_8_bits(values))
 
 
-def _scaled(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _scale_16_to_8_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Scale 0..65535 to 0..255, rounded."""
     return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
@@ -184,7 +184,7 @@ def _scaled(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Arrays and tensors
 
 
-def _from_array(array: np.ndarray[Any, Any]) -> Image.Image:
+def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
     label = f"an array of shape {array.shape} and type {array.dtype}"
     if array.dtype not in (np.uint8, np.uint16):
         raise ImageError(
@@ -199,11 +199,11 @@ def _from_array(array: np.ndarray[Any, Any]) -> Image.Image:
         raise ImageError(f"{label} is not an image; expected (H, W, 3), (H, W, 4), (H, W, 1) or (H, W)")
     if array.size == 0:
         raise ImageError(f"{label} has no pixels")
-    array = _scaled(array) if array.dtype == np.uint16 else array
+    array = _scale_16_to_8_bits(array) if array.dtype == np.uint16 else array
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2:] == (1,) else array))
 
 
-def _array_from(tensor: Tensor) -> np.ndarray[Any, Any]:
+def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a uint8 tensor (C, H, W) as an array (H, W, C)."""
     label = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
     if tensor.dtype != torch.uint8:

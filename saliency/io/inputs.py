@@ -53,10 +53,10 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     frames: list[Frame | None] = []
     for item in items:
         if _is_input(item):
-            tensor = _checked(item, prepare, first=len(frames))
+            tensor = _check_tensor(item, prepare, first=len(frames))
             frames += [None] * len(tensor)
         else:
-            frame, tensor = _prepared(item, prepare, name=f"image {len(frames)}: " if len(items) > 1 else "")
+            frame, tensor = _preprocess_image(item, prepare, name=f"image {len(frames)}: " if len(items) > 1 else "")
             frames.append(frame)
         if like is not None:
             tensor = tensor.to(like.device, like.dtype if like.is_floating_point() else tensor.dtype)
@@ -85,7 +85,7 @@ def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
     return isinstance(image, Tensor) and image.is_floating_point()
 
 
-def _prepared(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Tensor]:
+def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Tensor]:
     """Return the frame of one image, and its tensor (1, 3, H, W)."""
     try:
         picture = open_picture(image)
@@ -98,7 +98,7 @@ def _prepared(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Ten
         raise ImageError(f"{name}{error}") from error
 
 
-def _checked(image: Tensor, prepare: Prepare, first: int) -> Tensor:
+def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     """Return the user's float tensor as a plain detached tensor (N, C, H, W)."""
     label = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
     if image.ndim not in (3, 4):
@@ -115,7 +115,7 @@ def _checked(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]
     # NaN and infinity appear in the minimum or maximum, which need only one transfer from the device for all images.
-    extremes = torch.stack([torch.stack(torch.aminmax(_in_memory_order(each))) for each in tensor]).tolist()
+    extremes = torch.stack([torch.stack(torch.aminmax(_axes_in_memory_order(each))) for each in tensor]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
@@ -146,7 +146,7 @@ def _white_of(low: float, high: float, prepare: Prepare) -> int | None:
     return 1 if 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0 else None
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
+def _axes_in_memory_order(tensor: Tensor) -> Tensor:
     """Return a tensor with its axes in memory order, so that a reduction does not copy a channels_last tensor."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 

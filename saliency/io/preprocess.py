@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import ImageError
-from ..validation import check_choice, is_pair, is_real, is_whole
+from ..validation import check_choice, is_integer, is_pair, is_real
 from .crop_detection import Box, TransformPreprocess
 
 Fit = Literal["stretch", "cover", "contain"]
@@ -77,18 +77,18 @@ class Preprocess:
             if isinstance(values, np.ndarray | Tensor):
                 values = values.tolist()
             if _are_three(values, is_real):
-                object.__setattr__(self, name, _three(values))
+                object.__setattr__(self, name, _three_floats(values))
             else:
                 raise ImageError(f"{name}={values!r}: expected three finite numbers, one per channel of RGB")
         if 0 in self.std:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
-        if not _are_three(self.fill, partial(is_whole, least=0)) or max(self.fill) > 255:
+        if not _are_three(self.fill, partial(is_integer, least=0)) or max(self.fill) > 255:
             raise ImageError(f"fill={self.fill!r}: expected three whole numbers from 0 to 255, a colour in RGB")
         check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
         check_choice("fit", self.fit, get_args(Fit), error=ImageError)
         if not (self.size is None or is_pair(self.size)):
             raise ImageError(f"size={self.size!r}: expected (height, width), both of at least one pixel, or None")
-        if is_whole(self.resize):
+        if is_integer(self.resize):
             object.__setattr__(self, "resize", int(self.resize))  # NumPy's integers are not int
         elif not (self.resize is None or is_pair(self.resize)):
             raise ImageError(
@@ -115,8 +115,8 @@ class Preprocess:
         return cls(
             size=None if crop is None else _pair(crop),
             resize=None if resize is None else _edges(resize),
-            mean=_three(transform.mean),
-            std=_three(transform.std),
+            mean=_three_floats(transform.mean),
+            std=_three_floats(transform.std),
             interpolation=_filter_name(transform.interpolation),
         )
 
@@ -142,7 +142,7 @@ class Preprocess:
         mode = config.get("crop_mode") or "center"
         if mode not in ("center", "squash", "border"):
             raise ImageError(f'unknown crop_mode "{mode}" in the timm config; expected center, squash or border')
-        mean = _three(config.get("mean") or _IMAGENET_MEAN)
+        mean = _three_floats(config.get("mean") or _IMAGENET_MEAN)
         red, green, blue = (round(255 * value) for value in mean)
         fits: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}
         square = mode == "center" and scaled[0] == scaled[1]
@@ -150,7 +150,7 @@ class Preprocess:
             size=(size[0], size[1]),
             resize=scaled[0] if square else scaled,
             mean=mean,
-            std=_three(config.get("std") or _IMAGENET_STD),
+            std=_three_floats(config.get("std") or _IMAGENET_STD),
             interpolation=_filter_name(config.get("interpolation") or "bicubic"),
             fit="stretch" if square else fits[mode],
             fill=(red, green, blue) if mode == "border" else (0, 0, 0),
@@ -268,7 +268,7 @@ def _are_three(values: object, fits: Callable[[object], bool]) -> bool:
     return isinstance(values, list | tuple) and len(values) == 3 and all(map(fits, values))
 
 
-def _three(values: Any) -> tuple[float, float, float]:
+def _three_floats(values: Any) -> tuple[float, float, float]:
     numbers = tuple(float(value) for value in values)
     red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
     return red, green, blue

@@ -18,7 +18,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
 from ..targets.class_names import output_tensor
-from .layout import Grid, Layout, is_channels_first, is_map, layout_from
+from .layout import Grid, Layout, is_channels_first, is_channels_first_map, layout_from
 
 _Score = Callable[[Any], Tensor]
 
@@ -26,7 +26,7 @@ _Score = Callable[[Any], Tensor]
 _CENTRES = ((0.2, 0.3), (0.3, 0.8), (0.7, 0.15), (0.85, 0.65))
 _PATCH = 1 / 8  # of the height and width
 _PROJECTIONS = 3
-_COMPARABLE = 0.75
+_MIN_RELATIVE_CHANGE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
             with _scans_lock:
                 _scans.setdefault(model, {})[shape] = scan
         if scan.chosen is None and scan.candidates and target is not None:
-            chosen = _last_alive(model, x, scan.candidates, target)
+            chosen = _last_with_gradient(model, x, scan.candidates, target)
             if chosen is None:
                 raise TargetError(
                     "the score has no gradient at any layer with a spatial extent: the target or the model detaches "
@@ -124,7 +124,9 @@ def _scan(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
             hooks.observe(module, partial(note, name))
         output = run_model(model, x)
     size = (int(x.shape[-2]), int(x.shape[-1]))
-    grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if s is not None and is_map(s, size)))
+    grids = tuple(
+        dict.fromkeys((s[2], s[3]) for s in shapes.values() if s is not None and is_channels_first_map(s, size))
+    )
     kinds = {name: type(module).__name__ for module, name in names.items()}
     # The output of a convolution is channels first, and so is every output of the same shape.
     channels_first = {shapes.get(name) for module, name in names.items() if is_channels_first(module)}
@@ -143,7 +145,7 @@ def _scan(model: nn.Module, x: Tensor, modules: tuple[int, ...]) -> LayerScan:
     candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
     scan = LayerScan(modules, shapes, grids, spatial, candidates, scrambled, None, True)
     try:
-        last = _last_alive(model, x, candidates, _top_score)
+        last = _last_with_gradient(model, x, candidates, _top_score)
     except TargetError:
         return replace(scan, candidates=ordered)
     chosen = last or (candidates[-1] if candidates else None)
@@ -169,12 +171,16 @@ def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: in
             return height * width > 1 and _is_block_or_norm(module)
         channels = layer.shape[1] if layer.layout.kind == "NCHW" else layer.shape[3]
         is_token_by_token = bool({height, width} & tokens)
-        return height * width > 1 and channels not in (1, 2, 3, classes) and not (is_token_by_token or _is_idle(module))
+        return (
+            height * width > 1
+            and channels not in (1, 2, 3, classes)
+            and not (is_token_by_token or _is_pooling_or_inactive(module))
+        )
 
     return tuple(filter(is_candidate, spatial))
 
 
-def _is_idle(module: nn.Module) -> bool:
+def _is_pooling_or_inactive(module: nn.Module) -> bool:
     pooling = nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d
     return isinstance(module, pooling | nn.Identity | nn.Dropout | nn.Dropout2d | nn.Softmax)
 
@@ -185,7 +191,7 @@ def _is_block_or_norm(module: nn.Module) -> bool:
     return any(module.children()) or (bool(parameters) and all(parameter.dim() == 1 for parameter in parameters))
 
 
-def _last_alive(
+def _last_with_gradient(
     model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: _Score
 ) -> SpatialLayer | None:
     """Return the last candidate at which the score of every image has a gradient.
@@ -195,13 +201,13 @@ def _last_alive(
     only if that one has no gradient.
     """
     for part in (candidates[-1:], candidates[-24:-1], candidates[:-24]):
-        alive = _with_gradient(model, x, part, target) if part else []
+        alive = _layers_with_gradient(model, x, part, target) if part else []
         if alive:
             return alive[-1]
     return None
 
 
-def _with_gradient(
+def _layers_with_gradient(
     model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: _Score
 ) -> list[SpatialLayer]:
     with HookManager() as hooks:
@@ -210,7 +216,9 @@ def _with_gradient(
             output = run_model(model, x)
     score = target(output).sum()
     outputs = {
-        layer: calls[-1] for layer, calls in captured if calls and calls[-1].requires_grad and not _is_one_of(calls)
+        layer: calls[-1]
+        for layer, calls in captured
+        if calls and calls[-1].requires_grad and not _is_one_of_parallel_calls(calls)
     }
     if not outputs or not score.requires_grad:
         return []
@@ -222,7 +230,7 @@ def _with_gradient(
     ]
 
 
-def _is_one_of(calls: list[Tensor]) -> bool:
+def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
     """Return whether the last call is one of several in parallel, as a detector's head runs at several resolutions."""
     first, last = calls[0], calls[-1]
     if first.shape == last.shape or not first.requires_grad:
@@ -247,12 +255,12 @@ def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]
     before = _signatures(model, x, layers)
     scrambled: set[str] = set()
     for centre in _CENTRES:
-        after = _signatures(model, _changed(x, centre), layers)
-        scrambled |= {name for name, maps in after.items() if not _lies_at(maps - before[name], centre)}
+        after = _signatures(model, _change_patch(x, centre), layers)
+        scrambled |= {name for name, maps in after.items() if not _is_near(maps - before[name], centre)}
     return frozenset(scrambled)
 
 
-def _changed(x: Tensor, centre: tuple[float, float]) -> Tensor:
+def _change_patch(x: Tensor, centre: tuple[float, float]) -> Tensor:
     """Return the image with noise added in a patch. The noise has the standard deviation of the image."""
     height, width = x.shape[-2:]
     rows, columns = max(1, round(height * _PATCH)), max(1, round(width * _PATCH))
@@ -280,7 +288,7 @@ def _signatures(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> 
     return signatures
 
 
-def _lies_at(change: Tensor, centre: tuple[float, float]) -> bool:
+def _is_near(change: Tensor, centre: tuple[float, float]) -> bool:
     """Return whether the change near the patch is comparable to the strongest change.
 
     Near means within about one cell, or an eighth of the image. Networks that mix all positions spread a change over
@@ -292,4 +300,4 @@ def _lies_at(change: Tensor, centre: tuple[float, float]) -> bool:
     columns = (torch.arange(width, device=strength.device) + 0.5) / width - centre[1]
     near = (rows.abs() <= max(1.6 / height, 0.125))[:, None] & (columns.abs() <= max(1.6 / width, 0.125))
     strongest = strength.max()
-    return bool(strongest > 0) and bool(strength[near].max() >= _COMPARABLE * strongest)
+    return bool(strongest > 0) and bool(strength[near].max() >= _MIN_RELATIVE_CHANGE * strongest)

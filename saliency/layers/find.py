@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..errors import LayerError, closest, warn
 from .default_layer import scan_layers
-from .layout import Layout, is_channels_first, is_plain, layout_from
+from .layout import Layout, fits_channels_first, is_channels_first, layout_from
 
 LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the default layer."""
@@ -58,7 +58,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     """
     shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
     known = is_channels_first(model.get_submodule(name))
-    scan = None if known or is_plain(shape, size) else scan_layers(model, x)
+    scan = None if known or fits_channels_first(shape, size) else scan_layers(model, x)
     layout = layout_from(shape, len(x), size, scan.grids if scan else (), channels_first=known)
     if scan is not None:
         spatial = {layer.name: layer for layer in scan.spatial if layer.shape[1:] == shape[1:]}

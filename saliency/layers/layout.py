@@ -71,7 +71,7 @@ def is_channels_first(module: nn.Module) -> bool:
     return isinstance(module, _CHANNELS_FIRST)
 
 
-def is_plain(shape: tuple[int, ...], size: Grid) -> bool:
+def fits_channels_first(shape: tuple[int, ...], size: Grid) -> bool:
     """Return whether the aspect ratio of an output fits channels first, at least as well as channels last."""
     return len(shape) == 4 and _misfit(shape[2:], size) <= min(2, _misfit(shape[1:3], size))
 
@@ -84,7 +84,7 @@ def _misfit(grid: tuple[int, ...], size: Grid) -> float:
     return min(abs(h - w * height / width), abs(w - h * width / height))
 
 
-def is_map(shape: tuple[int, ...], size: Grid) -> bool:
+def is_channels_first_map(shape: tuple[int, ...], size: Grid) -> bool:
     """Return whether an output of this shape is channels first, with the aspect ratio of the input."""
     return len(shape) == 4 and shape[2] * shape[3] > 1 and _misfit(shape[2:], size) <= 2
 

@@ -18,7 +18,7 @@ from ..engine.multi_pass import generator
 from ..errors import MethodError, did_you_mean
 from ..io.image_io import ImageLike
 from ..io.inputs import Prepare, read
-from ..validation import is_real, real_number
+from ..validation import check_number, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")
 BASELINE_BLUR = 0.1
@@ -66,7 +66,7 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
     if isinstance(like, GivenImages):
         return like
     if isinstance(like, Real):
-        return real_number(option, like)
+        return check_number(option, like)
     if isinstance(like, str) and like in BASELINES:
         if like in ("black", "white") and preprocess is None:
             raise MethodError(

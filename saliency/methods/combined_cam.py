@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.forward import SharedForward, TargetGradients, independent_of
+from ..attribution.forward import SharedForward, TargetGradients, no_gradient_message
 from ..attribution.options import ModelOptions
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
@@ -20,7 +20,7 @@ from ..layers.default_layer import scan_layers
 from ..layers.find import LayerLike, find
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
-from ..validation import check_choice, is_whole, real_number
+from ..validation import check_choice, check_number, is_integer
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, weighted_sum
 from .gradient import GuidedBackprop, Smooth
 
@@ -119,7 +119,7 @@ class FusedCAM(TracedAttribution):
         self.fused = None if layers is None else tuple(find(self.model, layer)[0] for layer in layers)
         self.cam = check_choice("cam", cam, tuple(_CAMS))
         self._cam = _CAMS[cam](model)
-        self.gamma = real_number("gamma", gamma, above=0)
+        self.gamma = check_number("gamma", gamma, above=0)
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layers, or the last layer of each of the last three resolutions."""
@@ -237,7 +237,7 @@ class FinerCAM(LayerAttribution):
         **options: Unpack[ModelOptions],
     ) -> None:
         super().__init__(model, layer, **options)
-        self.gamma = real_number("gamma", gamma, least=0)
+        self.gamma = check_number("gamma", gamma, least=0)
         self.cam = check_choice("cam", cam, tuple(_CAMS))
         self._cam = _CAMS[cam](model)
         self.references = _checked_references(references)
@@ -282,10 +282,10 @@ class FinerCAM(LayerAttribution):
 
 
 def _checked_references(references: object) -> int | list[int | str]:
-    if is_whole(references):
+    if is_integer(references):
         return int(references)
     names = list(references) if isinstance(references, list | tuple) else []
-    if not names or not all(isinstance(name, str) or is_whole(name, least=0) for name in names):
+    if not names or not all(isinstance(name, str) or is_integer(name, least=0) for name in names):
         raise MethodError(f"references={references!r} is neither a number of classes nor a list of classes")
     return names
 
@@ -354,7 +354,7 @@ class ShapleyCAM(LayerAttribution):
         utility = self._utility(forward.output, target).sum()
         gradient: Tensor | None = torch.autograd.grad(utility, at, create_graph=True, allow_unused=True)[0]
         if gradient is None:
-            raise LayerError(independent_of(layer))
+            raise LayerError(no_gradient_message(layer))
         if not gradient.requires_grad:
             return gradient
         # The gradient of <gradient, A>, with this A held constant, is H A.

@@ -15,7 +15,7 @@ from ..attribution.options import ModelOptions
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
 from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
-from ..validation import check_choice, real_number
+from ..validation import check_choice, check_number
 
 Smooth = Literal["leave", "positive"]
 
@@ -214,7 +214,7 @@ class RectGrad(RectifiedGradient):
         self, model: nn.Module, *, percentile: float = 98.0, smooth: Smooth = "leave", **options: Unpack[ModelOptions]
     ) -> None:
         super().__init__(model, smooth=smooth, **options)
-        self.percentile = real_number("percentile", percentile, least=0, most=100)
+        self.percentile = check_number("percentile", percentile, least=0, most=100)
 
     def rule_for(self, site: Site, images: int) -> Rule:
         """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""

@@ -15,7 +15,7 @@ from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledA
 from ..engine.runner import MakeInputs, PassRunner
 from ..targets.class_names import class_scores
 from ..targets.targets import ClassScore, OutputTarget, Probability
-from ..validation import check_choice, check_whole_number, real_number
+from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineLike, Diffusion, ResolvedBaseline, baselines, resolve_baseline
 
 Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
@@ -139,7 +139,7 @@ class IDGI(MultiPassAttribution):
     ) -> None:
         super().__init__(model, **options)
         self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
-        self.steps = check_whole_number("steps", steps)
+        self.steps = check_integer("steps", steps)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the probability of a class instead of its logit."""
@@ -293,9 +293,9 @@ class GuidedIG(MultiPassAttribution):
     ) -> None:
         super().__init__(model, **options)
         self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
-        self.steps = check_whole_number("steps", steps)
-        self.fraction = real_number("fraction", fraction, above=0, most=1)
-        self.max_distance = real_number("max_distance", max_distance, least=0, most=1)
+        self.steps = check_integer("steps", steps)
+        self.fraction = check_number("fraction", fraction, above=0, most=1)
+        self.max_distance = check_number("max_distance", max_distance, least=0, most=1)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the paths."""
@@ -387,7 +387,7 @@ class BlurIG(MultiPassAttribution):
     ) -> None:
         super().__init__(model, **options)
         quadrature(rule, steps)
-        self.max_sigma, self.rule, self.steps = real_number("max_sigma", max_sigma, above=0), rule, steps
+        self.max_sigma, self.rule, self.steps = check_number("max_sigma", max_sigma, above=0), rule, steps
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
@@ -477,7 +477,7 @@ def quadrature(rule: str, count: int) -> Nodes:
         https://doi.org/10.1090/S0025-5718-69-99647-1.
     """
     check_choice("rule", rule, RULES)
-    count = check_whole_number("steps", count, least=2 if rule == "trapezoid" else 1)
+    count = check_integer("steps", count, least=2 if rule == "trapezoid" else 1)
     if rule == "gauss_legendre":
         nodes, weights = np.polynomial.legendre.leggauss(count)
         at = (nodes + 1) / 2

@@ -15,7 +15,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..layers.find import LayerLike, find, layout_of
 from ..layers.layout import Layout
-from ..validation import check_whole_number
+from ..validation import check_integer
 from .cam import default_layer, warn_if_signed
 
 
@@ -102,4 +102,4 @@ def strongest(strength: Tensor, limit: int | None) -> Tensor:
 
 def channel_count(channels: int | None) -> int | None:
     """Return the checked option `channels`. Raises MethodError if it is not a number of channels."""
-    return None if channels is None else check_whole_number("channels", channels)
+    return None if channels is None else check_integer("channels", channels)

@@ -16,7 +16,7 @@ from ..engine.estimates import Estimate, rank_correlation
 from ..engine.multi_pass import MOST_PASSES, ImageAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import PassRunner
 from ..layers.find import LayerLike
-from ..validation import check_choice, check_whole_number, real_number
+from ..validation import check_choice, check_integer, check_number
 from .layer_passes import LayerOutput, LayerPasses, channel_count, strongest
 
 
@@ -211,7 +211,7 @@ class ISCAM(_MaskCAM):
         **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, layer, **options)
-        self.steps = check_whole_number("steps", steps)
+        self.steps = check_integer("steps", steps)
         self.channels = channel_count(channels)
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
@@ -270,8 +270,8 @@ class SSCAM(_MaskCAM, SampledAttribution):
         **options: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, layer, **options)
-        self.noise = real_number("noise", noise, above=0, hint="; without noise it is score_cam")
-        self.draws = check_whole_number("draws", draws)
+        self.noise = check_number("noise", noise, above=0, hint="; without noise it is score_cam")
+        self.draws = check_integer("draws", draws)
         self.channels = channel_count(channels)
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:

@@ -22,7 +22,7 @@ from ..errors import MethodError
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
 from ..layers.find import LayerLike
-from ..validation import real_number
+from ..validation import check_number
 from .gradient import VanillaGradient
 from .layer_passes import LayerPasses
 
@@ -302,7 +302,7 @@ def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> T
 
 def checked_noise(noise: float) -> float:
     """Return the checked option `noise`. Raises MethodError if it is negative or not finite."""
-    return real_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
+    return check_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
 
 
 def _name_of(method: Attribution) -> str:

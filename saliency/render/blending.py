@@ -17,9 +17,9 @@ from ..io.crop_detection import Box
 from ..io.image_io import ImageLike, open_picture
 from ..io.preprocess import Frame
 from ..methods import METHODS
-from ..validation import real_number
+from ..validation import check_number
 from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
-from .heatmap import Percentile, chosen_percentile, limits, read_sign, reduce_channels, require_explanation
+from .heatmap import Percentile, apply_sign, limits, reduce_channels, require_explanation, resolve_percentile
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
@@ -87,10 +87,10 @@ def shade(
     """
     used_sign = explanation.sign if sign is None else sign
     reduced = reduce_channels(explanation, None, sign)
-    maps = read_sign(reduced, used_sign)
+    maps = apply_sign(reduced, used_sign)
     low, high = map(float, maps.aminmax())
     if limit is not None:
-        limit = real_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
+        limit = check_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     if low == high:
         warn(_why_flat(explanation, high, bool((reduced < 0).any())))
     elif max(-low, high) <= _rounding(explanation):
@@ -98,7 +98,7 @@ def shade(
         warn(_why_rounding(explanation, max(-low, high), is_zeroed=is_zeroed))
         maps = torch.zeros_like(maps) if is_zeroed else maps
     if limit is None:
-        limit = float(limits(maps, chosen_percentile(explanation, percentile))[0])
+        limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
     shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
     return Shade(shares.astype(np.float32), used_sign, limit, bool((np.abs(values) > limit).any()))
@@ -119,7 +119,7 @@ def _rounding(explanation: Explanation) -> float:
     return torch.finfo(kind).eps / 2 * abs(float(explanation.scores[0]))
 
 
-def _where(explanation: Explanation) -> str:
+def _map_label(explanation: Explanation) -> str:
     return f"the {explanation.method} map for {explanation.target_names[0]}"
 
 
@@ -127,13 +127,13 @@ def _why_rounding(explanation: Explanation, largest: float, *, is_zeroed: bool) 
     # A gradient depends on the units and the size of the input, so a small one may be correct.
     verdict = "is drawn as zero" if is_zeroed else "may show rounding errors only"
     return (
-        f"{_where(explanation)} {verdict}: its values, {largest:.2g} at most, are below the rounding error of a score "
-        f"of {float(explanation.scores[0]):.4g}"
+        f"{_map_label(explanation)} {verdict}: its values, {largest:.2g} at most, are below the rounding error of a "
+        f"score of {float(explanation.scores[0]):.4g}"
     )
 
 
 def _why_flat(explanation: Explanation, value: float, has_negative: bool) -> str:
-    where = _where(explanation)
+    where = _map_label(explanation)
     if has_negative:
         return f'{where} is zero everywhere: all values are negative; sign="signed" shows them'
     if explanation.values.shape[-2:].numel() == 1:
@@ -170,14 +170,14 @@ def window(frame: Frame) -> Window:
         RenderError: The box is outside the image.
     """
     left, top, right, bottom = frame.box
-    columns, rows = _whole(left, right, frame.picture.width), _whole(top, bottom, frame.picture.height)
+    columns, rows = _pixel_range(left, right, frame.picture.width), _pixel_range(top, bottom, frame.picture.height)
     if not columns or not rows:
         width, height = frame.picture.size
         raise RenderError(f"the box {frame.box} is outside the image of {width}x{height} pixels")
     return Window(columns.start, rows.start, columns.stop, rows.stop)
 
 
-def _whole(low: float, high: float, length: int) -> range:
+def _pixel_range(low: float, high: float, length: int) -> range:
     """Return the existing pixels between two edges."""
     first, last = math.ceil(low - 0.5), math.ceil(high - 0.5)
     if first == last:  # thinner than a pixel, between two centres
@@ -194,16 +194,16 @@ def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
     positions to 1/32 of a cell, which is visible as steps on 7 x 7 maps.
     """
     left, top, right, bottom = frame.box
-    wide = _stretch(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
-    return _stretch(np.ascontiguousarray(wide.T), top, bottom, inside.top, inside.bottom)
+    wide = _resize_rows(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
+    return _resize_rows(np.ascontiguousarray(wide.T), top, bottom, inside.top, inside.bottom)
 
 
-def _stretch(cells: Plane, low: float, high: float, first: int, last: int) -> Plane:
+def _resize_rows(cells: Plane, low: float, high: float, first: int, last: int) -> Plane:
     """Return rows `first` to `last` of an image on which the rows of `cells` cover `low` to `high`."""
     pitch = len(cells) / (high - low)  # cells per pixel
     centres = (np.arange(first, last) + (0.5 - low)) * pitch - 0.5
     if pitch > 1:
-        return _averaged(cells, centres, pitch)
+        return _average_cells(cells, centres, pitch)
     centres = np.clip(centres, 0, len(cells) - 1)
     above = np.minimum(centres.astype(np.intp), max(len(cells) - 2, 0))
     share = (centres - above).astype(np.float32)[:, None]
@@ -215,7 +215,7 @@ def _stretch(cells: Plane, low: float, high: float, first: int, last: int) -> Pl
     return out
 
 
-def _averaged(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) -> Plane:
+def _average_cells(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) -> Plane:
     """Return the mean of the cells under each pixel, weighted by a triangle of `reach` cells on either side."""
     out = np.empty((len(centres), cells.shape[1]), np.float32)
     for start in range(0, len(centres), STRIP):
@@ -236,12 +236,12 @@ def paint(
     """
     import cv2
 
-    strength = _checked(opacity)
+    strength = _check_opacity(opacity)
     inside = window(frame)
     shares = spread(shading.values, frame, inside)
     pixels: Pixels = np.array(rgb(frame.picture))
     photo = pixels[inside.area]
-    colors = cv2.applyColorMap(_entries(shares, shading.sign), shading.table(colormap)[:, None])
+    colors = cv2.applyColorMap(_table_entries(shares, shading.sign), shading.table(colormap)[:, None])
     if strength is None or visibility is not None:
         weight = np.abs(shares) if strength is None else np.full_like(shares, strength)
         if visibility is not None:
@@ -257,17 +257,17 @@ def rgb(picture: Image.Image) -> Image.Image:
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
-def _entries(shares: Plane, sign: Sign) -> Pixels:
+def _table_entries(shares: Plane, sign: Sign) -> Pixels:
     """Return the nearest table entry of each share; zero is the centre of a signed table."""
     base, gain = (CENTRE, 127) if sign == "signed" else (0, 255)
     return (shares * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
 
 
-def _checked(opacity: object) -> float | None:
+def _check_opacity(opacity: object) -> float | None:
     """Return the opacity as a number; None if the map determines it."""
     if isinstance(opacity, str) and opacity == "map":
         return None
-    return real_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
+    return check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
 
 
 def probability(explanation: Explanation) -> list[str]:

@@ -103,12 +103,14 @@ def _draw_row(
     bar_axes = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the image, for any aspect ratio
     numbers = ScalarFormatter()
     numbers.set_powerlimits((-3, 4))
-    bar = drawing.colorbar(_scale(shading, colormap), cax=bar_axes, extend=_ends(shading), format=numbers)
+    bar = drawing.colorbar(
+        _color_scale(shading, colormap), cax=bar_axes, extend=_bar_extension(shading), format=numbers
+    )
     bar.set_label(label)
     bar.outline.set_visible(False)
 
 
-def _scale(shading: Shade, colormap: str | None) -> ScalarMappable:
+def _color_scale(shading: Shade, colormap: str | None) -> ScalarMappable:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
@@ -117,7 +119,7 @@ def _scale(shading: Shade, colormap: str | None) -> ScalarMappable:
     return ScalarMappable(Normalize(-limit if shading.sign == "signed" else 0.0, limit), ListedColormap(colors / 255))
 
 
-def _ends(shading: Shade) -> str:
+def _bar_extension(shading: Shade) -> str:
     if not shading.saturated:
         return "neither"
     return "both" if shading.sign == "signed" else "max"

@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import NonFiniteError, RenderError
-from ..validation import check_choice, is_pair, real_number
+from ..validation import check_choice, check_number, is_pair
 
 Channels = Literal["sum", "mean", "max_abs"]
 Percentile = float | Literal["auto"] | None
@@ -29,7 +29,7 @@ Percentile = float | Literal["auto"] | None
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 CHANNELS: tuple[Channels, ...] = get_args(Channels)
 
-SPECKLED_PERCENTILE = 99.5
+INPUT_GRADIENT_PERCENTILE = 99.5
 
 
 def heatmap(
@@ -60,7 +60,7 @@ def heatmap(
         RenderError: `explanation` is not an explanation, or an option is invalid.
     """
     require_explanation(explanation, "heatmap")
-    maps = read_sign(reduce_channels(explanation, channels, sign), explanation.sign if sign is None else sign)
+    maps = apply_sign(reduce_channels(explanation, channels, sign), explanation.sign if sign is None else sign)
     if percentile is not None:
         limit = limits(maps, percentile)[:, None, None]
         maps = maps.clamp(-limit, limit)
@@ -95,7 +95,7 @@ def reduce_channels(explanation: Explanation, channels: Channels | None, sign: S
     return maps
 
 
-def read_sign(maps: Tensor, sign: Sign) -> Tensor:
+def apply_sign(maps: Tensor, sign: Sign) -> Tensor:
     """Apply a sign to maps: keep values above zero, all values, or magnitudes."""
     if sign == "positive":
         return maps.clamp(min=0)
@@ -116,7 +116,7 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     if percentile is None:
         return largest
     hint = "; 99.5 clips the highest 0.5 % of a map"
-    percentile = real_number("percentile", percentile, above=0, most=100, hint=hint, error=RenderError)
+    percentile = check_number("percentile", percentile, above=0, most=100, hint=hint, error=RenderError)
     pixels = magnitudes.shape[1]
     rank = max(1, math.ceil(pixels * percentile / 100 - 1e-9))
     limit = magnitudes.topk(pixels - rank + 1, dim=1).values[:, -1]
@@ -129,7 +129,7 @@ def usual_percentile(explanation: Explanation) -> float | None:
     Gradients at the input are far larger at a few pixels, which would leave all others dark. Maps with one
     channel (CAMs, occlusion) are smooth, and their peak is significant.
     """
-    return SPECKLED_PERCENTILE if explanation.values.shape[1] > 1 else None
+    return INPUT_GRADIENT_PERCENTILE if explanation.values.shape[1] > 1 else None
 
 
 def shared_limit(
@@ -166,11 +166,11 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
 
 
 def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) -> float:
-    maps = read_sign(reduce_channels(explanation, None, sign), explanation.sign if sign is None else sign)
-    return float(limits(maps, chosen_percentile(explanation, percentile)).max())
+    maps = apply_sign(reduce_channels(explanation, None, sign), explanation.sign if sign is None else sign)
+    return float(limits(maps, resolve_percentile(explanation, percentile)).max())
 
 
-def chosen_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
+def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
     """Return the percentile itself, or the default for this explanation if it is "auto"."""
     if isinstance(percentile, str):
         check_choice("percentile", percentile, ("auto",), error=RenderError)
@@ -248,7 +248,7 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
         errors = error.gather(1, at)[:, 0]
     else:
         errors = error.sum(1) if channels == "sum" else error.mean(1)
-    shown = read_sign(maps, read).abs()
+    shown = apply_sign(maps, read).abs()
     distance = shown / errors.to(shown.dtype)
     return torch.where(shown == 0, torch.zeros_like(distance), distance)
 

@@ -20,7 +20,7 @@ from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
 from ..io.atomic_write import atomic_write
 from ..io.image_io import ImageLike
-from ..validation import real_number
+from ..validation import check_number
 from .blending import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
 from .figure import figure
 from .heatmap import Percentile, shared_limit, significance
@@ -78,7 +78,7 @@ def _visibility(explanation: Explanation, sign: Sign | None, min_significance: f
     """Return the factor of each cell's opacity, 0 to 1 (h, w); None without `min_significance`."""
     if min_significance is None:
         return None
-    min_significance = real_number(
+    min_significance = check_number(
         "min_significance",
         min_significance,
         above=0,
@@ -118,7 +118,7 @@ def cutout(
     """
     require_one(explanation, "cutout")
     if keep is not None:
-        keep = real_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
+        keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
     frame = frame_of(explanation, picture)
     shading = shade(explanation, sign, "auto" if keep is None else None)
     inside = window(frame)

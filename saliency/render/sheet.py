@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..io.preprocess import Frame
-from ..validation import check_whole_number
+from ..validation import check_integer
 from .blending import (
     Opacity,
     Shade,
@@ -28,7 +28,7 @@ from .blending import (
     spread,
     window,
 )
-from .heatmap import Percentile, chosen_percentile, limits
+from .heatmap import Percentile, limits, resolve_percentile
 
 PAPER = "#ffffff"
 INK = "#1d1f23"
@@ -119,9 +119,9 @@ def contact_sheet(
     Warns:
         SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
     """
-    thumb = check_whole_number("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
+    thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[_drawing(explanation, thumb, percentile) for explanation in row] for row in rows]
+    table = [[_make_drawing(explanation, thumb, percentile) for explanation in row] for row in rows]
     column_limits = [max(drawing.limit for drawing in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, drawings in zip(rows, table, strict=True):
@@ -171,17 +171,17 @@ class _Drawing:
         return paint(self.frame, replace(self.shading, values=values), colormap, opacity)
 
 
-def _drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _Drawing:
+def _make_drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _Drawing:
     """Return the drawing of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
-    frame = _shrunk(frame_of(explanation), thumb)
+    frame = _shrink(frame_of(explanation), thumb)
     inside = window(frame)
     largest = shade(explanation, percentile=None)
     shares = spread(largest.values, frame, inside)
-    limit = largest.limit * float(limits(torch.from_numpy(shares)[None], chosen_percentile(explanation, percentile)))
+    limit = largest.limit * float(limits(torch.from_numpy(shares)[None], resolve_percentile(explanation, percentile)))
     return _Drawing(Frame(frame.picture, inside.box), replace(largest, values=shares), limit)
 
 
-def _shrunk(frame: Frame, thumb: int) -> Frame:
+def _shrink(frame: Frame, thumb: int) -> Frame:
     """Resize a frame so that the longer edge of its image is `thumb`."""
     width, height = frame.picture.size
     scale = thumb / max(width, height)

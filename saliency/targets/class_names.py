@@ -38,28 +38,28 @@ def output_tensor(output: Any) -> Tensor:
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     raise TargetError(
         f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores; "
-        f"pass a function as the target, for example target=lambda output: {_example(output)}"
+        f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
     )
 
 
-def _example(output: Any) -> str:
+def _example_target(output: Any) -> str:
     """Return the code of an example target, for the error message about an output with several tensors."""
     if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping) and output[0]:  # one per image
-        return f"torch.stack([image[{_key(output[0])!r}].sum() for image in output])"
-    return f"{_written(output, 'output')}.flatten(1).sum(1)"
+        return f"torch.stack([image[{_scores_key(output[0])!r}].sum() for image in output])"
+    return f"{_selection_code(output, 'output')}.flatten(1).sum(1)"
 
 
-def _written(output: Any, path: str) -> str:
+def _selection_code(output: Any, path: str) -> str:
     """Return the code that selects the scores of an output, or its first tensor."""
     if isinstance(output, Mapping) and output:
-        return _written(output[_key(output)], f"{path}[{_key(output)!r}]")
+        return _selection_code(output[_scores_key(output)], f"{path}[{_scores_key(output)!r}]")
     if isinstance(output, tuple | list) and output:
         fields = getattr(output, "_fields", None)
-        return _written(output[0], f"{path}.{fields[0]}" if fields else f"{path}[0]")
+        return _selection_code(output[0], f"{path}.{fields[0]}" if fields else f"{path}[0]")
     return path if isinstance(output, Tensor) or path != "output" else "output['scores']"
 
 
-def _key(named: Mapping[Any, Any]) -> Any:
+def _scores_key(named: Mapping[Any, Any]) -> Any:
     """Return the key of an output that is most likely the scores."""
     tensors = [key for key, value in named.items() if isinstance(value, Tensor)]
     return next((key for key in ("scores", "logits") if key in tensors), (tensors or list(named))[0])

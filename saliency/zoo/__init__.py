@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, fit
-from .libraries import Bundled, Facts, Source, Timm, Torchvision, Where
+from .libraries import Bundled, ModelInfo, Source, Timm, Torchvision, WeightsLocation
 
 _LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
@@ -29,7 +29,7 @@ class Listing:
 
     name: str  # as `load` takes it
     source: Source
-    weights: Where  # where the default weights are; "none" if the library has none
+    weights: WeightsLocation  # where the default weights are; "none" if the library has none
 
 
 def load(
@@ -68,17 +68,17 @@ def load(
     file = None if weights is None else _checkpoint_path(weights)
     named = "default" if weights is None or file is not None else str(weights)
     classes = None
-    with _own_random_state():
+    with _fixed_random_state():
         if file is not None:
             model, classes = fit(lambda number: library.build(bare, number), file, library.rename)
         else:
             model = library.build(bare) if weights is None else library.pretrained(bare, named)
         facts = library.facts(model, bare, named)
     if classes is not None:
-        facts = Facts(facts.preprocess, None, classes)
+        facts = ModelInfo(facts.preprocess, None, classes)
     plain: Any = model.eval()
     plain.preprocess = as_preprocess(facts.preprocess if preprocess is None else preprocess)
-    plain.categories = facts.categories if categories is None else _checked(categories, facts.classes)
+    plain.categories = facts.categories if categories is None else _check_categories(categories, facts.classes)
     return model
 
 
@@ -92,7 +92,7 @@ def models() -> list[Listing]:
     return list(listings.values())
 
 
-def _checked(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:
+def _check_categories(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:
     if isinstance(categories, str) or classes not in (None, len(categories)):
         given = f'the string "{categories}"' if isinstance(categories, str) else f"{len(categories)} names"
         raise ModelError(f"categories: expected {classes or 'some'} names, one per class of the model; got {given}")
@@ -121,7 +121,7 @@ def _find(name: str) -> tuple[Torchvision | Timm, str]:
 
 
 @contextmanager
-def _own_random_state() -> Iterator[None]:
+def _fixed_random_state() -> Iterator[None]:
     """Draw random weights on the CPU from a fixed seed, outside inference mode so that gradients are possible."""
     with _RANDOM_LOCK, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.default_generator.manual_seed(_SEED)

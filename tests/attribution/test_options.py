@@ -16,7 +16,7 @@ from torch import nn
 import saliency
 from saliency import METHODS, MethodError, SaliencyError
 from saliency.errors import RenderError
-from saliency.validation import check_choice, check_whole_number, is_whole, real_number
+from saliency.validation import check_choice, check_integer, check_number, is_integer
 
 NO_NUMBERS: list[Any] = [
     "many", None, [None], math.nan, math.inf, True, np.True_, object(), torch.tensor(1), np.array([1.0])
@@ -25,7 +25,7 @@ NO_NUMBERS: list[Any] = [
 
 @pytest.mark.parametrize("given", [1, 7, np.int64(3), np.uint8(200)])
 def test_whole_numbers_are_those_of_python_and_numpy(given: Any) -> None:
-    found = check_whole_number("passes", given)
+    found = check_integer("passes", given)
     assert (type(found), found) == (int, int(given))
 
 
@@ -33,16 +33,16 @@ def test_whole_numbers_are_those_of_python_and_numpy(given: Any) -> None:
     "given", [0, -1, True, np.True_, 2.0, np.float32(2), "2", None, np.array([2]), torch.tensor(2)]
 )
 def test_what_is_no_count_is_refused_by_name(given: Any) -> None:
-    assert not is_whole(given)
+    assert not is_integer(given)
     with pytest.raises(MethodError, match=r"passes=.* is not a whole number of at least 1"):
-        check_whole_number("passes", given)
+        check_integer("passes", given)
 
 
 def test_the_least_number_is_an_option() -> None:
-    assert check_whole_number("steps", 2, least=2) == 2
+    assert check_integer("steps", 2, least=2) == 2
     with pytest.raises(MethodError, match="of at least 2"):
-        check_whole_number("steps", 1, least=2)
-    assert is_whole(-3, least=None)
+        check_integer("steps", 1, least=2)
+    assert is_integer(-3, least=None)
 
 
 def test_a_choice_is_named_with_the_closest() -> None:
@@ -53,21 +53,21 @@ def test_a_choice_is_named_with_the_closest() -> None:
 
 @pytest.mark.parametrize("given", [0.5, 1, np.float32(0.5), np.int64(1), Fraction(1, 2)])
 def test_real_numbers_are_those_of_python_and_numpy(given: Any) -> None:
-    found = real_number("gamma", given, above=0, most=1)
+    found = check_number("gamma", given, above=0, most=1)
     assert (type(found), found) == (float, float(given))
 
 
 @pytest.mark.parametrize("given", [0, 1.01, *NO_NUMBERS])
 def test_what_is_no_number_within_bounds_is_refused_by_name(given: Any) -> None:
     with pytest.raises(MethodError, match=r"gamma=.* is not a finite number above 0 and of at most 1; usual"):
-        real_number("gamma", given, above=0, most=1, hint="; usual")
+        check_number("gamma", given, above=0, most=1, hint="; usual")
 
 
 def test_the_bounds_and_the_error_are_the_callers() -> None:
-    assert real_number("limit", 0, least=0) == 0
+    assert check_number("limit", 0, least=0) == 0
     for bounds in ({"least": 0.1}, {"above": 0}, {"most": -0.1}, {"below": 0}):
         with pytest.raises(RenderError, match="limit=0 is not a finite number"):
-            real_number("limit", 0, **bounds, error=RenderError)
+            check_number("limit", 0, **bounds, error=RenderError)
 
 
 SMALL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()

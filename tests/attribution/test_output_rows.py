@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, SaliencyWarning, TargetError
-from saliency.attribution.output_rows import known_one_by_one, output_rows
+from saliency.attribution.output_rows import cached_serial_reason, output_rows
 from saliency.testing import tiny_model
 
 named: dict[str, Any] = dict(METHODS)
@@ -122,9 +122,9 @@ def test_a_batch_of_images_that_affect_each_other_is_warned_of(name: str) -> Non
 
 def test_a_norm_that_is_swapped_is_seen_in_the_next_call() -> None:
     model = batch_coupled()
-    assert known_one_by_one(model, one_image())
+    assert cached_serial_reason(model, one_image())
     model[1] = nn.BatchNorm2d(6).eval()
-    assert not known_one_by_one(model, one_image())
+    assert not cached_serial_reason(model, one_image())
 
 
 def test_a_black_image_does_not_hide_that_images_affect_each_other() -> None:
@@ -154,7 +154,7 @@ def test_a_model_of_single_images_runs_one_by_one() -> None:
 def test_rounding_is_not_taken_for_images_that_affect_each_other(dtype: torch.dtype) -> None:
     model, x = tiny_model().to(dtype), one_image().to(dtype)
     model.register_forward_hook(lambda module, inputs, output: output.float())
-    assert output_rows(model, x).one_by_one == ""
+    assert output_rows(model, x).serial_reason == ""
 
 
 # Threads of the model's own.
@@ -192,6 +192,6 @@ def test_a_lack_of_memory_for_two_images_is_not_remembered() -> None:
         return scores
 
     model = Packed(crammed)
-    assert "out of memory" in known_one_by_one(model, one_image())
+    assert "out of memory" in cached_serial_reason(model, one_image())
     full = False
-    assert known_one_by_one(model, one_image()) == ""
+    assert cached_serial_reason(model, one_image()) == ""

@@ -221,7 +221,7 @@ def test_parts_that_are_seen_only_stay_as_they_are() -> None:
     with HookManager() as hooks:
         out, found = called(Layer(), shared)
         for each in found:
-            hooks.at_exit(shared, each, parts.append)
+            hooks.at_input_edge(shared, each, parts.append)
         (gradient,) = torch.autograd.grad(out.sum(), x)
     assert len(parts) == 2
     assert torch.equal(parts[0] + parts[1], gradient)
@@ -291,7 +291,7 @@ def test_a_graph_dies_though_the_block_goes_on(attach: Callable[..., None] | Non
                 attach(hooks, out, lambda gradient: None)
             else:
                 for each in found:
-                    hooks.at_exit(x, each, lambda part: None)
+                    hooks.at_input_edge(x, each, lambda part: None)
                 del each
             died = weakref.ref(x)
             del x, out, found

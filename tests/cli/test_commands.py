@@ -287,7 +287,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--model", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean "efficientnet_lite'),
         (["--weights", "v2"], 'only the weights "default", not "v2"'),
         (["--weights", "gone.safetensors"], "no checkpoint file at gone.safetensors"),
-        (["--target", "espreso"], 'no class "espreso" among 1000; did you mean "espresso"'),
+        (["--target", "espreso"], 'no class "espreso" among 1000 classes; did you mean "espresso"'),
         (["--target", "5000"], "class 5000 is outside 0..999"),
         (["--target", "-1"], "class -1 is negative"),
         (["--target", "2.5"], 'no class "2.5"'),

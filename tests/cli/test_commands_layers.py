@@ -305,7 +305,7 @@ def test_a_link_to_a_page_stays_a_link(answer: Callable[..., str], tmp_path: Pat
     ("words", "said"),
     [
         (["--target", "tabby"], "--target names the class whose gradients are shown; add --gradients"),
-        (["--gradients", "--target", "tabbby"], 'no class "tabbby" among 1000; did you mean "tabby"'),
+        (["--gradients", "--target", "tabbby"], 'no class "tabbby" among 1000 classes; did you mean "tabby"'),
         (["--gradients", "--target", "5000"], "class 5000 is outside 0..999"),
         (["--depth", "0"], "0 is not a whole number"),
         (["--depth", "two"], "two is not a whole number"),

@@ -525,7 +525,7 @@ def test_a_layer_that_the_score_is_not_computed_from_is_named_and_the_target_is_
 ) -> None:
     model, x = detector("retinanet"), torch.rand(1, 3, 64, 64)
     # It runs after the scores: nothing is recorded where they are computed.
-    with pytest.raises(LayerError, match=r'depend on layer "head\.regression_head\.conv".*or none'):
+    with pytest.raises(LayerError, match=r'depend on layer "head\.regression_head\.conv".*pass no layer'):
         method(model, "head.regression_head.conv").attribute(x, summed("scores"))
     with pytest.raises(LayerError, match=r'depend on layer "head\.classification_head\.conv"'):
         method(model, "head.classification_head.conv").attribute(x, summed("boxes"))

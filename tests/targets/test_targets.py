@@ -198,8 +198,8 @@ def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) 
         ("tiger", r'did you mean "tiger cat"'),
         ("tgier cat", r'did you mean "tiger cat"'),
         ("zzz", r'no class "zzz" among 5 classes; the classes are ant, crane'),
-        ("", r'no class "" among 5; the classes are ant, crane'),
-        ("3", r'no class "3" among 5; the classes are ant, crane'),
+        ("", r'no class "" among 5 classes; the classes are ant, crane'),
+        ("3", r'no class "3" among 5 classes; the classes are ant, crane'),
     ],
 )
 def test_an_unknown_name_gets_the_closest(name: str, message: str, x: Tensor) -> None:

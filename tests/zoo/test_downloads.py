@@ -67,7 +67,7 @@ def test_a_host_that_never_answers_is_waited_for_only_so_long(monkeypatch: pytes
 
 def test_the_hubs_offline_switch_counts_as_no_network(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("saliency.zoo.download._answers", lambda host: True)
+    monkeypatch.setattr("saliency.zoo.download._is_reachable", lambda host: True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         zoo.load("timm/resnet18")
 
@@ -75,7 +75,7 @@ def test_the_hubs_offline_switch_counts_as_no_network(offline: Path, monkeypatch
 def test_what_a_library_raises_while_it_downloads_is_a_model_error(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saliency.zoo.download._answers", lambda host: True)
+    monkeypatch.setattr("saliency.zoo.download._is_reachable", lambda host: True)
     with pytest.raises(ModelError, match="pretrained weights of resnet18 could not be loaded: URLError"):
         zoo.load("resnet18")
 

@@ -15,7 +15,7 @@ from ...engine.estimates import Estimate, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
 from ...engine.runner import PassRunner
 from ...errors import warn
-from ...validation import real_number
+from ...validation import check_number
 from ..baselines import Filler, FillLike
 from .feature_ablation import SUPERPIXELS, SegmentAttribution
 from .segments import Segments, SegmentsLike
@@ -236,8 +236,8 @@ class LIME(CoalitionSampling):
         **options: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, segments=segments, fill=fill, **options)
-        self.width = real_number("width", width, least=1e-3)
-        self.penalty = real_number("penalty", penalty, least=0)
+        self.width = check_number("width", width, least=1e-3)
+        self.penalty = check_number("penalty", penalty, least=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the coefficients of the regression."""

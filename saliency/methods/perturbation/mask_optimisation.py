@@ -18,7 +18,7 @@ from ...engine.multi_pass import ImageAttribution, MultiPassAttribution, generat
 from ...engine.runner import PassRunner
 from ...errors import MethodError
 from ...hooks.model_state import leaf
-from ...validation import check_choice, check_whole_number, real_number
+from ...validation import check_choice, check_integer, check_number
 from ..baselines import Filler, FillLike, resolve_fill
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
@@ -49,7 +49,7 @@ class OptimisedMask(MultiPassAttribution):
 
     def __init__(self, model: nn.Module, *, steps: int, **options: Unpack[EngineOptions]) -> None:
         super().__init__(model, **options)
-        self.steps = check_whole_number("steps", steps)
+        self.steps = check_integer("steps", steps)
 
     def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
         """Return the passes of one image, one at a time: each step starts where the previous one ended."""
@@ -161,8 +161,8 @@ class MeaningfulPerturbation(OptimisedMask):
         **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, steps=steps, **options)
-        self.sparsity = real_number("sparsity", sparsity, least=0)
-        self.smoothness = real_number("smoothness", smoothness, least=0)
+        self.sparsity = check_number("sparsity", sparsity, least=0)
+        self.smoothness = check_number("smoothness", smoothness, least=0)
         self.fill = resolve_fill(fill, partial=self.name)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -268,10 +268,10 @@ class ExtremalPerturbation(OptimisedMask):
         super().__init__(model, steps=steps, **options)
         self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
         shares = areas if isinstance(areas, list | tuple) else (areas,)
-        self.areas = [real_number("areas", share, above=0, below=1) for share in shares]
+        self.areas = [check_number("areas", share, above=0, below=1) for share in shares]
         if not self.areas:
             raise MethodError("areas is empty; expected at least one share of the image, such as 0.1")
-        self.weight = real_number("weight", weight, above=0)
+        self.weight = check_number("weight", weight, above=0)
         self.keep = check_choice("keep", keep, ("best", "worst"))
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:

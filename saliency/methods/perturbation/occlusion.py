@@ -13,7 +13,7 @@ from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ...engine.partial.window import WindowForward
 from ...engine.runner import PassRunner
 from ...errors import MethodError
-from ...validation import is_pair, is_whole
+from ...validation import is_integer, is_pair
 from ..baselines import Filler, FillLike, resolve_fill
 
 FEW = 16
@@ -127,7 +127,7 @@ def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
     """One number of pixels, or two. Raises MethodError for anything else."""
     if is_pair(edges):
         return int(edges[0]), int(edges[1])
-    if is_whole(edges):
+    if is_integer(edges):
         return int(edges)
     raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor two of them")
 

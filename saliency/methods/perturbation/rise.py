@@ -13,7 +13,7 @@ from ...attribution.options import SamplingOptions
 from ...engine.estimates import Estimate, precise_type, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
 from ...engine.runner import PassRunner
-from ...validation import check_choice, check_whole_number, real_number
+from ...validation import check_choice, check_integer, check_number
 from ..baselines import Filler, FillLike, resolve_fill
 
 TOGETHER = 16
@@ -74,7 +74,7 @@ class RISE(SampledAttribution):
         **options: Unpack[SamplingOptions],
     ) -> None:
         super().__init__(model, **options)
-        self.grid, self.shown = check_whole_number("grid", grid), real_number("shown", shown, above=0, below=1)
+        self.grid, self.shown = check_integer("grid", grid), check_number("shown", shown, above=0, below=1)
         self.debiased = bool(check_choice("debiased", debiased, (True, False)))
         self.fill = resolve_fill(fill, partial=self.name)
 

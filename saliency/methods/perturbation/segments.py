@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import MethodError
 from ...io.preprocess import Preprocess
-from ...validation import is_pair, is_whole
+from ...validation import is_integer, is_pair
 
 COMPACTNESS, SMOOTHING = 10.0, 1.0
 """SLIC's weight of distance against colour, and the blur before it in pixels: the defaults of scikit-image."""
@@ -45,7 +45,7 @@ def resolve_segments(like: SegmentsLike) -> ResolvedSegments:
     if isinstance(segments, Labels) or callable(segments):
         resolved: ResolvedSegments = segments
         return resolved
-    if is_whole(segments):
+    if is_integer(segments):
         return int(segments)
     if is_pair(segments):
         return (int(segments[0]), int(segments[1]))

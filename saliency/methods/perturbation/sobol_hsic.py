@@ -15,7 +15,7 @@ from ...engine.estimates import Estimate, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
 from ...engine.runner import CHECK_INTERVAL, PassRunner
 from ...errors import MethodError
-from ...validation import check_whole_number
+from ...validation import check_integer
 from ..baselines import Filler, FillLike, resolve_fill
 
 _BLOCK = 1024  # rows of a kernel matrix that are computed at once, and scores that its width is taken from
@@ -202,7 +202,7 @@ class GridAttribution(SampledAttribution):
         self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **options: Unpack[SamplingOptions]
     ) -> None:
         super().__init__(model, **options)
-        self.grid = check_whole_number("grid", grid)
+        self.grid = check_integer("grid", grid)
         self.fill = resolve_fill(fill)
 
     def cells_of(self, x: Tensor) -> tuple[int, int]:
