@@ -1,4 +1,4 @@
-"""`python -m saliency` is the command `saliency`."""
+"""Run the command `saliency` as `python -m saliency`."""
 
 import sys
 

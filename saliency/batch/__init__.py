@@ -1,10 +1,11 @@
-"""Explain folders of images: overlays, saved maps, a manifest and a page. A run resumes after any interruption.
+"""Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
-    batch                 the run; the command `saliency batch` wraps it
+    batch                 explain images into a folder; the command `saliency batch` calls it
     saved_maps.redraw     draw overlays from saved maps in another style
 
-The output folder: overlays/, photos/ and heat/ (images of the page), maps/ (with `maps=True`), manifest.jsonl (a row
-per image and method), manifest.json (the run), manifest.parquet, listing.jsonl (the numbered images) and index.html.
+The output folder contains overlays/, photos/ and heat/ (images of the page), maps/ (with `maps=True`), manifest.jsonl
+(a row per image and method), manifest.json (model, options and state of the run), manifest.parquet, listing.jsonl (the
+numbered images) and index.html (the page).
 """
 
 from __future__ import annotations
@@ -56,47 +57,48 @@ def batch(
     command: Sequence[str] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Explain the images of some sources with several methods, into a folder.
+    """Explain images with one or several methods, and write the results to a folder.
 
-    The same call resumes: it writes what is missing, byte for byte what an undisturbed run writes. An image that cannot
-    be explained is a row of the manifest with the reason, and never affects the others. PyTorch runs with one thread
-    per worker until the call returns.
+    Repeat the same call to resume an interrupted run. It writes the missing files, identical byte for byte to those of
+    an uninterrupted run. An image that cannot be explained gets a manifest row with the reason, and never affects the
+    others. PyTorch runs with one thread per worker until the call returns.
 
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
             and WebDataset shards (.tar).
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model with a `preprocess`.
-        methods: Names in the registry; they share forward passes where possible.
+        methods: Names in the registry. Methods share forward passes where possible.
         weights: As for `saliency.load`.
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.
         target: Class index or name for all images without their own target; None for the top class of each image.
-        targets: List of paths and targets, for images found otherwise.
+        targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
-        maps: Whether the values are saved, in float16.
-        engine: "local" for this machine; "ray" for the cluster that is connected or that `RAY_ADDRESS` names, else one
+        maps: Whether the attribution values are saved, in float16.
+        engine: "local" for this machine; "ray" for the connected cluster or the one at `RAY_ADDRESS`, else a cluster
             started on this machine. Both write the same files.
-        device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. By default, a
-            model that is not given by name runs where it is.
-        workers: Threads that load and draw, and on processors networks side by side; by default one per core.
-        batch_size: Images per batch; by default 8 on processors and 64 on accelerators. If the first batch does not fit
-            into memory, the size is halved before anything is written. A resumed run keeps its size unless a smaller
-            one is given.
-        restart: Whether the files of an earlier run in the folder are removed first; other files never are.
+        device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. With "auto", a
+            model that is passed as a module stays on its device.
+        workers: Number of threads for loading and drawing; by default one per core. On CPUs also the number of
+            networks that run in parallel.
+        batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators. If the first batch does not fit into
+            memory, the size is halved before anything is written. A resumed run keeps its size unless a smaller one is
+            given.
+        restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
-        limit: Number of images to explain, in the order of the listing.
+        limit: Largest number of images to explain, in the order of the listing.
         strict: Whether the first failure stops the run.
-        command: The command line, for the manifest.
+        command: The command line, stored in the manifest.
         on_progress: Called with a `Progress` after every image.
 
     Raises:
-        BatchError: There is no image, the folder is in use or holds something else, or an option is invalid.
+        BatchError: There is no image, the folder is in use or contains other files, or an option is invalid.
         StoppedError: A full disk, a folder that cannot be written to, or a failure with `strict`.
         SaliencyError: The model, a method, a layer or the target of all images does not exist.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM if its handler is `signal.default_int_handler`, as on the command line.
-            Finished images are kept.
+        KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and its handler is `signal.default_int_handler`, as on
+            the command line. Finished images are kept.
     """
     check_choice("engine", engine, ("local", "ray"), error=BatchError)
     if workers is not None:

@@ -1,4 +1,4 @@
-"""The files of one image, and its rows in the manifest."""
+"""Write the files of one image, and create its manifest rows."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .output_folder import file_names
 from .run_options import OverlayStyle, RunOptions
 from .saved_maps import FACTS, SavedMap
 
-PREVIEW = 640  # longest side of the preview that the page shows
+PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
-CELL = 16  # pixels of the heat image per cell; more would show nothing new
-COARSEST = 3  # pixels of the preview per pixel of the heat image, at most
+CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
+MAX_COARSENESS = 3  # largest number of preview pixels per heat image pixel, along one side
 
 
 def write_results(
     options: RunOptions, out: Path, task: Task, loaded: LoadedImage, results: Results, seconds: float = 0.0
 ) -> Iterator[Row]:
-    """Write the files of one image, and yield one row per method; a single row if the image could not be read.
+    """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
 
     Args:
         options: Options of the run.
@@ -44,10 +44,10 @@ def write_results(
         task: The image.
         loaded: The loaded image.
         results: Results of the methods.
-        seconds: Time of the network per method.
+        seconds: Seconds that the network took per method.
 
     Raises:
-        StoppedError: The folder cannot be written to. Without a manifest, that is a failure of its row.
+        StoppedError: The folder cannot be written to. A run without a manifest reports this as a failed row instead.
     """
     if not task.methods:
         return
@@ -69,11 +69,11 @@ def write_results(
         picture = loaded.picture or task.image.open()
         frame = Frame(picture, loaded.box)
         facts |= {"width": picture.width, "height": picture.height, "box": list(frame.box)}
-        preview = _shrink(picture, PREVIEW) if options.with_manifest else None
+        preview = _shrink(picture, PREVIEW_SIDE) if options.with_manifest else None
         if preview is not None:
             name = file_names(task.image, "", "")["photo"]
             facts |= _write(out, {"photo": (name, _encode(preview, "JPEG", quality=PREVIEW_QUALITY))})
-    except Exception as error:  # noqa: BLE001 - any error of an image is its failure
+    except Exception as error:  # noqa: BLE001 - any error becomes a failed row
         yield failed(error, None)
         return
     for method in task.methods:
@@ -84,7 +84,7 @@ def write_results(
         start = time.perf_counter()
         try:
             row = _write_method(options, out, task, replace(result, frames=(frame,)), preview, facts)
-        except Exception as error:  # noqa: BLE001 - any error of a map is its failure
+        except Exception as error:  # noqa: BLE001 - any error becomes a failed row
             row = failed(error, method)
         else:
             row["seconds"] = round(seconds + time.perf_counter() - start, 4)
@@ -152,16 +152,16 @@ def _write(out: Path, files: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
 
 
 def _heat_image(shading: Shade, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:
-    """Encode the map alone: opaque where it lies on the picture, transparent elsewhere.
+    """Encode the heatmap without the picture: opaque inside the crop, transparent outside.
 
-    It has the proportions of the preview, and a half or a third of its size if cells are large enough.
+    The image has the proportions of the preview, and a half or a third of its size if the map cells are large enough.
     """
     import cv2
 
     left, top, right, bottom = frame.box
     cells = (right - left) / shading.values.shape[1], (bottom - top) / shading.values.shape[0]
     pitch = min(cells) * preview[0] / frame.picture.width
-    coarseness = max(1, min(COARSEST, int(pitch / CELL)))
+    coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
     width, height = (math.ceil(side / coarseness) for side in preview)
     across, down = width / frame.picture.width, height / frame.picture.height
     plane = Frame(Image.new("L", (width, height)), (left * across, top * down, right * across, bottom * down))
@@ -184,7 +184,7 @@ def _shrink(picture: Image.Image, longest: int) -> Image.Image:
         return picture
     size = (max(1, round(picture.width * share)), max(1, round(picture.height * share)))
     if share <= 1 / 2:
-        return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # by whole blocks first
+        return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
     return Image.fromarray(cv2.resize(np.asarray(picture), size, interpolation=cv2.INTER_LINEAR))
 
 

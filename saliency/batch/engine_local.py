@@ -1,7 +1,7 @@
-"""Run on this machine: threads that load images ahead of the network, and threads that draw after it.
+"""Run a batch on this machine, with threads for loading, network passes and drawing.
 
-On processors several networks run side by side, one thread each, rather than one with many threads: no thread then
-waits for another at the end of each layer, and loading and drawing fill every gap.
+On CPUs several networks run in parallel with one thread each, instead of one network with many threads. Threads then
+do not wait for each other at the end of each layer, and loading and drawing use the idle time.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from .network import (
 )
 
 MAX_PARALLEL = 8
-"""Networks side by side on processors; each takes the memory of a batch."""
+"""Networks that run in parallel on CPUs; each needs the memory of a batch."""
 
 
 def count_cores() -> int:
-    """Return the number of processors that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class LocalEngine:
-    """Run on this machine.
+    """Engine that runs on this machine.
 
     Args:
-        devices: One network runs on each.
-        workers: Threads that load and draw, and networks side by side on a single processor device.
+        devices: Devices; one network runs on each.
+        workers: Number of threads for loading and drawing. On a single CPU device also the number of networks that run
+            in parallel, at most `MAX_PARALLEL`.
     """
 
     def __init__(self, devices: Sequence[torch.device], workers: int | None = None) -> None:
@@ -58,7 +59,7 @@ class LocalEngine:
         self.parallel = min(self.workers, MAX_PARALLEL) if is_shared else len(self.devices)
 
     def batch_size(self, images: int) -> int:
-        """Return the images per batch: small enough that every network has a batch."""
+        """Return the number of images per batch, small enough that every network gets a batch."""
         return max(1, min(BATCH_CPU if self.on_cpu else BATCH_ACCELERATOR, images // self.parallel))
 
     def execute(
@@ -68,11 +69,11 @@ class LocalEngine:
 
         Args:
             context: The run.
-            groups: The batches. An image without methods only keeps its position.
-            is_interrupted: Whether no more batches are to be started.
+            groups: The batches. An image without methods is not explained and only keeps its position in the batch.
+            is_interrupted: Function that returns whether to stop starting batches.
 
         Raises:
-            BatchTooLargeError: Nothing has been written yet, and the first batch does not fit into memory.
+            BatchTooLargeError: The first batch does not fit into memory, and nothing has been written yet.
             StoppedError: The folder cannot be written to.
         """
         import cv2
@@ -82,7 +83,7 @@ class LocalEngine:
         for index in range(self.parallel):
             free.put(networks[index % len(networks)])
         threads = max(1, count_cores() // self.parallel)
-        # One thread is timed by its own clock, which stands still while other threads have the processor.
+        # The CPU time of one thread excludes the time in which other threads use the core.
         clock = time.thread_time if threads == 1 and self.on_cpu else time.perf_counter
         buffer = PictureBuffer()
         closed = threading.Event()
@@ -125,7 +126,7 @@ class LocalEngine:
                     break
                 loading = [io.submit(load, task) for task in group]
                 pending.append((len(group), compute.submit(explain, group, loading)))
-                # Enough for every network, and for the threads before and after them.
+                # Limit the images in flight: a batch for every network, plus some for loading and drawing.
                 while sum(size for size, _ in pending) >= (self.parallel + 1) * len(group) + 8:
                     yield from _rows(pending.popleft()[1])
             while pending:
@@ -133,10 +134,10 @@ class LocalEngine:
 
 
 def _rows(group: Future[list[Future[list[Row]]]]) -> Iterator[list[Row]]:
-    """Wait for the images of a group, and yield the rows of each that has any."""
+    """Wait for the images of a group, and yield the rows of each image that has rows."""
     return filter(None, (drawing.result() for drawing in group.result()))
 
 
 def seconds_per_row(group: Sequence[Task], seconds: float) -> float:
-    """Return the share of the network's time of one image and method."""
+    """Return the network time per image and method."""
     return seconds / max(1, len(group) * max(len(task.methods) for task in group))

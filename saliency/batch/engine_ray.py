@@ -1,7 +1,7 @@
-"""Run on a Ray cluster: Ray Data maps the batches over actors that hold the model.
+"""Run a batch on a Ray cluster: Ray Data maps the batches over actors that hold the model.
 
-The actors write the files into a folder that all machines share. The rows come back to the one process that writes the
-manifest. Ray restarts an actor that has died, and repeats its batch.
+The actors write the files into a folder that all machines share. The rows return to the calling process, which writes
+the manifest. Ray restarts an actor that has died, and repeats its batch.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from .network import (
 from .output_folder import LOCK
 
 MAX_TRIES = 4
-"""Actors that may die of the same batch before the run stops."""
+"""Number of actors that may die on the same batch before the run stops."""
 MAX_CPUS = 8
-"""Processors of an actor with a GPU, for loading and drawing."""
+"""Largest number of CPU cores of an actor with a GPU, for loading and drawing."""
 OBJECT_STORE = 256 << 20
-"""Bytes of shared memory of a Ray started here: only a model without a name is large, and Ray spills it to disk."""
+"""Shared memory of a cluster started here, in bytes. A large model that is passed as a module is spilled to disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What the actors use of a cluster.
+    """Resources of a cluster that the actors use.
 
     Attributes:
         actors: Number of actors.
-        cpus: Processors of each.
-        gpus: GPUs of each.
-        calls: Batches of each at once: one is loaded and one drawn while a GPU works.
+        cpus: CPU cores per actor.
+        gpus: GPUs per actor.
+        calls: Batches in flight per actor. With a GPU, images are loaded and drawn during the passes of another batch.
     """
 
     actors: int
@@ -71,7 +71,7 @@ class Resources:
 
     @classmethod
     def of(cls, available: dict[str, float], device: str, workers: int | None) -> Resources:
-        """Choose one actor per GPU if there are any, else one per processor.
+        """Choose one actor per GPU if there are any, else one per CPU core.
 
         Args:
             available: Resources of the cluster, as Ray names them.
@@ -89,7 +89,7 @@ class Resources:
         on_gpu = gpus > 0 and device != "cpu"
         most = gpus if on_gpu else cpus
         if (workers or 1) > most:
-            raise BatchError(f"{workers or 1} workers: the Ray cluster has {cpus} processors and {gpus} GPUs")
+            raise BatchError(f"{workers or 1} workers: the Ray cluster has {cpus} CPU cores and {gpus} GPUs")
         if not on_gpu:
             return cls(actors=workers or most)
         return cls(actors=workers or most, cpus=max(1, min(MAX_CPUS, cpus // gpus)), gpus=1, calls=2)
@@ -97,14 +97,14 @@ class Resources:
 
 @contextmanager
 def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEngine]:
-    """Connect to the cluster of this process, to that of RAY_ADDRESS, or to a Ray started here until the block ends.
+    """Connect to a Ray cluster: that of this process, that at RAY_ADDRESS, or one started here until the block ends.
 
     Args:
         device: "auto", "cpu" or "cuda".
-        workers: Number of actors; by default one per GPU, or one per processor without GPUs.
+        workers: Number of actors; by default one per GPU, or one per CPU core without GPUs.
 
     Raises:
-        BatchError: Ray is not installed or not reachable, or has no such device.
+        BatchError: Ray is not installed, or the cluster cannot be reached or has no such device.
     """
     ray = _import("ray")
     _import("ray.data")
@@ -128,7 +128,7 @@ def _connect(ray: Any, workers: int | None, undo: ExitStack) -> None:
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
             undo.callback(os.environ.pop, "RAY_USAGE_STATS_ENABLED", None)
     undo.callback(ray.shutdown)
-    # Ray replaces the handler of SIGTERM, by which a run is interrupted.
+    # Ray replaces the SIGTERM handler that interrupts a run; restore it below.
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
@@ -149,18 +149,18 @@ def _import(name: str) -> Any:
 
 
 class RayEngine:
-    """Run on a cluster; created by `open_ray`.
+    """Engine that runs on a Ray cluster; created by `open_ray`.
 
     Args:
-        ray: The library, connected.
-        resources: What the actors use.
+        ray: The module `ray`, connected to a cluster.
+        resources: Resources that the actors use.
     """
 
     def __init__(self, ray: Any, resources: Resources) -> None:
         self._ray, self._resources = ray, resources
 
     def batch_size(self, images: int) -> int:
-        """Return the images per batch: small enough that every actor has a batch."""
+        """Return the number of images per batch, small enough that every actor gets a batch."""
         most = BATCH_ACCELERATOR if self._resources.gpus else BATCH_CPU
         return max(1, min(most, images // self._resources.actors))
 
@@ -170,7 +170,7 @@ class RayEngine:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
 
         Raises:
-            StoppedError: Ray failed, or several actors died of the same images.
+            StoppedError: Ray failed, or several actors died on the same images.
         """
         items = [{"group": self._ray.cloudpickle.dumps(group)} for group in groups]
         try:
@@ -187,11 +187,11 @@ class RayEngine:
             ) from error
 
     def _share(self, context: RunContext) -> Any:
-        """Put the run into the memory that the cluster shares; a model without a name travels with its options."""
+        """Put the run context into the shared memory of the cluster, including a model that is passed as a module."""
         options = replace(context.options, on_progress=None)
         if isinstance(options.model, nn.Module):
             options = replace(options, model=copy.deepcopy(options.model).cpu())
-        out = Path(os.path.abspath(context.out))  # noqa: PTH100 - keeps links, which may differ on each machine
+        out = Path(os.path.abspath(context.out))  # noqa: PTH100 - links are kept: their targets may differ per machine
         try:
             return self._ray.put(RunContext(options, out, nn.Identity(), context.is_first))
         except (TypeError, AttributeError, ValueError) as error:
@@ -200,13 +200,13 @@ class RayEngine:
             ) from error
 
     def _results(self, context: Any, items: list[dict[str, bytes]], out: Path) -> Iterator[Any]:
-        """Map the batches over the actors, and return a table per batch, in order."""
+        """Map the batches over the actors, and yield one table per batch, in order."""
         data, resources = _import("ray.data"), self._resources
-        # A block per batch, so that its rows come back as soon as it is done.
+        # One block per batch: its rows return as soon as the batch is done.
         batches = data.from_items(items, override_num_blocks=len(items))
         batches.context.execution_options.preserve_order = True
         batches.context.enable_progress_bars = batches.context.print_on_execution_start = False
-        batches.context.execution_no_progress_timeout_s = -1  # a method may take its time
+        batches.context.execution_no_progress_timeout_s = -1  # a batch may take long
         results = batches.map_batches(
             Actor,
             fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES, uuid4().hex[:16]),
@@ -224,14 +224,14 @@ class RayEngine:
 
 
 class Actor:
-    """Process that holds the model, and explains the batches that it is given.
+    """Ray actor that holds the model and explains batches.
 
     Args:
-        context: Reference to the run.
-        holder: Content of the lock of its folder.
-        resources: What this actor uses.
-        max_tries: Actors that may die of a batch.
-        execution: 16 hexadecimal digits that no other execution has.
+        context: Ray reference to the run context.
+        holder: Content of the lock file of the run.
+        resources: Resources of the actors.
+        max_tries: Number of actors that may die on the same batch.
+        execution: 16 hexadecimal digits that identify this execution of the run.
     """
 
     def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int, execution: str) -> None:
@@ -242,7 +242,7 @@ class Actor:
         self._io = ThreadPoolExecutor(resources.cpus, "saliency-io", torch.set_num_threads, (1,))
         self._threads = 1 if resources.gpus else resources.cpus
         self._error: Exception | None = None
-        # This process is the actor's alone.
+        # No other code uses this process, so process-wide settings are safe.
         keep_memory()
         importlib.import_module("cv2").setNumThreads(1)
         try:
@@ -250,11 +250,11 @@ class Actor:
             self._require_lock()
             model = load_model(self._context.options).to("cuda" if resources.gpus else "cpu")
             self._network = Network(self._context.options, model)
-        except Exception as error:  # noqa: BLE001 - raised by the run; here, Ray would create the actor again and again
+        except Exception as error:  # noqa: BLE001 - raised in __call__: Ray would retry a failing constructor forever
             self._error = error
 
     def __call__(self, table: Any) -> Any:
-        """Return the rows of each image of a table of batches, pickled; an error in the place of rows."""
+        """Explain a table of batches. Return the pickled rows of each image, or the pickled error of a batch."""
         arrow = importlib.import_module("pyarrow")
         results: list[list[Row] | Exception] = []
         for group in map(self._pickle.loads, table["group"].to_pylist()):
@@ -262,15 +262,15 @@ class Actor:
                 results += self._explain_counted(group)
             except (SaliencyError, BatchTooLargeError) as error:
                 results.append(error)
-            except Exception as error:  # noqa: BLE001 - raised by the run; its text can be sent, not every error can
+            except Exception as error:  # noqa: BLE001 - raised by the run; not every error can be pickled
                 results.append(StoppedError(f"{type(error).__name__}: {error}"))
         return arrow.table({"result": arrow.array(map(self._pickle.dumps, results), arrow.binary())})
 
     def _explain_counted(self, group: Sequence[Task]) -> list[list[Row]]:
-        """Explain a batch, unless too many actors have died of it."""
+        """Explain a batch, unless too many actors have died on it."""
         if self._error is not None:
             raise self._error
-        # Counts the actors that began this batch; the next run removes it with other temporary files.
+        # The size of this file counts the actors that started this batch. The next run removes a leftover file.
         attempts = self._context.out / f".{self._execution}{group[0].index:016x}.part"
         with attempts.open("ab") as file:
             file.write(b".")
@@ -291,7 +291,7 @@ class Actor:
 
         def write(task: Task, image: LoadedImage, outcomes: Results) -> list[Row]:
             try:
-                self._require_lock()  # the run may have ended meanwhile
+                self._require_lock()  # the run may have ended in the meantime
                 return list(write_results(context.options, context.out, task, image, outcomes, share))
             finally:
                 self._buffer.release(image)
@@ -299,7 +299,7 @@ class Actor:
         return [rows for rows in self._io.map(write, group, loaded, results) if rows]
 
     def _require_lock(self) -> None:
-        """Raise BatchError if the folder that this machine sees is not locked by the run."""
+        """Raise BatchError if the output folder, as seen from this machine, is not locked by this run."""
         try:
             is_locked = (self._context.out / LOCK).read_bytes() == self._holder
         except OSError:
@@ -307,7 +307,7 @@ class Actor:
         if not is_locked:
             raise BatchError(
                 f"{self._context.out} on {os.uname().nodename} is not the folder of this run, or the run has ended; "
-                "choose one for --out that all machines share, at the same path"
+                "choose a folder for --out that all machines share at the same path"
             )
 
 
@@ -315,12 +315,12 @@ def _deadly(group: Sequence[Task], actors: int) -> StoppedError:
     names = [printable(task.image.source) for task in group if task.methods]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return StoppedError(
-        f"{actors} workers died of the same images: {names[0]}{more}; finished images are kept: check the memory of "
+        f"{actors} workers died on the same images: {names[0]}{more}; finished images are kept: check the memory of "
         "the workers, use a smaller --batch-size, or leave these images out, and re-run to resume"
     )
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return the first and the last line of an error: of Ray's, the first says what ended, the last often why."""
+    """Return the first and last line of an error. In Ray's errors, the last line often contains the cause."""
     lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
     return ": ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Errors of batch runs: those that stop the run, and the failure of one image."""
+"""Errors of batch runs: errors that stop the run, and failures of single images."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StoppedError(BatchError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an image has no overlay, as written to the manifest."""
+    """Reason why an image has no overlay, as written to the manifest."""
 
     kind: str  # the class of the error
     reason: str  # one line
 
     @classmethod
     def of(cls, error: BaseException, *names: str) -> Failure:
-        """Describe an error in one line, without the names of image and method at its beginning."""
+        """Create a failure from an error, in one line. The given names are removed from the start of the message."""
         text = " ".join(str(error).split())
         for name in names:
             text = text.removeprefix(repr(name)).removeprefix(name).removeprefix(":").strip()
@@ -47,13 +47,13 @@ def printable(text: str) -> str:
 
 def stops_run(error: BaseException) -> bool:
     """Return whether a write error concerns the folder, such as a full disk, rather than one image."""
-    # Encoders raise OSError without a number for an image that their format cannot hold.
+    # Encoders raise an OSError without errno if their format cannot store an image.
     return isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG)
 
 
 @contextmanager
 def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an OSError of the block into a StoppedError that says what to do about the folder."""
+    """Convert an OSError of the block into a StoppedError that says how to fix the folder."""
     try:
         yield
     except OSError as error:
@@ -61,10 +61,10 @@ def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
-    """Return the error of a folder that cannot be written to, with its cure."""
-    cures = {
-        errno.ENOSPC: "make room",
-        errno.EDQUOT: "make room",
+    """Return the error for a folder that cannot be written to, with a hint how to fix it."""
+    hints = {
+        errno.ENOSPC: "free disk space",
+        errno.EDQUOT: "free disk space",
         errno.ENAMETOOLONG: "choose a shorter name",
         errno.EROFS: "make it writable",
         errno.EACCES: "give yourself permission to write there",
@@ -72,5 +72,5 @@ def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
     }
     return StoppedError(
         f"{os.fspath(folder)} cannot be written to: {error.strerror or error}; finished images are kept: "
-        f"{cures.get(error.errno or 0, 'check the folder')}, and re-run to resume"
+        f"{hints.get(error.errno or 0, 'check the folder')}, and re-run to resume"
     )

@@ -1,4 +1,4 @@
-"""The images of a run: where each is stored, what its files are called, and how a listing is resumed."""
+"""The images of a run: their paths, the names of their files, and merging with the listing of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 LONGEST = 160
-"""Bytes of a file name. File systems allow 255, which must also hold method, suffix and number."""
+"""Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""
 
 _FORBIDDEN = frozenset('\\/:*?"<>|')
 _RESERVED = frozenset(
@@ -33,14 +33,14 @@ class ImageEntry:
     Attributes:
         path: Absolute path of the file that contains the image.
         source: The path as the user named it.
-        name: Stem of the files of this image below the folders of the run: "SUB/cat".
-        folder: Folders below the source in which it was found.
-        label: Its file name.
+        name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
+        folder: Folders between the source and the image.
+        label: File name of the image.
         target: Class to explain, by index or name; None for the target of the run.
-        problem: Why there is no image to open; empty if there may be one.
+        problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
-        size: Number of bytes from there.
-        stamp: Size and modification time (ns) of the file when it was listed; empty if there was none.
+        size: Number of bytes from `offset`.
+        stamp: Size and modification time (ns) of the file when it was listed; empty if there was no file.
     """
 
     path: str
@@ -56,22 +56,22 @@ class ImageEntry:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """What identifies the image in a later listing."""
+        """Path and offset, which identify the image in a later listing."""
         return self.path, self.offset
 
     def to_json(self) -> str:
-        """Return the entry as one line of ASCII; file names with undecodable bytes survive."""
+        """Return the entry as one line of ASCII, including undecodable bytes of file names."""
         return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
 
     @classmethod
     def from_json(cls, line: str | bytes) -> ImageEntry:
-        """Read what `to_json` wrote. Raises ValueError or TypeError for anything else."""
+        """Parse the output of `to_json`. Raises ValueError or TypeError for other text."""
         fields = json.loads(line)
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in ("path", "source")):
             raise ValueError("an entry without a path")
         name = fields.get("name", "")
         if not isinstance(name, str) or leads_out(name):
-            raise ValueError(f"an entry that leads out of the folder: {name!r}")
+            raise ValueError(f"an entry outside the folder: {name!r}")
         return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
 
     def open(self) -> Image.Image:
@@ -90,11 +90,11 @@ class ImageEntry:
         except OSError as error:
             raise ImageError(f"{self.source!r} cannot be read: {error.strerror or error}") from error
         if len(data) < self.size:
-            raise ImageError(f"{self.source!r} is cut off: the shard ends {self.size - len(data)} bytes too early")
+            raise ImageError(f"{self.source!r} is truncated: the shard ends {self.size - len(data)} bytes too early")
         return decode(io.BytesIO(data), self.source)
 
     def current_stamp(self) -> tuple[int, ...]:
-        """Return the stamp that the file has now; empty if there is none."""
+        """Return the current stamp of the file; empty if there is no file."""
         try:
             status = os.stat(self.path)  # noqa: PTH116 - called for every image
         except (OSError, ValueError):
@@ -102,12 +102,12 @@ class ImageEntry:
         return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) and not self.problem else ()
 
     def exists(self) -> bool:
-        """Return whether its path exists, of whatever kind."""
+        """Return whether the path exists, as a file, folder or link."""
         return not self.problem and os.path.lexists(self.path)
 
 
 def leads_out(name: str) -> bool:
-    """Return whether a name below a folder points outside of it. No name of a run does."""
+    """Return whether a relative name points outside its folder. Names written by a run never do."""
     return os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")  # noqa: PTH117
 
 
@@ -116,10 +116,10 @@ class Listing:
     """The numbered images of a run.
 
     Attributes:
-        images: Those of earlier runs, then new ones, with names and current stamps.
+        images: Images of earlier runs, then new images, with names and current stamps.
         changed: Numbers of the images whose file has changed since it was listed.
-        removed: Sources of the images that no longer exist; they keep numbers and stamps.
-        is_new: Whether it differs from the listing of earlier runs.
+        removed: Sources of the images that no longer exist. These keep their numbers and stamps.
+        is_new: Whether this listing differs from the listing of earlier runs.
     """
 
     images: list[ImageEntry]
@@ -129,14 +129,14 @@ class Listing:
 
 
 def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) -> Listing:
-    """Append the images that sources give now to the listing of earlier runs, and find those that changed.
+    """Append new images to the listing of earlier runs, and find images that changed or were removed.
 
     Args:
         listed: Listing of earlier runs; empty for a new run.
-        images: Images that the sources give now.
+        images: Images that the sources contain now.
 
     Raises:
-        BatchError: There is no image, the folder holds a run over other images, or the target of an image changed.
+        BatchError: There is no image, the folder contains a run over other images, or the target of an image changed.
     """
     if not listed:
         if not any(image.exists() for image in images):
@@ -150,15 +150,15 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
         earlier = known.get(key)
         if earlier is not None and earlier.target != image.target:
             raise BatchError(
-                f"the target of {image.source} was {earlier.target!r} and is {image.target!r}; choose another folder, "
-                "or start again with --restart (restart=True)"
+                f"the target of {image.source} was {earlier.target!r} and is now {image.target!r}; choose another "
+                "folder, or start again with --restart (restart=True)"
             )
         if earlier is None and image.exists():
             new.append(image)
     if new and len(new) == len(images):
         raise BatchError(
-            f"the folder holds a run over other images, beginning with {listed[0].source}; choose another folder, or "
-            "start again with --restart (restart=True)"
+            f"the folder contains a run over other images, such as {listed[0].source}; choose another folder, "
+            "or start again with --restart (restart=True)"
         )
     stamps = [image.current_stamp() for image in listed]
     changed = frozenset(index for index, image in enumerate(listed) if stamps[index] and stamps[index] != image.stamp)
@@ -168,7 +168,7 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
 
 
 def _keys(images: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
-    """Return what identifies each image; a list may contain one several times."""
+    """Return a unique key per image. An image that a list contains several times gets several keys."""
     times: Counter[tuple[object, ...]] = Counter()
     keys: list[tuple[object, ...]] = []
     for image in images:
@@ -178,14 +178,15 @@ def _keys(images: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
 
 
 def with_names(images: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
-    """Return the images with stamps, and with unique names for their files: "SUB/cat", without the suffix.
+    """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
-    Images of one folder that differ only in their suffix keep it: a.jpg beside a.png are "a.jpg" and "a.png". Others
-    are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as on some file systems.
+    Images of one folder that differ only in their suffix keep it: a.jpg and a.png become "a.jpg" and "a.png". Other
+    images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
+    on some file systems.
 
     Args:
         images: The images, in order.
-        listed: Images of earlier runs, whose names are taken.
+        listed: Images of earlier runs, whose names are already in use.
     """
     folders = ["/".join(_safe(part).replace(".", "_") for part in image.folder) for image in images]
     stems = [_safe(os.path.splitext(image.label)[0] or image.label) for image in images]  # noqa: PTH122
@@ -215,7 +216,7 @@ def _joined(folder: str, name: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return a file name without characters that a file system or a page rejects, composed, and not too long."""
+    """Return a valid file name: allowed characters only, in composed Unicode form, and at most `LONGEST` bytes."""
     composed = unicodedata.normalize("NFC", text)
     plain = "".join(c if c.isprintable() and c not in _FORBIDDEN else "_" for c in composed)
     plain = plain.encode("utf-8", "replace")[:LONGEST].decode("utf-8", "ignore").strip(" ")
@@ -233,7 +234,7 @@ def _folded(name: str) -> str:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path with nothing resolved; unlike Path, it keeps links and undecodable bytes."""
+    """Return the absolute path. Links are not resolved, and undecodable bytes are kept."""
     return os.path.abspath(path)  # noqa: PTH100
 
 

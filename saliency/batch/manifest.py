@@ -23,7 +23,7 @@ Row = dict[str, Any]
 MANIFEST = "manifest.jsonl"
 PARQUET = "manifest.parquet"
 SYNC_INTERVAL = 2.0
-"""Seconds between two syncs to disk: a power cut loses no more rows than that."""
+"""Seconds between two syncs to disk, which limit the rows that a power failure loses."""
 PARQUET_ROWS = 10_000
 """Rows per Parquet row group."""
 
@@ -58,21 +58,21 @@ COLUMNS: dict[str, type] = {
 
 
 def make_row(**known: Any) -> Row:
-    """Return a row with all columns, None where nothing is known."""
+    """Return a row with all columns; unknown values are None."""
     return {column: known.get(column) for column in COLUMNS}
 
 
 @dataclass(slots=True)
 class ManifestState:
-    """What a manifest contains.
+    """Summary of the rows of a manifest.
 
     Attributes:
-        done: The methods of each image that have a row, as bits; -1 if one row stands for all.
+        done: For each image, the methods that have a row, as bits; -1 if a single row covers all methods.
         rows: Number of rows.
         failed: Numbers of the images with an error.
         kinds: Number of failed rows by class of error.
         is_sorted: Whether the rows are in the order of images and methods.
-        end: Bytes of the complete lines.
+        end: Total size of the complete lines, in bytes.
         last: Image number and method index of the last row.
     """
 
@@ -85,7 +85,7 @@ class ManifestState:
     last: tuple[int, int] = (-1, -1)
 
     def add(self, row: Row, method: int) -> None:
-        """Count a row; `method` is the index of its method, -1 for all methods."""
+        """Count a row. `method` is the index of its method, or -1 for a row that covers all methods."""
         index = int(row["index"])
         self.done[index] = self.done.get(index, 0) | (-1 if method < 0 else 1 << method)
         self.rows += 1
@@ -96,17 +96,17 @@ class ManifestState:
         self.last = (index, method)
 
     def is_done(self, index: int, method: int) -> bool:
-        """Return whether an image has a row of a method."""
+        """Return whether an image has a row for a method."""
         return bool(self.done.get(index, 0) >> method & 1)
 
 
 class Manifest:
-    """The file of rows.
+    """Manifest file with one JSON line per row.
 
     Args:
         folder: Folder of the run.
         methods: Names of the methods, in order.
-        images: Number of images; None for any.
+        images: Number of images, to validate row indices; None for no limit.
     """
 
     def __init__(self, folder: Path, methods: Sequence[str], images: int | None = None) -> None:
@@ -119,7 +119,7 @@ class Manifest:
         self.state = ManifestState()
 
     def _method(self, row: Row) -> int:
-        """Return the index of a row's method; -1 for a row that stands for all methods."""
+        """Return the index of a row's method; -1 for a row that covers all methods."""
         return self._methods.get(str(row["method"]), -1)
 
     def read(self, *, retry: bool = False, changed: Container[int] = ()) -> None:
@@ -127,10 +127,10 @@ class Manifest:
 
         Args:
             retry: Whether rows with errors are removed too.
-            changed: Images whose rows are removed.
+            changed: Numbers of the images whose rows are removed.
         """
         self.state = state = ManifestState()
-        size = lru_cache(maxsize=8)(self._size)  # rows of one image share its preview
+        size = lru_cache(maxsize=8)(self._size)  # the rows of one image share its preview
         seen: set[tuple[int, int]] = set()
         keep = bytearray()
         for row, end in self._complete():
@@ -157,7 +157,7 @@ class Manifest:
         os.lseek(self._file, 0, os.SEEK_END)
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Append rows: all of them, or none with OSError if the disk is full."""
+        """Append all rows. If that fails, such as on a full disk, append none and raise the error."""
         rows = list(rows)
         data = b"".join(map(encode, rows))
         view = memoryview(data)
@@ -176,7 +176,7 @@ class Manifest:
             self._synced = time.monotonic()
 
     def sort(self) -> None:
-        """Close the file, and sort its rows by image and method: those of a retry were appended."""
+        """Close the file, and sort its rows by image and method, since a retry appends rows at the end."""
         self.close()
         if not self.state.is_sorted:
             self._rewrite(sorted(self.rows(), key=lambda row: (int(row["index"]), self._method(row))))
@@ -189,11 +189,11 @@ class Manifest:
             os.close(file)
 
     def rows(self) -> Iterator[Row]:
-        """Return the rows."""
+        """Yield the rows."""
         return (row for row, _ in self._complete())
 
     def _complete(self) -> Iterator[tuple[Row, int]]:
-        """Return the rows before the first damaged line, with the number of bytes to the end of each."""
+        """Yield the rows before the first damaged line, each with the byte offset of its end."""
         end = 0
         try:
             file = self.path.open("rb")
@@ -221,7 +221,7 @@ class Manifest:
         self.state.end = self.path.stat().st_size
 
     def _is_valid(self, row: Row) -> bool:
-        """Return whether a run could have written a row."""
+        """Return whether the columns, types, method and image number of a row are valid."""
         if row["index"] is None or any(name not in row or not _fits(kind, row[name]) for name, kind in COLUMNS.items()):
             return False
         # Only an image that could not be read has a row without a method.
@@ -229,7 +229,7 @@ class Manifest:
         return is_named and row["index"] >= 0 and (self._images is None or row["index"] < self._images)
 
     def _size(self, name: str) -> int:
-        """Return the bytes of a file of the run; -1 if it does not exist."""
+        """Return the size of a file of the run in bytes; -1 if it does not exist."""
         try:
             return os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116 - called for every file
         except OSError:
@@ -237,7 +237,7 @@ class Manifest:
 
 
 def encode(row: Row) -> bytes:
-    """Return a row as a line."""
+    """Encode a row as a line."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -255,9 +255,9 @@ def _fits(kind: type, value: object) -> bool:
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> bool:
-    """Write rows as a Parquet table, if pyarrow is installed, and return whether they were written.
+    """Write rows as a Parquet table if pyarrow is installed, and return whether they were written.
 
-    Its columns are those of a row; `box` is a list of four numbers, `settings` is JSON.
+    The table has the columns of the manifest: `box` is a list of four numbers, and `settings` is JSON text.
     """
     if find_spec("pyarrow") is None:
         return False

@@ -1,4 +1,4 @@
-"""From image files to explanations: decoding, preprocessing, and the methods on a batch of images."""
+"""Decode and preprocess images, and run the methods on batches of them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .listing import ImageEntry
 from .run_options import RunOptions
 
 Results = Mapping[str, Explanation | Failure]
-"""Result of every method for one image."""
+"""Result of every method for one image, by the name of the method."""
 
 CHUNK_CPU, CHUNK_ACCELERATOR = 8, 64
-"""Passes of one image that run at once, if the options do not say: fixed, so that resumed runs write equal bytes."""
+"""Default passes of one image per chunk. They are fixed so that resumed runs write identical bytes."""
 BATCH_CPU, BATCH_ACCELERATOR = 8, 64
-"""Images per batch, if the options do not say. Larger ones gain nothing on processors."""
+"""Default images per batch. Larger batches are not faster on CPUs."""
 BUFFER_BYTES = 256 << 20
-"""Decoded images that wait to be drawn on; further ones are decoded again."""
+"""Bytes of decoded images that are kept for drawing. Images beyond that are decoded again."""
 
 
 class BatchTooLargeError(MemoryError):
@@ -46,9 +46,9 @@ class Task:
     """One image of a group.
 
     Attributes:
-        index: Its number in the listing.
+        index: Number of the image in the listing.
         image: The image.
-        methods: Methods without a row; none for an image that only keeps its position in the batch.
+        methods: Methods without a manifest row; empty for an image that only keeps its position in the batch.
     """
 
     index: int
@@ -64,8 +64,8 @@ class RunContext:
         options: Options of the run.
         out: Folder of the run.
         model: The model, on the CPU if it was loaded by name.
-        is_first: Whether nothing has been written yet. Then a first batch that does not fit into memory is an error,
-            so that the run can start again with a smaller size.
+        is_first: Whether nothing has been written yet. In that case a first batch that does not fit into memory raises
+            an error, and the run starts again with a smaller size.
     """
 
     options: RunOptions
@@ -74,7 +74,7 @@ class RunContext:
     is_first: bool
 
     def may_split(self, group: Sequence[Task]) -> bool:
-        """Return whether a batch that does not fit into memory is run in halves."""
+        """Return whether a batch that does not fit into memory may be run in halves."""
         return not (self.is_first and group[0].index == 0)
 
 
@@ -84,11 +84,11 @@ class LoadedImage:
 
     Attributes:
         entry: The image in the listing.
-        failure: Why it cannot be explained.
+        failure: Reason why the image cannot be explained.
         tensor: (C, H, W) input of the model; None after a failure.
         size: (w, h) of the picture.
-        box: Where the input lies on the picture.
-        picture: The picture, if the buffer has room for it.
+        box: Position of the input on the picture.
+        picture: The decoded picture; None if the buffer has no room for it.
     """
 
     entry: ImageEntry
@@ -100,14 +100,14 @@ class LoadedImage:
 
 
 class PictureBuffer:
-    """Bytes of decoded pictures that may wait at once, so that memory does not grow with their size."""
+    """Limit on the total size of decoded pictures in memory."""
 
     def __init__(self, size: int = BUFFER_BYTES) -> None:
         self._left = size
         self._lock = threading.Lock()
 
     def has_room(self, picture: Image.Image) -> bool:
-        """Reserve room for a picture, and return whether there is any."""
+        """Reserve room for a picture if there is enough, and return whether there is."""
         with self._lock:
             fits = 3 * picture.width * picture.height <= self._left
             self._left -= 3 * picture.width * picture.height * fits
@@ -122,10 +122,10 @@ class PictureBuffer:
 
 @dataclass(frozen=True, slots=True)
 class TargetPerImage(ClassScore):
-    """The score of one class per image, where None is the image's top class."""
+    """Score of one class per image; None stands for the top class of the image."""
 
     def resolve(self, images: int, categories: Categories) -> ClassScore:
-        """Return itself: the class of each image is looked up before, so that a wrong one fails only its image."""
+        """Return this target unchanged. Classes are validated per image in `Network.explain`."""
         return self
 
     def resolve_from(self, output: Any) -> ClassScore:
@@ -136,7 +136,7 @@ class TargetPerImage(ClassScore):
 
 
 class Network:
-    """A model with the methods of a run, for use by several threads at once.
+    """Model with the methods of a run. Several threads may use it at once.
 
     Args:
         options: Options of the run.
@@ -144,8 +144,8 @@ class Network:
 
     Raises:
         BatchError: The model has no preprocessing.
-        MethodError: There is no such method, or it does not take an option.
-        LayerError: There is no such layer.
+        MethodError: A method does not exist, or does not accept an option.
+        LayerError: The layer does not exist.
         TargetError: The target of all images does not exist.
     """
 
@@ -163,20 +163,20 @@ class Network:
         self._separate: frozenset[str] = frozenset()
 
     def load(self, entry: ImageEntry, buffer: PictureBuffer | None = None) -> LoadedImage:
-        """Decode and preprocess an image; an error becomes its `failure`."""
+        """Decode and preprocess an image. An error is returned as its `failure`."""
         try:
             picture = entry.open()
             box, tensor = self.preprocess.box(picture.size), self.preprocess(picture)
             kept = picture if buffer is None or buffer.has_room(picture) else None
             return LoadedImage(entry, None, tensor, picture.size, box, kept)
-        except Exception as error:  # noqa: BLE001 - any error in a file or a preprocessing is this image's failure
+        except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(entry, Failure.of(error, entry.path, entry.source))
 
     def explain(self, batch: Sequence[LoadedImage], *, may_split: bool = True) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.
 
-        An image that could not be loaded leaves its row empty, so that the others keep their positions. Whatever fails
-        is repeated in parts, down to one method on one image.
+        An image that could not be loaded is replaced by zeros, so that the others keep their positions. After an error,
+        the batch is repeated in parts, down to one method on one image.
 
         Args:
             batch: The images.
@@ -198,7 +198,7 @@ class Network:
                 results[index] = {method.name: Failure.of(error) for method in self.methods}
         shapes = {x.shape for x in inputs.values()}
         for shape in sorted(shapes):
-            # Images of one size keep their positions in the batch; otherwise those of each size run together.
+            # If all images have one size, they keep their positions. Otherwise each size runs as a batch of its own.
             rows = [index for index in range(len(batch)) if len(shapes) == 1 or shape == _shape(inputs.get(index))]
             empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
             x = torch.stack([inputs.get(index, empty) for index in rows]).to(self.device, self._dtype)  # (N, C, H, W)
@@ -224,7 +224,7 @@ class Network:
         failed = {
             name for name, results in outcomes.items() if all(isinstance(result, Exception) for result in results)
         }
-        # A method that failed on all images runs separately from then on, so that the others share their passes again.
+        # A method that failed on all images runs separately from now on, so that the others can share their passes.
         if failed - separate and len(failed) < len(outcomes):
             self._separate = separate | failed
         return outcomes
@@ -232,15 +232,15 @@ class Network:
     def _attempt(
         self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None], may_split: bool
     ) -> dict[str, list[Explanation | Exception]]:
-        """Run some methods on a batch; in parts if that fails."""
+        """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:
             target = None if all(index is None for index in targets) else TargetPerImage(tuple(targets))
             explanations = explain_together(methods, x, target)
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
-        except Exception as caught:  # noqa: BLE001 - any error of the model is a failure of its images
+        except Exception as caught:  # noqa: BLE001 - any error is a failure of these images
             error = caught
-        # Outside of the handler, and without tracebacks: they hold the memory of the pass.
+        # Free the memory of the pass: leave the handler, and drop the tracebacks, which reference its tensors.
         cause: BaseException | None = error
         while cause is not None:
             cause.__traceback__ = None
@@ -283,12 +283,12 @@ def load_model(options: RunOptions) -> nn.Module:
 
 
 def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
-    """Return the devices of a text such as "auto", "cpu" or "cuda:0,cuda:1".
+    """Parse device names such as "auto", "cpu" or "cuda:0,cuda:1".
 
-    "auto" is where the model is; for the name of a model, a GPU if there is one, else the CPU.
+    "auto" is the device of the model. For the name of a model, it is a GPU if there is one, else the CPU.
 
     Raises:
-        BatchError: There is no such device.
+        BatchError: A device does not exist.
     """
     if names == "auto":
         like = None if isinstance(model, str) else reference_tensor(model)
@@ -316,7 +316,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
-    """Return a network per device. The first is the model itself, if it was loaded by name or is there already."""
+    """Return a network per device. The first uses the model itself if loaded by name or on that device, else a copy."""
     like = reference_tensor(model)
     here = torch.device("cpu") if like is None else like.device
     replicas = []
@@ -327,7 +327,7 @@ def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.dev
 
 
 def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[Attribution]:
-    """Create the methods of a run, each with the options that it has."""
+    """Create the methods of a run, each with the options that it accepts."""
     classes = [get_method(name) for name in options.methods]
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in options.options:
@@ -336,8 +336,8 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
             raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{hint}')
     layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
     if layers and not any(layers.keys() & cls.parameters() for cls in classes):
-        raise MethodError(f'layer="{options.layer}": no layer is read by {", ".join(options.methods)}; leave it out')
-    # A tuned chunk size would depend on timing, and the last bits of the values on it. A run has a bar of its own.
+        raise MethodError(f'layer="{options.layer}": {", ".join(options.methods)} reads no layer; leave the option out')
+    # Fixed chunks: auto-tuned sizes depend on timing, and change the last bits of the values. The run shows progress.
     values = {"chunk": chunk, "progress": False, **options.options}
     methods = []
     for cls in classes:

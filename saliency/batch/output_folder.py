@@ -1,4 +1,4 @@
-"""The output folder of a run: its lock, its head and listing, the names of its files, and how it is cleared."""
+"""The output folder of a run: lock, manifest.json (the head), listing, file names and removal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock the folder against other runs until the block or the process ends.
 
     Raises:
-        BatchError: Another run holds it, or it cannot be written to.
+        BatchError: Another run has locked the folder, or it cannot be written to.
     """
     with writing_to(folder):
         file = open(folder / LOCK, "a+b")  # noqa: PTH123, SIM115 - closed below
@@ -48,7 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
             if sys.platform == "win32":
                 import msvcrt
 
-                file.seek(1 << 30)  # far from the process id, which others read
+                file.seek(1 << 30)  # beyond the process id, which other runs read
                 msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 import fcntl
@@ -68,7 +68,7 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                file.truncate(0)  # workers on other machines see that their run has ended
+                file.truncate(0)  # tells workers on other machines that the run has ended
 
 
 def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:
@@ -102,17 +102,18 @@ class OutputFolder:
         """Return the content of `manifest.json`; None if there is no run.
 
         Args:
-            damaged: Whether a damaged head is accepted, to clear its run; it then has the methods of the rows.
+            damaged: Whether a damaged file is accepted, to clear its run. The result then contains only the methods of
+                the rows.
 
         Raises:
-            BatchError: It is not a manifest of this format, or is damaged.
+            BatchError: The file is not a manifest of this format, or is damaged.
         """
         try:
             head = json.loads((self.path / ABOUT).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
-            head = {"format": FORMAT} if self.read_listing(damaged=True) else None  # the listing beside it is ours
+            head = {"format": FORMAT} if self.read_listing(damaged=True) else None  # a valid listing: the file is ours
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise BatchError(f"{self.path / ABOUT} is not of this version of saliency batch; choose another folder")
         size = head.get("batch_size")
@@ -178,12 +179,12 @@ class OutputFolder:
                 (Path(folder) / name).unlink(missing_ok=True)
 
     def clear(self, images: Sequence[ImageEntry], methods: Sequence[str]) -> None:
-        """Remove everything that a run writes, and nothing else."""
+        """Remove all files that a run writes, and no others."""
         self.remove(images, methods)
         for folder, _, _ in reversed(list(self._walk())[1:]):
-            with suppress(OSError):  # a folder that is not empty holds files of others
+            with suppress(OSError):  # a folder with other files is not empty, and is kept
                 Path(folder).rmdir()
-        # The head goes last: a run that is stopped before can be cleared again.
+        # manifest.json is removed last: without it, an interrupted removal could not be repeated.
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
 
@@ -194,12 +195,12 @@ class OutputFolder:
                 os.unlink(f"{self.path}/{name}")  # noqa: PTH108 - called for every file
 
     def require_free(self, images: Sequence[ImageEntry], methods: Sequence[str]) -> None:
-        """Raise BatchError if a new run would replace a file that is not its own."""
+        """Raise BatchError if a new run would replace an existing file."""
         is_used = any((self.path / name).is_dir() for name in FOLDERS)
         for name in (*FILES, *(_all_names(images, methods) if is_used else ())):
             if os.path.lexists(f"{self.path}/{name}"):
                 raise BatchError(
-                    f"{self.path} holds other files: {name} would be replaced; choose another folder for --out"
+                    f"{self.path} contains other files: {name} would be replaced; choose another folder for --out"
                 )
 
     def _walk(self) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -209,10 +210,10 @@ class OutputFolder:
 
 
 def output_test(out: Path | None) -> Callable[[str], bool]:
-    """Return a function that tells whether the run in `out` wrote a path.
+    """Return a function that returns whether the run in `out` wrote a path.
 
-    That function raises BatchError for files that exist where a new run would write: later they could not be told
-    from its own.
+    The function raises BatchError for an existing file in a folder that a new run writes to. Later it could not be
+    distinguished from a file of the run.
     """
     top = None if out is None else os.path.realpath(out)
     is_resumed = top is not None and os.path.lexists(f"{top}/{ABOUT}")
@@ -232,7 +233,7 @@ def output_test(out: Path | None) -> Callable[[str], bool]:
 
 
 def is_run_output(path: str, top: str) -> bool:
-    """Return whether any run wrote a file or folder, judging by the folders below `top`."""
+    """Return whether the path belongs to the output of any run in a folder below `top`."""
     end, inside = absolute(top), absolute(path)
     is_last = True
     while inside != end and os.path.dirname(inside) != inside:  # noqa: PTH120

@@ -1,4 +1,4 @@
-"""A run from beginning to end: whatever is missing in the folder is written, in the order of the images."""
+"""A batch run: write all missing files and manifest rows of an output folder, in the order of the images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "saliency-toolkit"
 FAILURES_SHOWN = 20
-"""Failures that a summary lists."""
+"""Largest number of failures that a summary lists."""
 
 
 class Run:
@@ -35,8 +35,8 @@ class Run:
 
     Args:
         options: Options of the run.
-        images: Images that the sources give now.
-        folder: The folder.
+        images: Images that the sources contain now.
+        folder: The output folder.
     """
 
     def __init__(self, options: RunOptions, images: Sequence[ImageEntry], folder: Path) -> None:
@@ -62,7 +62,7 @@ class Run:
         limit = options.limit
         self.total = len(self.images) if limit is None else min(limit, len(self.images))
         self.manifest = Manifest(folder, options.methods, len(self.images))
-        # Rows first, stamps last: wherever this is interrupted, changes are noticed again.
+        # The listing with new stamps is written later: after an interruption, changes are detected again.
         self.manifest.read(retry=options.retry, changed=self.listing.changed)
         self.folder.remove([self.images[index] for index in self.listing.changed], options.methods)
         # An earlier run may have explained images beyond the limit.
@@ -91,41 +91,42 @@ class Run:
     def _checked_head(self, head: dict[str, Any]) -> dict[str, Any]:
         old, new = head["fingerprint"], self.options.fingerprint()
         different = [
-            f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
+            f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
             for name in dict.fromkeys([*old, *new])
             if old.get(name) != new.get(name)
         ]
         if different:
             raise BatchError(
-                f"{self.folder.path} holds a run with other options: {'; '.join(different)}; choose another folder, or "
-                "start again with --restart (restart=True), which removes the files of that run"
+                f"{self.folder.path} contains a run with other options: {'; '.join(different)}; choose another folder, "
+                "or start again with --restart (restart=True), which removes the files of that run"
             )
         return head
 
     def is_complete(self) -> bool:
-        """Return whether nothing is missing."""
+        """Return whether all images have a row for every method."""
         everything = (1 << len(self.options.methods)) - 1
         done = self.manifest.state.done
         return all(done.get(index, 0) & everything == everything for index in range(self.total))
 
     def execute(self, engine: LocalEngine | RayEngine) -> None:
-        """Write what is missing.
+        """Write the missing files and rows.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C, or SIGTERM where it does the same; images under way are finished first.
-            StoppedError: Nothing can be written any more, or an image failed in a strict run.
+            KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and has the same handler. Images in progress are
+                finished first.
+            StoppedError: The folder cannot be written to, or an image failed in a strict run.
         """
         from .network import BatchTooLargeError, Network, RunContext, load_model
 
         options = self.options
         model = load_model(options)
         self._check_and_describe(Network(options, model))
-        # A resumed run keeps the size of its batches; only a smaller one is taken, for a lack of memory.
+        # A resumed run keeps its batch size. Only a smaller size is accepted, for machines with less memory.
         known = [size for size in (options.batch_size, self.head["batch_size"]) if size is not None]
         size = min(known, default=engine.batch_size(len(self.images)))
         self.head |= {"batch_size": size, "finished": False}
         with writing_to(self.folder.path):
-            # The head first: without one, a listing counts as a file of others.
+            # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
             self.folder.write_head(self.head)
             if self.listing.is_new:
                 self.folder.write_listing(self.images)
@@ -141,7 +142,7 @@ class Run:
                             self._add(rows)
                     is_finished = True
                 except BatchTooLargeError:
-                    # The first batch is too large, and nothing is written yet: start with batches of half its size.
+                    # Nothing is written yet: start again with half the batch size.
                     self.head["batch_size"] = (self.head["batch_size"] + 1) // 2
                     with writing_to(self.folder.path):
                         self.folder.write_head(self.head)
@@ -149,7 +150,7 @@ class Run:
                 raise KeyboardInterrupt(f"{self._done} of {self.total} images are done; re-run to resume")
 
     def _check_and_describe(self, network: Any) -> None:
-        """Add methods and classes to the head. Raises BatchError for a colormap that does not exist."""
+        """Check the colormap, and add the methods and the number of classes to the head."""
         if self.options.style.colormap is not None:
             from ..render.colors import table
 
@@ -161,7 +162,7 @@ class Run:
         self.head["categories"] = None if network.categories is None else len(network.categories)
 
     def _groups(self, size: int) -> Iterator[Sequence[Task]]:
-        """Yield the batches in which something is missing. The batch of an image is its number divided by the size."""
+        """Yield the batches with missing rows. Batch boundaries depend only on the image numbers and the size."""
         from .network import Task
 
         for start in range(0, self.total, size):
@@ -178,7 +179,7 @@ class Run:
                 yield [Task(index, self.images[index], methods) for index, methods in zip(group, missing, strict=True)]
 
     def _add(self, rows: list[Row]) -> None:
-        """Append the rows of an image to the manifest."""
+        """Append the rows of an image to the manifest, and report the progress."""
         options, state = self.options, self.manifest.state
         failed = [row for row in rows if row["error"] is not None]
         if state.rows == sum(state.kinds.values()) and self.images[rows[0]["index"]].target is None:
@@ -199,7 +200,7 @@ class Run:
             options.on_progress(Progress(self._done, self.total, self._fresh, len(state.failed)))
 
     def finish(self) -> Summary:
-        """Sort the manifest, write the table and the page, and return the summary."""
+        """Sort the manifest, write the Parquet table and the page, and return the summary."""
         state, complete = self.manifest.state, self.is_complete()
         counts = {"photos": len(self.images), "rows": state.rows, "failed": len(state.failed)}
         is_same = state.is_sorted and self.head["counts"] == counts and self.head["finished"] == complete
@@ -231,9 +232,11 @@ class Run:
 
 
 def require_sensible_options(options: RunOptions, failures: Sequence[Failure | None]) -> None:
-    """Raise BatchError if the options are to blame for the failures of the first image, None where a method succeeded.
+    """Raise BatchError if invalid options caused the failures of an image, before all images fail for the same reason.
 
-    Otherwise every image of the run would fail for the same reason.
+    Args:
+        options: Options of the run.
+        failures: One entry per row of the image; None for a method that succeeded.
     """
     blamed = [failure for failure in failures if failure is not None and failure.kind in ("MethodError", "TargetError")]
     layers = [failure for failure in failures if failure is not None and failure.kind == "LayerError"]
@@ -245,13 +248,13 @@ def require_sensible_options(options: RunOptions, failures: Sequence[Failure | N
 
 @contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
-    """Return a function that tells whether Ctrl-C was pressed, or SIGTERM came where it does the same.
+    """Return a function that returns whether Ctrl-C was pressed, or SIGTERM arrived and has the same handler.
 
-    The first interruption ends the run after the images under way; a second one does not wait.
+    The first interruption lets the images in progress finish. A second one raises KeyboardInterrupt at once.
     """
     pressed = False
 
-    def note(number: int, frame: object) -> None:
+    def handle(number: int, frame: object) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
@@ -264,7 +267,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
         if is_main and signal.getsignal(number) is signal.default_int_handler
     ]
     for number in handled:
-        signal.signal(number, note)
+        signal.signal(number, handle)
     try:
         yield lambda: pressed
     finally:

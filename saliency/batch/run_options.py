@@ -1,4 +1,4 @@
-"""Options of a run, and the fingerprint of those that its files depend on."""
+"""Options of a run, and the fingerprint of the options that determine its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGNS: tuple[Sign, ...] = ("positive", "signed", "absolute")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         done: Number of images with results, from this run and earlier ones.
@@ -74,14 +74,14 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlayStyle:
-    """How overlays are drawn; see `saliency.overlay`.
+    """Style of overlays; see `saliency.overlay`.
 
     Attributes:
         format: File format. "png" is lossless; "jpg" is about a seventh of its size and several times faster.
         opacity: A number in 0..1, or "map".
         colormap: Name of a matplotlib colormap; None for inferno, or RdBu_r for signed maps.
         sign: "positive", "signed" or "absolute"; None for the method's default.
-        percentile: Percentile of the values at full colour.
+        percentile: Percentile of the values at which colours saturate.
     """
 
     format: Format = "png"
@@ -103,7 +103,7 @@ class OverlayStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of a run. Those up to `maps` determine the content of its files.
+    """Options of a run. The options from `model` to `maps` determine the content of its files.
 
     Attributes:
         model: A name that `saliency.load` accepts, or a model.
@@ -119,9 +119,10 @@ class RunOptions:
         retry: Whether images that failed in an earlier run are tried again.
         limit: Number of images to explain, in the order of the listing.
         strict: Whether the first failure stops the run.
-        command: The command line, for the manifest.
+        command: The command line, stored in the manifest.
         on_progress: Called after every image.
-        with_manifest: Whether the files of the manifest and its page are written; else only overlays and values.
+        with_manifest: Whether the manifest and the images of its page are written. If not, only overlays and values are
+            written.
     """
 
     model: str | nn.Module
@@ -157,7 +158,7 @@ class RunOptions:
         return self.model if isinstance(self.model, str) else type(self.model).__name__
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the options that the files depend on, as JSON. Runs with equal fingerprints resume each other."""
+        """Return the options that determine the files, as JSON values. A run resumes only with an equal fingerprint."""
         style = {name: getattr(self.style, name) for name in ("format", "opacity", "colormap", "sign", "percentile")}
         values = {
             "model": self.model_name,
@@ -169,7 +170,7 @@ class RunOptions:
             **style,
             "maps": self.maps,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # equal to what the file gives back
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # as read back from the file
         return plain
 
     def _weights(self) -> str | None:
@@ -200,7 +201,7 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 def _describe(value: object) -> str:
-    """Describe an option that JSON does not hold. A tensor's text omits most of its values, so they are digested."""
+    """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Saved maps: float16 values in their original resolution, and overlays redrawn from them without the network."""
+"""Save maps as float16 values in their original resolution, and redraw overlays from them without the network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FACTS = (
     *("index", "source", "id", "method", "target", "name", "probability", "score", "units", "width", "height"),
     *("input_width", "input_height", "box", "layer", "settings"),
 )
-"""Columns of the manifest that a saved map repeats."""
+"""Columns of the manifest that a saved map contains too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +42,8 @@ class SavedMap:
     """The map of one image and method.
 
     Attributes:
-        values: (C, h, w) float16; multiplied by `about["scale"]` they are in the units of the map.
-        about: What drawing it needs, as JSON.
+        values: (C, h, w) float16, to be multiplied by `about["scale"]` to get the units of the map.
+        about: Metadata for drawing, as JSON values.
     """
 
     values: NDArray[np.float16]
@@ -53,8 +53,8 @@ class SavedMap:
     def of(cls, explanation: Explanation, about: Mapping[str, Any]) -> SavedMap:
         """Convert the values of an explanation of one image.
 
-        They are scaled by a power of two so that the largest lies between 1/2 and 1: it does not overflow, and a
-        gradient of 1e-8 does not become zero.
+        The values are divided by a power of two so that the largest magnitude lies between 1/2 and 1. In float16, large
+        values then do not overflow, and a gradient of 1e-8 does not become zero.
         """
         values = explanation.values[0].detach().double().cpu().numpy()
         largest = float(np.abs(values).max(initial=0.0))
@@ -102,7 +102,7 @@ def read_map(path: Path) -> SavedMap:
         raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
     lacking = [name for name in (*FACTS, "entry", "sign", "scale") if name not in header["map"]]
     if lacking:
-        raise ExplanationError(f"{path} is damaged: it lacks {', '.join(lacking)}")
+        raise ExplanationError(f"{path} is damaged: missing {', '.join(lacking)}")
     return SavedMap(values, header["map"])
 
 
@@ -113,8 +113,8 @@ class Redrawn:
     Attributes:
         map: The file of the map.
         file: The overlay; None after a failure.
-        is_small: Whether it was drawn on the preview, because the image no longer exists or has changed.
-        failure: Why there is no overlay.
+        is_small: Whether the overlay was drawn on the preview, because the image no longer exists or has changed.
+        failure: Reason why there is no overlay.
     """
 
     map: Path
@@ -131,17 +131,17 @@ def redraw(
     methods: Sequence[str] = (),
     workers: int | None = None,
 ) -> Iterator[Redrawn]:
-    """Draw the overlays of saved maps: OUT/SUB/NAME.METHOD.png. Yields the result of every map in order.
+    """Draw the overlays of saved maps as OUT/SUB/NAME.METHOD.png, and yield the result of each map in order.
 
     Args:
         maps: Files, folders of them, or folders that `batch` wrote with `maps=True`.
         out: The folder to write to.
-        style: How overlays are drawn; by default as `batch` does.
+        style: Style of the overlays; by default that of `batch`.
         methods: Methods to draw; empty for all.
-        workers: Threads that draw; by default as many as `ThreadPoolExecutor` chooses.
+        workers: Number of drawing threads; None for the default of `ThreadPoolExecutor`.
 
     Raises:
-        BatchError: There are no maps, or none of these methods, or the folder cannot be written to.
+        BatchError: There are no maps, there are no maps of these methods, or the folder cannot be written to.
         ExplanationError: A file is not a saved map, or is damaged.
     """
     chosen = style or OverlayStyle()
@@ -154,7 +154,7 @@ def redraw(
         if not methods or path.stem.rpartition(".")[2] in methods:
             overlay_file = Path(out) / name.with_suffix(f".{chosen.format}")
             if first.setdefault(overlay_file, path) != path:
-                why = "another of these maps has the same name; draw each folder into one of its own"
+                why = "another of these maps has the same name; draw each folder into a separate output folder"
                 yield Redrawn(path, failure=Failure("BatchError", why))
     pictures = lru_cache(maxsize=8)(_picture)  # the methods of an image share its picture
     with ThreadPoolExecutor(workers, "saliency-draw") as pool:
@@ -162,7 +162,7 @@ def redraw(
 
 
 def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, Path]]:
-    """Return the maps, each with its path below the folder of maps."""
+    """Yield the map files, each with its path relative to the folder of maps."""
     for path in map(Path, paths):
         if not path.is_dir():
             yield path, Path(path.name)
@@ -175,7 +175,7 @@ def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, 
 
 
 def _picture(entry: str, previews: Path) -> tuple[Image.Image, bool]:
-    """Return the picture of a map, and whether it is the preview."""
+    """Return the picture of a map, or else its preview, and whether it is the preview."""
     image = ImageEntry.from_json(entry)
     try:
         picture = image.open()

@@ -24,7 +24,7 @@ LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
 _SHARD_SUFFIXES = frozenset(("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
 _SHARD_TARGETS = ("target", "cls", "class", "label")
-_LARGEST_NOTE = 1 << 20  # bytes of a .cls or .json member
+_MAX_TARGET_BYTES = 1 << 20  # largest .cls or .json member of a shard that is read
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
 _TARGETS = ("target", "class", "label", "category")
 
@@ -37,36 +37,40 @@ def find_images(
     out: Path | None = None,
     literal: bool = False,
 ) -> list[ImageEntry]:
-    """Return the images of all sources, in order; those of a folder are sorted by name.
+    """Return the images of all sources, in order. Images of a folder are sorted by name.
 
-    An image that several folders, files or patterns contain is taken once; in a list, every row counts.
+    An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
 
     Args:
         sources: The sources.
         recursive: Whether subfolders are searched. Links to folders are followed, each folder once.
-        targets: List of paths and targets, for images found otherwise.
-        out: Output folder of the run. Its files are skipped, and so are those of other runs in patterns and subfolders.
-        literal: Whether sources are files and folders only: no pattern, list or shard.
+        targets: File with paths and targets, for images that the sources contain without a target.
+        out: Output folder of the run. Its files are skipped. Files of other runs are skipped in patterns and
+            subfolders.
+        literal: Whether every source is a file or folder, and never a pattern, list or shard.
 
     Raises:
-        BatchError: A list cannot be read, the targets match no image, or images lie where the run would write.
+        BatchError: A list cannot be read, the targets match no image, or a source contains files where the run would
+            write.
     """
     is_own = output_test(out)
     found: dict[tuple[object, ...], ImageEntry] = {}
     for source in map(os.fsdecode, sources):
         is_list = Path(source).suffix.lower() in LISTS and not literal
-        for number, image in enumerate(_of_source(source, recursive, is_own, literal)):
+        for number, image in enumerate(_images_of_source(source, recursive, is_own, literal)):
             found.setdefault((*image.key, *((source, number) if is_list else ())), image)
     images = list(found.values())
     return images if targets is None else _with_targets(images, os.fsdecode(targets))
 
 
-def _of_source(source: str, recursive: bool, is_own: Callable[[str], bool], literal: bool) -> Iterator[ImageEntry]:
+def _images_of_source(
+    source: str, recursive: bool, is_own: Callable[[str], bool], literal: bool
+) -> Iterator[ImageEntry]:
     if is_own(source):
         return
     suffix = Path(source).suffix.lower()
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
-        yield from _of_folder(source, recursive, is_own, literal)
+        yield from _images_of_folder(source, recursive, is_own, literal)
     elif literal:
         yield _entry(source)
     elif os.path.isfile(source):  # noqa: PTH113
@@ -74,7 +78,7 @@ def _of_source(source: str, recursive: bool, is_own: Callable[[str], bool], lite
             read_list(source) if suffix in LISTS else read_shard(source) if suffix == ".tar" else [_entry(source)]
         )
     elif glob.has_magic(source) and not os.path.lexists(source):
-        matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 - of a path with surrogates, too
+        matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 - accepts paths with surrogates
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
         top = source
@@ -82,7 +86,7 @@ def _of_source(source: str, recursive: bool, is_own: Callable[[str], bool], lite
             top = os.path.dirname(top)  # noqa: PTH120
         for match in matches:
             if not is_run_output(match, top):
-                yield from _of_source(match, recursive, is_own, literal)
+                yield from _images_of_source(match, recursive, is_own, literal)
     else:
         yield _entry(source)
 
@@ -91,8 +95,8 @@ def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageE
     return ImageEntry(absolute(path), path, folder=folder, label=label_of(path), problem=problem)
 
 
-def _of_folder(root: str, recursive: bool, is_own: Callable[[str], bool], literal: bool) -> Iterator[ImageEntry]:
-    """Return the images of a folder, without recursion in Python: a tree may be deeper than its limit."""
+def _images_of_folder(root: str, recursive: bool, is_own: Callable[[str], bool], literal: bool) -> Iterator[ImageEntry]:
+    """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
     seen: set[tuple[int, int]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]
     is_empty = True
@@ -122,13 +126,13 @@ def _of_folder(root: str, recursive: bool, is_own: Callable[[str], bool], litera
         waiting += reversed(subfolders)
     if is_empty:
         hint = "" if recursive or literal else " (--recursive searches its subfolders)"
-        yield _entry(root, problem=f"the folder has no images in it{hint}")
+        yield _entry(root, problem=f"the folder contains no images{hint}")
 
 
 def read_shard(file: str) -> Iterator[ImageEntry]:
-    """Return the images of a tar file in its order; nothing is extracted to disk.
+    """Yield the images of a tar file in file order, without extracting to disk.
 
-    Members with the same name up to the first dot belong together: 0001.jpg, 0001.cls (a class index or name),
+    Members with the same name up to the first dot belong to one sample: 0001.jpg, 0001.cls (a class index or name),
     0001.json (an object with "cls", "label", "class" or "target").
     """
     stem = Path(file).stem
@@ -158,9 +162,9 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
                             problem="" if member.sparse is None else "sparse members of a shard are not supported",
                         )
                     )
-                elif kind in ("cls", "json") and member.size <= _LARGEST_NOTE and target is None:
-                    note = shard.extractfile(member)
-                    target = _shard_target(note.read() if note else b"", kind)
+                elif kind in ("cls", "json") and member.size <= _MAX_TARGET_BYTES and target is None:
+                    target_file = shard.extractfile(member)
+                    target = _shard_target(target_file.read() if target_file else b"", kind)
     except (OSError, tarfile.TarError, ValueError) as error:
         problem = f"the shard cannot be read to its end: {error}"
     yield from (replace(image, target=target) for image in waiting)
@@ -183,17 +187,17 @@ def _shard_target(data: bytes, kind: str) -> int | str | None:
 
 
 def read_list(file: str) -> Iterator[ImageEntry]:
-    """Return the images that a list names. Relative paths start in the folder of the list.
+    """Yield the images of a list. Relative paths are relative to the folder of the list.
 
-    CSV and TSV: with a header (path, target) in any order, or without one: path, then target. JSON lines: an object
-    with "path" and "target", or the path alone. Plain lines (.txt): one path per line.
+    CSV and TSV have a header with the columns path and target in any order, or no header and path before target. JSON
+    lines are objects with "path" and "target", or paths alone. Plain text (.txt) has one path per line.
 
     Raises:
         BatchError: The list cannot be read.
     """
     suffix = Path(file).suffix.lower()
     try:
-        # Undecodable bytes in a path come back as they were when it is opened.
+        # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
         with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
             rows = _json_rows(lines) if suffix in (".jsonl", ".ndjson") else _text_rows(lines, suffix)
             for number, path, target in rows:
@@ -201,7 +205,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
                     whole = os.path.join(os.path.dirname(file), path)  # noqa: PTH118, PTH120 - keeps surrogates
                     yield replace(_entry(whole), source=path, target=parse_target(target))
                 else:
-                    problem = "the line names no path"
+                    problem = "the line has no path"
                     yield ImageEntry(absolute(file), f"{file}:{number}", label=f"line {number}", problem=problem)
     except (OSError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
@@ -209,7 +213,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 
 
 def parse_target(text: object) -> int | str | None:
-    """Return a target as written in a list: an index, a name, or None."""
+    """Parse a target of a list: an index, a name, or None for an empty text."""
     if text is None or isinstance(text, int):
         return text
     word = str(text).strip()
@@ -217,7 +221,7 @@ def parse_target(text: object) -> int | str | None:
 
 
 def _text_rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, str, object]]:
-    """Return (line number, path, target) for every row."""
+    """Yield (line number, path, target) for every row."""
     if suffix == ".txt":
         yield from ((number, line.strip("\r\n"), None) for number, line in enumerate(lines, 1) if line.strip())
         return
@@ -252,7 +256,7 @@ def _json_rows(lines: TextIO) -> Iterator[tuple[int, str, object]]:
 
 
 def _with_targets(images: list[ImageEntry], file: str) -> list[ImageEntry]:
-    """Return the images with the targets of a list, matched by path, or by file name if only one image has it."""
+    """Return the images with the targets of a list. Paths are matched first, then file names that are unique."""
     if not os.path.isfile(file):  # noqa: PTH113
         raise BatchError(f"the list of targets {file} does not exist")
     by_path: dict[str, int | str | None] = {}
@@ -270,5 +274,7 @@ def _with_targets(images: list[ImageEntry], file: str) -> list[ImageEntry]:
             target = by_path[image.path] if image.path in by_path else next(iter(named))
             images[index] = replace(image, target=target)
     if not matched:
-        raise BatchError(f"the list of targets {file} names none of the {len(images)} images; it needs path and target")
+        raise BatchError(
+            f"the list of targets {file} matches none of the {len(images)} images; expected the columns path and target"
+        )
     return images

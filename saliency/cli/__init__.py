@@ -1,10 +1,10 @@
-"""The command `saliency`: the commands, their help, and how a command line is run.
+"""The command `saliency`: its commands, their help, and the entry point.
 
-Nothing here imports torch, so help, version and typing errors are answered at once. A command is one entry in
+Nothing here imports torch, so that help, version and usage errors are printed without delay. A command is one entry in
 `COMMANDS`; its code is imported when it runs.
 
-Exit codes: 0 done; 1 some photo failed and the others are written; 2 the command line is wrong; 130 interrupted by
-Ctrl-C or SIGTERM.
+Exit codes: 0 success; 1 some photos failed, all others are written; 2 invalid command line; 130 interrupted by Ctrl-C
+or SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Command:
     """One command.
 
     Attributes:
-        summary: Its line in the help.
-        usage: What is typed after its name.
-        function: Where its function is, "module:name" under `saliency.cli.commands`. It takes the parsed arguments and
-            a `Screen`, and returns the exit code.
-        options: The names of its options; see `saliency.cli.options.OPTIONS`.
-        epilog: The end of its help.
+        summary: One-line description in the help.
+        usage: Usage text after the name of the command.
+        function: Path "module:name" of its function under `saliency.cli.commands`. The function takes the parsed
+            arguments and a `Screen`, and returns the exit code.
+        options: Names of its options, separated by spaces; see `saliency.cli.options.OPTIONS`.
+        epilog: Text at the end of the help, such as examples.
     """
 
     summary: str
@@ -47,7 +47,7 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:  # the process belongs to the command
+    if argv is None:  # the process runs only this command
         keep_memory()
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -87,7 +87,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def command_parser(name: str) -> Parser:
-    """Return the parser of a command."""
+    """Create the parser of a command."""
     command = COMMANDS[name]
     parser = Parser(
         prog=f"saliency {name}",
@@ -142,8 +142,8 @@ files:
   are numbered: cat-2.grad_cam.png. Files of an earlier run are replaced.
 
 exit codes:
-  0  done; with --method all, a method that does not apply is not a failure
-  1  some photo failed; the others are written
+  0  success; with --method all, methods that do not apply are no failures
+  1  some photos failed; all others are written
   2  no such model, method, layer, class or option
   130  interrupted by Ctrl-C or SIGTERM; finished files are kept
 """,
@@ -166,13 +166,13 @@ A run may be interrupted at any time. Run the same command again to resume.
 files:
   DIR/index.html       the gallery page
   DIR/overlays/        cat.jpg by grad_cam is overlays/cat.grad_cam.png
-  DIR/manifest.jsonl   a row for each photo and method, also for failures
+  DIR/manifest.jsonl   a row per photo and method, including failures
   DIR/maps/            with --maps: the values; see saliency render
 
 exit codes:
-  0  done
-  1  some photo failed and the others are written, or the disk is full
-  2  the command line is wrong, or the folder is in use
+  0  success
+  1  some photos failed, all others are written; or the disk is full
+  2  the command line is invalid, or the folder is in use
   130  interrupted by Ctrl-C or SIGTERM; run the same command to resume
 """,
     ),
@@ -197,7 +197,7 @@ examples:
     ),
     "methods": Command("list the methods, with their papers and costs", "", "lists:methods"),
     "layers": Command(
-        "list the layers of a model: shapes, sizes, times, and the one CAMs read",
+        "list the layers of a model: shapes, sizes, times, default layer of CAMs",
         "[MODEL] [options]",
         "layers:run",
         "MODEL --photo --weights --all --depth --stats --gradients --target --html",

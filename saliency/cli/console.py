@@ -1,7 +1,7 @@
-"""What the commands print: tables and progress on a terminal, plain lines in a pipe or a file, errors on stderr.
+"""Console output: tables and progress on a terminal, plain lines in a pipe or file, errors on stderr.
 
-On a terminal tables fit its width. In a pipe every row is one complete line, in columns, without colours, so that
-`grep` and `cut` work.
+On a terminal, tables fit its width. In a pipe, each row is one complete line with aligned columns and without colours,
+so that `grep` and `cut` work.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _TYPED = {
 
 
 class UsageError(SaliencyError):
-    """The command line asks for something impossible; nothing has been written yet."""
+    """The command line is invalid. Nothing has been written yet."""
 
 
 class Screen:
     """Standard output and standard error of one command.
 
     Args:
-        quiet: Print errors only.
+        quiet: Whether only errors are printed.
 
     Attributes:
-        subject: What the command works on now; warnings name it.
+        subject: Photo that the command is processing, which warnings mention.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -64,17 +64,17 @@ class Screen:
         return self._out.width
 
     def say(self, line: str | Text = "") -> None:
-        """Print a line. It wraps on a terminal only."""
+        """Print a line, wrapped only on a terminal."""
         if not self.quiet:
             self._out.print(_text(line), soft_wrap=not self.is_terminal)
 
     def error(self, message: object) -> None:
-        """Print a line on standard error, also when quiet."""
+        """Print a message on standard error, even if `quiet`."""
         line = Text.assemble(("saliency: ", "bold red"), as_typed(one_line(message)))
         self._err.print(line, soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print rows below the headers of the columns."""
+        """Print a table with headers."""
         if self.quiet:
             return
         if not self.is_terminal:
@@ -101,7 +101,7 @@ class Screen:
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[int, int, int], None]]:
-        """Show a progress bar on a terminal. The yielded function takes how many photos are done, exist and failed."""
+        """Show a progress bar on a terminal. The yielded function takes the counts of done, total and failed photos."""
         if self.quiet or not self._err.is_terminal:
             yield lambda done, total, failed: None
             return
@@ -118,7 +118,7 @@ class Screen:
 
     @contextmanager
     def collected_warnings(self) -> Iterator[None]:
-        """Print the warnings of the block after it: each once, on one line, without source code."""
+        """Collect the warnings of the block, and print each once at its end, on one line without source code."""
         subjects: dict[str, list[str]] = {}
 
         def collect(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -139,14 +139,14 @@ class Screen:
 
 
 class _SpeedColumn(bars.ProgressColumn):
-    """Photos per second since the first update, so that a resumed run does not count what was done before."""
+    """Photos per second since the first update, which excludes photos of earlier runs."""
 
     def render(self, task: bars.Task) -> Text:
         return Text(f"{task.speed:.1f}/s" if task.speed else "")
 
 
 def aligned(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[str]:
-    """Return each row as one line: columns two spaces apart, nothing cut off, no trailing space."""
+    """Return each row as one line with columns two spaces apart, never truncated and without trailing spaces."""
     plain = [list(titles), *([_text(cell).plain for cell in row] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*plain, strict=True)]
     return ["  ".join(c + " " * (w - cell_len(c)) for c, w in zip(row, widths, strict=True)).rstrip() for row in plain]
@@ -158,7 +158,7 @@ def count(number: int, noun: str) -> str:
 
 
 def visible(name: object) -> str:
-    """Return a name that is safe to print: control characters and unprintable ones are escaped."""
+    """Return a name with control and other unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
 
@@ -168,17 +168,17 @@ def one_line(message: object) -> str:
 
 
 def as_typed(message: str) -> str:
-    """Replace options as written in Python by those of the command line."""
+    """Replace Python options in a message by those of the command line."""
     for pattern, option in _TYPED.items():
         message = re.sub(pattern, option, message)
     return message
 
 
 def _console(stream: TextIO) -> Console:
-    # A character that the encoding of the stream lacks is printed as a question mark.
+    # Print a question mark for characters that the encoding of the stream does not support.
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
-    # In a notebook kernel, rich would display each line as a page of its own.
+    # In a notebook kernel, rich would display each line as a separate HTML output.
     return Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 

@@ -26,13 +26,13 @@ class Section(NamedTuple):
 
 
 def page(title: str, facts: Mapping[str, str], sections: Sequence[Section], image: str = "") -> str:
-    """Return the page.
+    """Return the HTML of the page.
 
     Args:
         title: The heading.
-        facts: What the tables are about, by its label.
-        sections: In order; texts are escaped here, bodies are HTML.
-        image: An image as HTML.
+        facts: Facts about the model and its input, by label.
+        sections: Sections in order. Their texts are escaped here; their bodies are HTML.
+        image: An image as HTML, or "".
     """
     listed = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(fact)}</dd></div>" for name, fact in facts.items())
     links = "".join(f'<a href="#part-{at}">{escaped(section.title)}</a>' for at, section in enumerate(sections))

@@ -1,6 +1,6 @@
-"""Options of all commands in one table, and the parser that reads them.
+"""Options of all commands in one table, and their parser.
 
-Nothing here imports torch, so that help and typing errors are answered at once.
+Nothing here imports torch, so that help and usage errors are printed without delay.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Option:
     """One option or positional argument.
 
     Attributes:
-        name: What is typed: "--model", or the metavar of a positional argument.
-        flags: The positional arguments of `add_argument`.
-        exclusive: A name shared by options of which at most one may be given.
-        keywords: The keyword arguments of `add_argument`.
+        name: The long flag, such as "--model", or the metavar of a positional argument.
+        flags: Positional arguments of `add_argument`.
+        exclusive: Name of a group of mutually exclusive options; empty without a group.
+        keywords: Keyword arguments of `add_argument`.
     """
 
     name: str
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help within 80 columns that prints `-m, --method NAME...`, where argparse repeats the name for each spelling."""
+    """Formatter for 80 columns that prints `-m, --method NAME...` instead of repeating NAME for each flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=27, width=80)
@@ -64,7 +64,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that names the closest option."""
+    """Argument parser with one-line errors that suggest the closest option."""
 
     def __init__(self, prog: str, **keywords: Any) -> None:
         super().__init__(prog, formatter_class=HelpFormatter, allow_abbrev=False, **keywords)
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"saliency: {message}\n          see {self.prog} --help\n")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments; options may stand before, between and after the positional ones."""
+        """Parse arguments. Options may precede, separate and follow positional arguments."""
         arguments, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
@@ -83,11 +83,11 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
 
-# From words to values ------------------------------------------------------------------------------------------
+# Converting arguments ------------------------------------------------------------------------------------------
 
 
 def overlay_style(arguments: argparse.Namespace) -> OverlayStyle:
-    """Return how overlays are drawn."""
+    """Return the overlay style of the parsed arguments."""
     names = ("format", "opacity", "colormap", "sign", "percentile")
     return OverlayStyle(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})
 
@@ -112,18 +112,18 @@ def _percentile(text: str) -> float | str | None:
     return _number(text, 1e-9, 100, "a number above 0 and at most 100, auto or none")
 
 
-def _whole(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 
 def _batch_size(text: str) -> int | None:
-    return None if text == "auto" else _whole(text)
+    return None if text == "auto" else _positive_integer(text)
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Return the name and value of `NAME=VALUE`; a value that is not JSON is text."""
+    """Parse `NAME=VALUE`. The value is JSON, or text if it is not valid JSON."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=VALUE, for example --set smooth=positive")
@@ -141,7 +141,10 @@ def _weights(text: str) -> str | None:
 
 
 def _option(typed: str, metavar: str, text: str, exclusive: str = "", dest: str = "", **keywords: Any) -> Option:
-    """An option, "-o --out"; a switch where it has no metavar; a positional argument where `typed` is the metavar."""
+    """Create an option with the flags `typed`, such as "-o --out".
+
+    Without a metavar it is a switch. If `typed` equals the metavar, it is a positional argument.
+    """
     flags = (dest,) if typed == metavar else tuple(typed.split())
     if typed != metavar and dest:
         keywords["dest"] = dest
@@ -165,12 +168,12 @@ OPTIONS: dict[str, list[Option]] = {
         _option("PATTERN", "PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         _option("-q --quiet", "", "print errors only"),
         _option("-r --recursive", "", "include subfolders"),
-        _option("--limit", "N", "only the first N photos", type=_whole),
-        _option("--photo", "PHOTO", "run the model on this photo (default: on noise)"),
+        _option("--limit", "N", "only the first N photos", type=_positive_integer),
+        _option("--photo", "PHOTO", "run the model on this photo (default: noise)"),
         _option("--all", "", "list everything", "depth"),
-        _option("--depth", "N", "levels of nested layers (default: as many as fit)", "depth", type=_whole),
-        _option("--stats", "", "also statistics of activations: means, zeros, dead channels, NaN"),
-        _option("--gradients", "", "also gradients of the score of one class"),
+        _option("--depth", "N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
+        _option("--stats", "", "also print activation statistics: means, zeros, dead channels, NaN"),
+        _option("--gradients", "", "also print gradients of the score of one class"),
         _option("--html", "FILE", "also write everything to an HTML page", type=Path),
     ],
     "model, method and target": [
@@ -178,7 +181,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "--weights",
             "NAME|FILE",
-            "weights of the library, a checkpoint file, or none for random",
+            "name of weights, a checkpoint file, or none for random weights",
             type=_weights,
             default="default",
         ),
@@ -196,7 +199,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "--set",
             "OPTION=VALUE",
-            "option of the methods that have it, such as smooth=positive",
+            "option of all methods that have it, such as smooth=positive",
             dest="settings",
             type=_setting,
             action="append",
@@ -205,9 +208,9 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "output": [
         _option("-o --out", "DIR", "output folder (default: out)", type=Path, default=Path("out")),
-        _option("--sheet", "", "also write a contact sheet, photos by methods: sheet.png"),
-        _option("--save", "", "also save the values as .safetensors for Explanation.load"),
-        _option("--maps", "", "also save the values, for saliency render"),
+        _option("--sheet", "", "also write a contact sheet of photos and methods, sheet.png"),
+        _option("--save", "", "also save the values as .safetensors, for Explanation.load"),
+        _option("--maps", "", "also save the attribution values, for saliency render"),
         _option("--restart", "", "delete the results of an earlier run and start again", "resume"),
         _option("--resume", "", "resume an earlier run (the default)", "resume"),
         _option("--retry", "", "retry photos that failed in an earlier run"),
@@ -218,16 +221,16 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "--opacity",
             "NUMBER",
-            "0 to 1, or map: proportional to the heatmap (default: 0.5)",
+            "0 to 1, or map for opacity proportional to the heatmap (default: 0.5)",
             type=_opacity,
             default=0.5,
         ),
-        _option("--colormap", "NAME", "any of matplotlib (default: inferno, or RdBu_r if signed)"),
-        _option("--sign", "SIGN", f"{', '.join(SIGNS)} (default: as in the paper)", choices=SIGNS),
+        _option("--colormap", "NAME", "any matplotlib colormap (default: inferno, or RdBu_r if signed)"),
+        _option("--sign", "SIGN", f"{', '.join(SIGNS)} (default: that of the method)", choices=SIGNS),
         _option(
             "--percentile",
             "NUMBER",
-            "where colours saturate, or none (default: 99.5 for gradients)",
+            "percentile at which colours saturate, or none (default: 99.5 for gradients)",
             type=_percentile,
             default="auto",
         ),
@@ -243,10 +246,10 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "--device",
             "NAME",
-            "cpu, cuda:1, mps, auto; for batch also several: cuda:0,cuda:1 (default: auto)",
+            "cpu, cuda:1, mps or auto; several for batch, as in cuda:0,cuda:1 (default: auto)",
             default="auto",
         ),
         _option("--batch-size", "N", "photos per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
-        _option("--workers", "N", "number of threads (default: one per core)", type=_whole),
+        _option("--workers", "N", "number of threads (default: one per core)", type=_positive_integer),
     ],
 }

@@ -1,4 +1,4 @@
-"""From parsed arguments to a model, methods and a target, or an error before any work."""
+"""Convert parsed arguments to methods, photos, a model and an output folder, or raise an error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .options import ALL, METHOD
 
 
 def methods_and_photos(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Split the words after --method into methods, each once, and the photos that follow them.
+    """Split the words after --method into methods without duplicates, and photos that follow them.
 
     "all" stands for every method. A word that is not a method is a photo if it exists or looks like a path.
 
     Raises:
-        MethodError: A word is neither; the closest names are given.
+        MethodError: A word is neither a method nor a photo; the closest names are given.
+        UsageError: There is no method.
     """
     words = words or [METHOD]
     photos = [word for word in words if word not in METHODS and word != ALL and _is_path(word)]
@@ -33,7 +34,9 @@ def methods_and_photos(words: Sequence[str] | None) -> tuple[list[str], list[str
         if word not in photos:
             names += list(METHODS) if word == ALL else [get_method(word).name]
     if not names:
-        raise UsageError(f"--method names no method, but {', '.join(photos)}; `saliency methods` lists them")
+        raise UsageError(
+            f"--method expects methods, got only photos: {', '.join(photos)}; `saliency methods` lists the methods"
+        )
     return list(dict.fromkeys(names)), photos
 
 
@@ -47,7 +50,7 @@ def ready_model(name: str, weights: str | None, device: str, screen: Screen) -> 
     Raises:
         ModelError: The model or its weights do not exist or cannot be loaded.
         BatchError: The device does not exist.
-        UsageError: There are several devices.
+        UsageError: Several devices were given.
     """
     chosen, *others = find_devices(device, name)
     if others:
@@ -60,7 +63,7 @@ def require_folder(out: Path) -> None:
     """Create the folder and check that it can be written to.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: The folder cannot be created or written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -68,4 +71,4 @@ def require_folder(out: Path) -> None:
             pass
     except OSError as error:
         reason = "is a file, not a folder" if out.is_file() else f"cannot be written to: {error.strerror}"
-        raise UsageError(f"--out {out} {reason}; choose another") from error
+        raise UsageError(f"--out {out} {reason}; choose another folder") from error

@@ -1,16 +1,16 @@
 """Inspect a network: record, measure and edit activations and gradients.
 
-    record                    every call of every layer while you run the model, with its gradients
-    layer_table               shapes, parameters, multiply-adds and time of each layer
-    activation_statistics     moments, zeros, dead channels, the first NaN, over any number of batches
-    gradient_statistics       the same for gradients, by layer and by parameter; drawn by saliency.gradient_flow
-    edit_gradients            change gradients by the rules of `rules` or any function
+    record                    record every call of every layer while you run the model, with its gradients
+    layer_table               list shapes, parameters, multiply-adds and time of each layer
+    activation_statistics     measure moments, zeros, dead channels and the first NaN, over any number of batches
+    gradient_statistics       measure gradients by layer and by parameter; saliency.gradient_flow draws the result
+    edit_gradients            change gradients with the rules of `rules` or any function
     edit_activations          change the outputs of layers
-    extract_features          activations of a whole data set, optionally on disk
-    vector_jacobian_product   gradient of a weighted output at a layer
-    jacobian_vector_product   change of the output along a direction at a layer
+    extract_features          extract the activations of a data set, optionally to disk
+    vector_jacobian_product   compute the gradient of a weighted output at a layer
+    jacobian_vector_product   compute the change of the output along a direction at a layer
 
-The model and its gradients are left unchanged.
+The model and the `.grad` of its parameters are left unchanged.
 """
 
 from . import rules

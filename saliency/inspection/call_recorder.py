@@ -1,4 +1,4 @@
-"""Records calls as they happen, and follows the gradients that return through them."""
+"""Record the calls of modules, and the gradients at their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 
 
 class TensorStatistics:
-    """Shape and moments of a tensor that is not kept.
+    """Shape and moments of a tensor. The tensor itself is not stored.
 
     Attributes:
         shape: The shape of the tensor.
@@ -52,24 +52,24 @@ class TensorStatistics:
     def moments(self) -> Moments:
         """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision.
 
-        With `is_estimate`, all of it is estimated unless the tensor is small. The extremes are those of the sample, and
-        NaN and infinity can be missed.
+        With `is_estimate`, all of these are estimated unless the tensor is small. The extremes are those of the sample,
+        and NaN and infinity can be missed.
         """
         return self._later() if self._later is not None else Moments()
 
     def __getstate__(self) -> object:
-        """The computed moments, for `pickle` and `deepcopy`."""
+        """Return the state with the computed moments, for `pickle` and `deepcopy`."""
         return {**vars(self), "moments": self.moments, "_later": None}
 
     def __repr__(self) -> str:
-        """For example `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
+        """Return a text such as `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
         dtype = str(self.dtype).removeprefix("torch.")
         about = "about " if self.is_estimate else ""
         return f"{self.shape} {dtype}, mean {about}{self.moments.mean:.3g}, std {about}{self.moments.std:.3g}"
 
 
 class Backward(NamedTuple):
-    """Gradients that one backward pass brought to one call; None for a tensor that got none."""
+    """Gradients at one call in one backward pass; None for a tensor without a gradient."""
 
     grad_inputs: tuple[Any, ...]  # one entry per tensor among the arguments
     grad_outputs: tuple[Any, ...]  # one entry per tensor in the output
@@ -79,13 +79,13 @@ class Backward(NamedTuple):
 class Call:
     """One call of one layer.
 
-    Each tensor is replaced by what was kept of it: a copy, or its statistics. A part that is not recorded is None, or
-    () where it is flat.
+    Each tensor is replaced by its recorded form: a copy, its statistics or the result of the user's function. A part
+    that is not recorded is None, or () for flat tuples.
     """
 
     layer: str
     kind: str  # class of the module
-    index: int  # number of calls of the layer that began before
+    index: int  # number of earlier calls of the layer
     inputs: tuple[Any, ...] | None  # positional arguments, nested as given
     kwargs: dict[str, Any] | None
     output: Any = None  # nested as returned
@@ -96,27 +96,27 @@ class Call:
 
     @property
     def grad_inputs(self) -> tuple[Any, ...]:
-        """The gradient that the call passed on to each tensor among its arguments, in the last backward pass.
+        """Gradients with respect to each tensor among the arguments in the last backward pass, through this call only.
 
-        None for a tensor that got none, () without a backward pass. Other uses of the same tensor are not included. A
-        tensor that is passed twice has the sum in both places.
+        An entry is None for a tensor without a gradient; the tuple is empty without a backward pass. Other uses of the
+        same tensor are not included. A tensor that is passed twice has the sum in both positions.
         """
         return self.backwards[-1].grad_inputs if self.backwards else ()
 
     @property
     def grad_outputs(self) -> tuple[Any, ...]:
-        """The gradient of each tensor in the output in the last backward pass; None and () as for `grad_inputs`."""
+        """Gradient of each tensor in the output in the last backward pass; None and () as for `grad_inputs`."""
         return self.backwards[-1].grad_outputs if self.backwards else ()
 
     def __repr__(self) -> str:
-        """For example `Call(layer1.0.relu: ReLU, index=1, backwards=1)`."""
+        """Return a text such as `Call(layer1.0.relu: ReLU, index=1, backwards=1)`."""
         return f"Call({self.layer or '(the model)'}: {self.kind}, index={self.index}, backwards={len(self.backwards)})"
 
 
 class _View(NamedTuple):
-    """A tensor that is a view of a base, and where it lies in the memory of the base.
+    """View of a base tensor, and its position in the memory of the base.
 
-    An in-place operation on a view passes its gradient on to the base, past the view.
+    After an in-place operation on a view, autograd passes the gradient to the base and bypasses the view.
     """
 
     tensor: weakref.ref[Tensor]
@@ -136,14 +136,14 @@ class _View(NamedTuple):
         return tensor is None or tensor_version(tensor) != self.version
 
     def gradient(self, of_base: Tensor) -> Tensor | None:
-        """The part of the gradient of the base that belongs to the view; None for a base with gaps in memory."""
+        """Return the part of the base's gradient that belongs to the view; None for a base with gaps in memory."""
         laid_out = torch.empty_strided(self.base_size, self.base_stride, dtype=of_base.dtype, device=of_base.device)
         if laid_out.untyped_storage().nbytes() != of_base.numel() * of_base.element_size():
             return None
         return laid_out.copy_(of_base).as_strided(*self.position)
 
     def gradient_of(self, source: _View, gradient: Tensor) -> Tensor:
-        """The gradient that the view passes on to another view of the base that contains it."""
+        """Return the gradient of another view `source` of the base, which contains this view."""
         laid_out = torch.empty_strided(self.base_size, self.base_stride, dtype=gradient.dtype, device=gradient.device)
         laid_out.zero_().as_strided(*self.position).copy_(gradient)
         return laid_out.as_strided(*source.position)
@@ -159,12 +159,12 @@ class _Pass:
 
 
 class BackwardLog(Sequence[Backward]):
-    """The gradients that backward passes brought to one call, in order.
+    """Gradients at one call, one entry per backward pass, in order.
 
     Args:
-        summands: For each tensor among the arguments, the number of operations that pass gradient on to it.
+        summands: For each tensor among the arguments, the number of operations that contribute to its gradient.
         outputs: The number of tensors in the output.
-        keep: Function from a gradient to what is kept of it.
+        keep: Function from a gradient to its recorded form.
     """
 
     def __init__(self, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any]) -> None:
@@ -189,7 +189,7 @@ class BackwardLog(Sequence[Backward]):
             current.inputs[index] = self._keep(total)
 
     def has_output_grad(self, index: int) -> bool:
-        """Whether the running backward pass has brought the gradient of a tensor in the output."""
+        """Return whether the running backward pass has stored the gradient of a tensor in the output."""
         current = self._passes.get(this_backward())
         return current is not None and current.outputs[index] is not None
 
@@ -211,19 +211,19 @@ class BackwardLog(Sequence[Backward]):
         return [self._read(one) for one in passes] if isinstance(passes, list) else self._read(passes)
 
     def _read(self, one: _Pass) -> Backward:
-        # A backward pass to an inner tensor leaves out some summands.
+        # A backward pass that ends at an inner tensor may omit summands.
         for index, (_, total) in one.sums.items():
             one.inputs[index] = self._keep(total)
         one.sums.clear()
         return Backward(tuple(one.inputs), tuple(one.outputs))
 
     def __reduce__(self) -> Any:
-        """Copies hold the backward passes so far."""
+        """Copy as a list of the backward passes so far."""
         return list, (self[:],)
 
 
 class _ViewInput(NamedTuple):
-    """An argument that is a view, and its base."""
+    """Argument that is a view, and its base."""
 
     position: int
     version: int  # of the argument
@@ -232,7 +232,7 @@ class _ViewInput(NamedTuple):
 
 
 class _OpenCall(NamedTuple):
-    """A call that has begun and not ended."""
+    """Call that has begun but not ended."""
 
     number: int
     call: Call
@@ -243,10 +243,12 @@ class _OpenCall(NamedTuple):
 
 
 class CallRecorder:
-    """Records the calls of modules. It does not hold the hook manager, which is freed with its block at the latest.
+    """Recorder of the calls of modules.
+
+    The recorder references the hook manager only weakly, so that the manager is freed with its block.
 
     Args:
-        keep: Function from a tensor to what is kept of it.
+        keep: Function from a tensor to its recorded form.
         parts: Some of `PARTS`.
     """
 
@@ -262,11 +264,11 @@ class CallRecorder:
         self._counts: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Call]:
-        """The finished calls, in the order in which they began."""
+        """Yield the finished calls, in the order in which they began."""
         return (call for call in list(self._calls.values()) if call is not None)
 
     def clear(self) -> None:
-        """Forget all calls, unfinished ones included."""
+        """Remove all calls, including unfinished ones."""
         self._calls.clear()
         self._counts.clear()
 
@@ -276,7 +278,7 @@ class CallRecorder:
         hooks.around(module, partial(self._begin, name, type(module).__name__), partial(self._end, manager))
 
     def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenCall | None:
-        # Checkpointing repeats calls in the backward pass.
+        # Skip calls that checkpointing repeats in the backward pass.
         if this_backward() != -1:
             return None
         since = current_sequence_nr()
@@ -306,15 +308,15 @@ class CallRecorder:
             older = (t for t in tree_tensors(output) if t.requires_grad and not is_recorded_since(t, begun.since))
             returned = {id(tensor) for tensor in older}
             if returned:
-                # The layer returned an argument or a parameter. An alias has a gradient of its own: the part that
-                # returns through this layer.
+                # The layer returned an argument or a parameter. An alias separates the gradient through this layer from
+                # that of other uses.
                 output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in returned else t)
             backwards = self._follow(hooks, begun, output)
         self._calls[begun.number] = replace(begun.call, output=kept, outputs=flat, backwards=backwards)
         return output if returned else None
 
     def _keep_all(self, tree: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return what is kept of a tree, nested and flat."""
+        """Return the recorded form of all tensors of a tree, nested and flat."""
         flat: list[Any] = []
 
         def keep(tensor: Tensor) -> Any:
@@ -324,7 +326,7 @@ class CallRecorder:
         return tree_map_tensors(tree, keep), tuple(flat)
 
     def _keep(self, tensor: Tensor) -> Any:
-        """Return what is kept of a tensor, the same object for the same tensor."""
+        """Return the recorded form of a tensor. An unchanged tensor gives the same object again."""
         require_plain(tensor)
         if tensor.is_inference():  # without a version counter
             return self._make(tensor)
@@ -334,13 +336,13 @@ class CallRecorder:
         return known[1]
 
     def _keep_gradient(self, gradient: Tensor) -> Any:
-        # Detached: a graph that held its own gradients would never be freed.
+        # Detach: a graph that references its own gradients would never be freed.
         return self._keep(gradient.detach()) if gradient.requires_grad else self._keep(gradient)
 
     def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> BackwardLog:
-        """Register hooks where gradients enter the call and where they leave it."""
+        """Register hooks for the gradients at the outputs and at the inputs of the call."""
         outputs = list(tree_tensors(output))
-        # An argument that is changed in place is a result too.
+        # Arguments may be changed in place, so they are results too.
         results = [*outputs, *begun.tensors]
         exits = input_edges(results, begun.edges, begun.since)
         base_exits = _base_exits(results, begun)
@@ -363,7 +365,7 @@ class CallRecorder:
 
 
 def _base_exits(results: Sequence[Tensor], begun: _OpenCall) -> dict[int, list[InputEdge]]:
-    """For each argument that is a view and was changed in place, where the gradient leaves to its base."""
+    """Return the input edges to the base of each argument that is a view and was changed in place."""
     changed = [view for view in begun.views if tensor_version(begun.tensors[view.position]) != view.version]
     edges = input_edges(results, [view.edge for view in changed], begun.since) if changed else []
     return {view.position: exits for view, exits in zip(changed, edges, strict=True) if exits}
@@ -383,7 +385,7 @@ def _watch_base(
     inputs: Sequence[Tensor],
     exits: Sequence[Sequence[InputEdge]],
 ) -> None:
-    """Take the gradient of an output that is a view from its base, if a later in-place operation bypasses the view."""
+    """Take the gradient of an output view from its base, if a later in-place operation bypasses the view."""
     base = view_base(output)
     if base is None or base.is_leaf or not base.requires_grad:
         return
@@ -395,7 +397,7 @@ def _watch_base(
         and any(input_edge.node is output.grad_fn for input_edge in edges)
     }
 
-    def see(of_base: Tensor) -> None:
+    def take_part(of_base: Tensor) -> None:
         if log.has_output_grad(index) or not view.is_overwritten():
             return
         part = view.gradient(of_base)
@@ -404,4 +406,4 @@ def _watch_base(
             for at, source in sources.items():
                 log.add_input_grad(at, view.gradient_of(source, part))
 
-    hooks.at_gradient(base, see)
+    hooks.at_gradient(base, take_part)

@@ -1,4 +1,4 @@
-"""Change gradients and activations while a block is open."""
+"""Edit gradients and activations inside a `with` block."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from .layer_selection import LayersLike, is_pattern, require_seen, selected
 from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
-"""Layers as for `selected`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
+"""Layers as for `LayersLike`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
 
-_MAX_LISTED = 3  # targets in one warning
-_NO_BACKWARD = "no backward pass came by before the block ended; run forward and backward inside it"
-_NOT_RECORDED = "gradients were switched off when it was called"
+_MAX_LISTED = 3  # largest number of targets in one warning
+_NO_BACKWARD = "no backward pass reached it before the block ended; run the forward and backward pass inside the block"
+_NOT_RECORDED = "gradients were disabled when it was called"
 
 
 @dataclass(eq=False)
 class EditTarget:
-    """A layer, parameter or tensor, and the number of edits there."""
+    """Layer, parameter or tensor to edit, and the number of edits so far."""
 
     name: str
     label: str  # for messages
     at: nn.Module | Tensor
-    is_named: bool  # by itself, not by a pattern or class
+    is_named: bool  # selected individually, not by a pattern or class
     edits: int = 0
     reason: str = "it was never called"  # why there was no edit
-    edited_pass: int | None = None  # last backward pass through a gradient that was edited here
+    edited_pass: int | None = None  # last backward pass through an edited gradient of this target
 
     def refuse(self, reason: str) -> None:
-        """Raise NotApplicableError for a named target; for one that fitted a pattern, keep the reason."""
+        """Raise NotApplicableError for a named target. Otherwise store the reason for a warning."""
         self.reason = reason
         if self.is_named:
             raise NotApplicableError(f"{self.label} cannot be edited: {reason}")
 
 
 def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> list[EditTarget]:
-    """Return each target once.
+    """Return the edit targets without duplicates.
 
     Args:
         model: None if all targets are tensors.
@@ -69,7 +69,7 @@ def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> li
         parameters: Whether parameters and tensors are targets too.
 
     Raises:
-        LayerError: A name, pattern or class fits nothing; the closest names are given.
+        LayerError: A name, pattern or class matches nothing; the closest names are given.
         MethodError: A name without a model, or an object that cannot be a target.
         NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module.
     """
@@ -87,7 +87,7 @@ def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> li
             isinstance(wanted, type) and issubclass(wanted, nn.Module)
         ):
             kinds = "a name, a pattern, a module or a class of modules" + ", a parameter or a tensor" * parameters
-            raise MethodError(f"what to edit is {kinds}; got {type(wanted).__name__}")
+            raise MethodError(f"expected {kinds} to edit; got {type(wanted).__name__}")
         elif model is None:
             raise MethodError(f"there is no model to look up {wanted!r} in; pass the model, or tensors")
         else:
@@ -96,17 +96,17 @@ def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> li
             known = targets.setdefault(id(target.at), target)
             known.is_named |= target.is_named
     if not targets:
-        raise LayerError('nothing was named to be edited; "*" means every layer')
+        raise LayerError('no target to edit was given; "*" selects every layer')
     return list(targets.values())
 
 
 def _parameter_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -> list[EditTarget]:
-    """The parameters of a name, or of a pattern that fits no layer."""
+    """Return the parameters that match a name, or a pattern that matches no layer."""
     if is_pattern(wanted):
         if any(name and fnmatch.fnmatchcase(name, wanted) for name, _ in model.named_modules(remove_duplicate=False)):
             return []
         fitting = [name for name in parameters if fnmatch.fnmatchcase(name, wanted)]
-        # Frozen ones are skipped unless all are frozen.
+        # Skip frozen parameters unless all are frozen.
         names = [name for name in fitting if parameters[name].requires_grad] or fitting
     else:
         plain = wanted.removeprefix("_orig_mod.").removeprefix("module.") if isinstance(wanted, str) else ""
@@ -134,7 +134,7 @@ def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tenso
 def _tensor_target(name: str, label: str, tensor: Tensor, *, is_named: bool = True) -> EditTarget:
     if tensor.requires_grad:
         return EditTarget(name, label, tensor, is_named, reason=_NO_BACKWARD)
-    reason = f"numbers of type {str(tensor.dtype).removeprefix('torch.')} have no gradient"
+    reason = f"values of type {str(tensor.dtype).removeprefix('torch.')} have no gradient"
     if _is_differentiable(tensor):
         reason = "it does not require a gradient; call requires_grad_() on it first"
     raise NotApplicableError(f"{label} cannot be edited: {reason}")
@@ -145,12 +145,12 @@ def _is_differentiable(tensor: Tensor) -> bool:
 
 
 class _Inputs(NamedTuple):
-    """The arguments of a call."""
+    """Tensors among the arguments of a call."""
 
-    tensors: Sequence[Tensor]  # distinct ones with a gradient
+    tensors: Sequence[Tensor]  # distinct tensors with a gradient
     edges: Sequence[GradientEdge]
-    versions: Sequence[int]  # in-place changes before the call
-    has_numbers: bool  # whether any argument is a floating-point tensor
+    versions: Sequence[int]  # version counters before the call
+    has_floats: bool  # whether any argument is a floating-point tensor
     is_recording: bool
     since: int
 
@@ -163,7 +163,7 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
         tensors=[tensor for tensor, _ in distinct],
         edges=[at for _, at in distinct],
         versions=[tensor_version(tensor) for tensor, _ in distinct],
-        has_numbers=bool(numbers),
+        has_floats=bool(numbers),
         is_recording=torch.is_grad_enabled(),
         since=current_sequence_nr(),
     )
@@ -173,7 +173,7 @@ def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarg
     if target.edited_pass == this_backward():
         raise NotApplicableError(
             f"{target.label} cannot be edited in a backward pass through its own edited gradient (create_graph=True): "
-            "the rule would act twice; run that pass after the block, where the rule is part of the graph"
+            "the rule would be applied twice; run that pass after the block, where the rule is part of the graph"
         )
     changed = apply_rules(rules, tensor, f"the gradient of {target.label}")
     target.edits += 1
@@ -182,23 +182,23 @@ def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarg
         def note_pass(gradient: Tensor) -> None:
             target.edited_pass = this_backward()
 
-        # A backward pass reaches this before the older operations of the forward pass.
+        # A later backward pass reaches this hook before the operations of the forward pass.
         hooks.at_gradient(changed, note_pass)
     return changed
 
 
 def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
-    """Edit the gradients that the calls of a layer pass on."""
+    """Edit the gradients that a layer passes on to its inputs."""
 
     def end(inputs: _Inputs, output: Any) -> Any:
-        if not inputs.has_numbers:
-            target.refuse("it takes no floating-point tensor, so it passes no gradient on")
+        if not inputs.has_floats:
+            target.refuse("it takes no floating-point tensor, so there is no gradient at its input")
         elif not inputs.is_recording:
             target.reason = _NOT_RECORDED
         elif not inputs.tensors:
             target.refuse(
-                "it passes no gradient on, since nothing that it takes requires one, or torch.func transforms it; give "
-                'the model an input that does (x.requires_grad_()), or edit at="output"'
+                "there is no gradient at its input: none of its arguments requires one, or torch.func transforms it; "
+                'pass an input that requires a gradient (x.requires_grad_()), or edit at="output"'
             )
         else:
             return _edit_inputs(hooks, rules, target, inputs, output)
@@ -215,7 +215,7 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
                 'view has no gradient of its own; use inplace=False, or edit at="output" of the layer before'
             )
     changed = _with_copies(output, lambda tensor: is_view(tensor) or not is_recorded_since(tensor, inputs.since))
-    # An argument that is changed in place is a result too.
+    # Arguments may be changed in place, so they are results too.
     results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
     exits = input_edges(results, inputs.edges, inputs.since)
     tensors = list(tree_tensors(output))
@@ -224,7 +224,7 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
     elif not any(map(_is_differentiable, tensors)):
         kind = "None" if output is None else f"something of type {type(output).__name__}"
         returned = "floating-point tensor" if tensors else f"tensor, but {kind}"
-        target.refuse(f"it gives no {returned}, so no gradient can be followed through it")
+        target.refuse(f"it returns no {returned}, so no gradient flows through it")
     elif not target.edits:
         target.reason = "its output does not depend on its input through any recorded operation"
     for tensor, edges in zip(inputs.tensors, exits, strict=True):
@@ -234,19 +234,19 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
 
 
 def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
-    """Edit the gradients that arrive at the outputs of a layer."""
+    """Edit the gradients at the outputs of a layer."""
 
     def end(begun: tuple[int, bool], output: Any) -> Any:
         since, is_recording = begun
         numbers = {id(tensor): tensor for tensor in tree_tensors(output) if _is_differentiable(tensor)}.values()
         alive = [tensor for tensor in numbers if tensor.requires_grad]
         if not numbers:
-            target.refuse("it gives no floating-point tensor, so no gradient arrives at it")
+            target.refuse("it returns no floating-point tensor, so there is no gradient at its output")
         elif not alive and not is_recording:
             target.reason = _NOT_RECORDED
         elif not alive:
             target.refuse(
-                "no gradient arrives at it, since neither its parameters nor its inputs require one, or torch.func "
+                "there is no gradient at its output: neither its parameters nor its inputs require one, or torch.func "
                 "transforms it"
             )
         else:
@@ -272,14 +272,14 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
 
     def change(output: Any) -> Any:
         if not any(map(_is_differentiable, tree_tensors(output))):
-            target.refuse("it gives no floating-point tensor")
+            target.refuse("it returns no floating-point tensor")
             return None
         is_repeated = this_backward() != -1
         random = next((rule for rule in rules if isinstance(rule, NamedRule) and rule.restart is not None), None)
         if is_repeated and random is not None:
             raise NotApplicableError(
-                f"{target.label} is in a checkpointed part, which runs again in the backward pass, and {random} would "
-                "draw other noise there; draw the noise once and add it with a function"
+                f"{target.label} is in a checkpointed part, which runs again in the backward pass, where {random} "
+                "would draw different noise; draw the noise once and add it with a function"
             )
         target.edits += not is_repeated
         return tree_map_tensors(output, _once(edit))
@@ -288,7 +288,7 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
 
 
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a change so that a tensor that occurs several times is changed once and stays one tensor."""
+    """Cache the results of a function by the identity of the tensor, so that each tensor is changed once."""
     results: dict[int, Tensor] = {}
 
     def changed(tensor: Tensor) -> Tensor:
@@ -299,15 +299,15 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return changed
 
 
-# Copies that give a gradient a place of its own. Nested blocks reuse them.
+# Copies with separate gradients, created by `_with_copies`. Nested blocks reuse them.
 _copies = WeakTensorKeyDictionary()
 
 
 def _with_copies(output: Any, needs_copy: Callable[[Tensor], bool]) -> Any:
-    """Return the output with copies of the tensors that need one; None if none does.
+    """Return the output with copies of the tensors that need one; None if no tensor does.
 
-    Those are views, since a later in-place operation would bypass a hook on them; arguments that the layer returns; and
-    several outputs that may depend on each other.
+    Views need a copy because a later in-place operation would bypass a hook on them. Arguments that the layer returns
+    need one to separate their gradients. So do several outputs, since they may depend on each other.
     """
     copied = 0
 
@@ -328,7 +328,7 @@ _Attach = Callable[[HookManager, tuple[Rule, ...], EditTarget], None]
 
 
 class Editing:
-    """Edit that acts while its block is open. `edits` counts the edits by name."""
+    """Context manager that applies an edit inside its block. `edits` counts the edits by name."""
 
     def __init__(self, targets: list[EditTarget], rule: RuleLike, attach: _Attach) -> None:
         self._targets = targets
@@ -338,7 +338,7 @@ class Editing:
 
     @property
     def edits(self) -> dict[str, int]:
-        """The number of times that the rule was applied so far, for each layer, parameter or tensor."""
+        """Number of times that the rule was applied so far, by layer, parameter or tensor."""
         return {target.name: target.edits for target in self._targets}
 
     def __enter__(self) -> Self:
@@ -353,7 +353,7 @@ class Editing:
         tensors = [target.at for target in self._targets if isinstance(target.at, Tensor)]
         with ExitStack() as stack:
             stack.callback(_drop_hook_dicts, [t for t in tensors if t.is_leaf and tensor_hooks(t) is None])
-            # The hooks do not hold the manager, which is freed with its block at the latest.
+            # Hooks reference the manager weakly, so that it is freed with its block.
             hooks = stack.enter_context(HookManager(persistent=True))
             manager: HookManager = weakref.proxy(hooks)
             stack.enter_context(eager())
@@ -366,28 +366,28 @@ class Editing:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Remove the edit, and warn of targets without any edit unless the block raised."""
+        """Remove the edit. Unless the block raised, warn about targets that were not edited."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.__exit__(*error)
         if error[:1] == (None,):
-            self._warn_of_idle()
+            self._warn_about_unedited()
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{target.label}: {target.edits}" for target in self._targets[:8])
         return f"Editing({counts}{', ...' if len(self._targets) > 8 else ''})"
 
-    def _warn_of_idle(self) -> None:
+    def _warn_about_unedited(self) -> None:
         has_edits = any(target.edits for target in self._targets)
-        idle = [target for target in self._targets if not target.edits and (target.is_named or not has_edits)]
-        if idle:
-            reasons = "; ".join(f"{target.label}: {target.reason}" for target in idle[:_MAX_LISTED])
-            more = f"; and {len(idle) - _MAX_LISTED} more" if len(idle) > _MAX_LISTED else ""
+        unedited = [target for target in self._targets if not target.edits and (target.is_named or not has_edits)]
+        if unedited:
+            reasons = "; ".join(f"{target.label}: {target.reason}" for target in unedited[:_MAX_LISTED])
+            more = f"; and {len(unedited) - _MAX_LISTED} more" if len(unedited) > _MAX_LISTED else ""
             warn(f"nothing was edited at {reasons}{more}")
 
 
 def _drop_hook_dicts(tensors: list[Tensor]) -> None:
-    """Tensors that never had hooks have no empty dictionary of them afterwards."""
+    """Remove the empty hook dictionaries that editing leaves on tensors."""
     for tensor in tensors:
         forget_empty_hooks(tensor)
 
@@ -401,39 +401,39 @@ def edit_gradients(
             loss(model(x)).backward()
         editing.edits  # {"layer3": 1}
 
-    The edit acts on the passes of the user and of explanations, in the thread that opened the block: on graphs recorded
-    inside the block, in backward passes inside it. Rules of several blocks are applied in the order in which the blocks
-    were opened. Nothing stays on the model.
+    The edit applies to passes of the user and of explanations, in the thread that opened the block. Both the forward
+    and the backward pass must run inside the block. Rules of several blocks are applied in the order in which the
+    blocks were opened. The hooks are removed when the block ends.
 
-    Each call of a layer is edited, and of a call each floating-point tensor with a gradient, however nested. Other uses
-    of the same tensors keep their gradient. With `create_graph=True` the rule is part of the graph; a backward pass
-    through the edited gradient belongs after the block. The outputs of the layer stay the same, except that an argument
-    or a view that it returns is copied, so that a later in-place operation changes only the copy.
+    Each call of a layer is edited. Within a call, each floating-point tensor with a gradient is edited, at any nesting
+    depth. Other uses of the same tensors keep their gradient. With `create_graph=True` the rule is part of the graph; a
+    backward pass through the edited gradient must run after the block. The output values of the layer stay the same.
+    Returned arguments and views are copied, so that a later in-place operation changes only the copy.
 
     Args:
         model: Any module; None if all targets are tensors.
         where: Layers by name, pattern, class or as modules; parameters by name ("fc.bias"), as objects, or by a pattern
-            that fits no layer ("*.bias"); any tensor that requires a gradient; or several of these.
+            that matches no layer ("*.bias"); any tensor that requires a gradient; or several of these.
         rule: One of `saliency.inspection.rules`, any function from tensor to tensor, or several that are applied in
-            order. None as a result leaves the gradient unchanged. Shape, dtype and device must stay.
-        at: For layers. "input" is the gradient that the layer passes on to its arguments, as a full backward hook
-            returns it: the gradients of its parameters stay. "output" is the gradient that arrives at its output: the
-            gradients of its parameters follow from the edited one. For a parameter or tensor, its whole gradient of
+            order. A result of None leaves the gradient unchanged. Shape, dtype and device must stay the same.
+        at: For layers. "input" edits the gradient with respect to the arguments, like a full backward hook: the
+            gradients of the layer's parameters are unchanged. "output" edits the gradient at the output: the gradients
+            of the parameters are computed from the edited gradient. For a parameter or tensor, the whole gradient of
             one backward pass is edited, before it is added to `.grad`.
 
     Returns:
         A context manager whose `edits` counts how often the rule was applied.
 
     Raises:
-        LayerError: A name, pattern or class fits nothing.
+        LayerError: A name, pattern or class matches nothing.
         MethodError: An unknown rule or `at`; or (in the backward pass) a result that does not fit the gradient.
         NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module; or
-            (in the forward pass) a named layer that takes or gives only integers, has no gradient although gradients
-            are on, or changes a view of another tensor in place; or (in the backward pass) a pass through an edited
-            gradient.
+            (in the forward pass) a named layer that takes or returns only integers, has no gradient although gradients
+            are enabled, or changes a view of another tensor in place; or (in the backward pass) a pass through an
+            edited gradient.
 
     Warns:
-        SaliencyWarning: A named target was not edited, at the end of a block that did not raise.
+        SaliencyWarning: The block ended without an exception, and a named target was not edited.
     """
     if at not in ("input", "output"):
         raise MethodError(f'gradients are edited at "input" or at "output"; got {at!r}')
@@ -447,11 +447,11 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
         with edit_activations(model, "layer4", rules.zero_channels([3])):
             explanation = GradCAM(model).attribute(image)  # explains the edited network
 
-    The edit acts on the passes of the user and of explanations, in the thread that opened the block. All other hooks
-    see the edited output, and gradients are those of the edited network. Each floating-point tensor of each output is
-    edited, however nested. Rules of several blocks are applied in the order in which the blocks were opened.
+    The edit applies to passes of the user and of explanations, in the thread that opened the block. All other hooks
+    receive the edited output, and gradients are those of the edited network. Each floating-point tensor of each output
+    is edited, at any nesting depth. Rules of several blocks are applied in the order in which the blocks were opened.
 
-    A checkpointed part runs again in the backward pass, which therefore belongs into the block.
+    A checkpointed part runs again in the backward pass, which must therefore run inside the block.
 
     Args:
         model: Any module.
@@ -462,12 +462,12 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
         A context manager whose `edits` counts how often the rule was applied.
 
     Raises:
-        LayerError: A name, pattern or class fits nothing.
+        LayerError: A name, pattern or class matches nothing.
         MethodError: An unknown rule; or (in the forward pass) a result that does not fit the activation.
-        NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that gives no
-            floating-point tensor, or noise that would be drawn again for a checkpointed part.
+        NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that returns no
+            floating-point tensor, or noise that a checkpointed part would draw again.
 
     Warns:
-        SaliencyWarning: A named layer was not edited, at the end of a block that did not raise.
+        SaliencyWarning: The block ended without an exception, and a named layer was not edited.
     """
     return Editing(find_targets(unwrap(model), layers, parameters=False), rule, _attach_to_activation)

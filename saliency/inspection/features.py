@@ -27,9 +27,9 @@ from .tables import plural
 Labels = Tensor | list[Any] | None
 T = TypeVar("T")
 
-_LABELS, _LAYERS, _IS_LAST = "@labels", "saliency.layers", "saliency.is_last"  # names in the files
+_LABELS, _LAYERS, _IS_LAST = "@labels", "saliency.layers", "saliency.is_last"  # reserved names in the files
 _SHARD = re.compile(r"shard-\d{5,}\.safetensors")
-_SHARD_BYTES = 1 << 28  # without `shard_images`
+_SHARD_BYTES = 1 << 28  # size of a file if `shard_images` is None
 
 
 @contextmanager
@@ -85,7 +85,7 @@ class Rows:
         return self._read(int(positions), int(positions) + 1)[0]
 
     def shards(self) -> Iterator[Tensor]:
-        """Yield the rows of one file after the other."""
+        """Yield the rows file by file."""
         for shard in self._shards:
             yield shard.read(self.name, shard.start, shard.stop)
 
@@ -115,17 +115,17 @@ class Features(Mapping[str, T], Generic[T]):
         """Open the features in a folder. Only headers and labels are read until rows are indexed.
 
         Raises:
-            ExplanationError: The folder holds no features, or a damaged or missing file.
+            ExplanationError: The folder contains no features, or a file is damaged or missing.
 
         Warns:
-            SaliencyWarning: The run that wrote them was interrupted, and some images of the data are missing.
+            SaliencyWarning: The run that wrote the features was interrupted, so some images of the data are missing.
         """
         folder = Path(folder).absolute()  # also valid after a change of directory
         paths = _shard_paths(folder)
         if not paths:
             raise ExplanationError(f"there are no features in {folder}: it has no shard-00000.safetensors")
         shards: list[_Shard] = []
-        heads: list[dict[str, Tensor]] = []  # no rows, but their shape and dtype
+        heads: list[dict[str, Tensor]] = []  # empty tensors with the shape and dtype of rows
         labels: list[Any] = []
         for number, path in enumerate(paths):
             if path.name != f"shard-{number:05d}.safetensors":
@@ -142,7 +142,9 @@ class Features(Mapping[str, T], Generic[T]):
             shards.append(_Shard(path, start, start + images))
         count = shards[-1].stop
         if metadata[_IS_LAST] != "true":
-            warn(f"the features in {folder} are of the first {count} images; the run that wrote them was interrupted")
+            warn(
+                f"the features in {folder} cover only the first {count} images; the run that wrote them was interrupted"
+            )
         layers = {name: Rows(name, (count, *head.shape[1:]), head.dtype, shards) for name, head in heads[0].items()}
         return Features(layers, count, _joined([labels] if labels and not isinstance(labels[0], Tensor) else labels))
 
@@ -173,21 +175,22 @@ def _shard_paths(folder: Path) -> list[Path]:
 
 
 def _joined(labels: list[Any]) -> Labels:
-    """The labels of several batches as one."""
+    """Concatenate the labels of several batches."""
     if not labels:
         return None
     return torch.cat(labels) if isinstance(labels[0], Tensor) else [label for batch in labels for label in batch]
 
 
 class _Writer:
-    """Collects the rows of batches, in memory or in a folder of files that are complete or absent.
+    """Collects the rows of batches in memory, or in a folder of files that are written atomically.
 
     Args:
-        folder: It is created if missing, and files of an interrupted run are removed; None keeps all rows in memory.
-        shard_images: The number of images per file; None fills 256 MiB.
+        folder: Folder for the files, created if missing. Files of an interrupted run are removed. None keeps the rows
+            in memory.
+        shard_images: The number of images per file; None for files of about 256 MiB.
 
     Raises:
-        MethodError: The folder holds complete features, or files of others with the names of ours.
+        MethodError: The folder contains complete features, or other files with the same names.
     """
 
     def __init__(self, folder: Path | None, shard_images: int | None) -> None:
@@ -196,14 +199,14 @@ class _Writer:
         self._shards = 0
         self._rows: dict[str, list[Tensor]] = {}
         self._labels: list[Any] = []
-        self._images = 0  # that are not written yet
+        self._images = 0  # number of images that are not written yet
         self._label_kind: str | None = None
         if folder is not None:
             self._prepare(folder)
 
     def _prepare(self, folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
-            raise MethodError(f"features go into a folder, and {folder} is a file")
+            raise MethodError(f"expected a folder for the features; {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
         paths = _shard_paths(folder)
         for path in paths:
@@ -213,25 +216,25 @@ class _Writer:
             except ExplanationError:
                 state = None
             if state is None:
-                raise MethodError(f"{folder} holds {path.name}, which is not a file of features; choose another folder")
+                raise MethodError(f"{folder} contains {path.name}, which is not a features file; choose another folder")
             if state == "true":
-                raise MethodError(f"{folder} holds features already; use Features.open, or choose another folder")
-        for path in paths[::-1]:  # what is left is readable at any time
+                raise MethodError(f"{folder} already contains features; use Features.open, or choose another folder")
+        for path in paths[::-1]:  # last first, so that the remaining files are readable at any time
             path.unlink()
 
     def add(self, rows: Mapping[str, Tensor], labels: Any, batch: int) -> None:
         """Add the rows and labels of one batch.
 
         Raises:
-            ImageError: Labels are missing, or of another kind than before.
-            LayerError: The rows of a layer have another shape or dtype than before.
+            ImageError: Labels are missing, or of a different kind than in earlier batches.
+            LayerError: The rows of a layer have a different shape or dtype than in earlier batches.
         """
         for name, more in rows.items():
             known = self._rows.setdefault(name, [])
             if known and _kind(known[0]) != _kind(more):
                 raise LayerError(
-                    f'layer "{name}" gives rows {_kind(more)} in batch {batch}, and before {_kind(known[0])}; let pool '
-                    "make them alike"
+                    f'layer "{name}" returns rows {_kind(more)} in batch {batch}, but {_kind(known[0])} before; '
+                    "use pool to make them equal"
                 )
             known.append(more)
         images = len(next(iter(rows.values())))
@@ -251,15 +254,15 @@ class _Writer:
         elif isinstance(labels, list | tuple) and len(labels) == images and all(map(_is_plain_label, labels)):
             kind, kept = "a list", list(labels)
         if self._label_kind is None and labels is not None and kept is None:
-            warn(f"labels ({type(labels).__name__}) are not kept, since there is not one per image")
+            warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
         if self._label_kind not in (None, kind):
-            raise ImageError(f"the labels of batch {batch} are {kind}, and those before {self._label_kind}")
+            raise ImageError(f"the labels of batch {batch} are {kind}; those of earlier batches are {self._label_kind}")
         self._label_kind = kind
         if kept is not None:
             self._labels.append(kept)
 
     def _write(self, folder: Path, size: int, *, is_last: bool = False) -> None:
-        """Write one more file. Raises OSError if that fails."""
+        """Write the next file with `size` images. Raises OSError if that fails."""
         rows = {name: torch.cat(parts) for name, parts in self._rows.items()}
         tensors = {name: whole[:size].contiguous() for name, whole in rows.items()}
         metadata = {_LAYERS: json.dumps(list(rows)), _IS_LAST: "true" if is_last else "false"}
@@ -323,31 +326,31 @@ def extract_features(
         features["layer4"][100:200]  # reads only these rows from disk
         saliency.inspection.Features.open("features")  # in a later process
 
-    The model runs once over the data, in evaluation mode and without gradients. With `out`, memory holds a few files
-    and batches at most. The folder holds plain safetensors files, one tensor per layer.
+    The model runs once over the data, in evaluation mode and without gradients. With `out`, memory use is limited to a
+    few files and batches. The files are plain safetensors files with one tensor per layer.
 
     Args:
         model: Any module.
         data: A batch (a tensor, images), or any iterable of batches, such as a data loader; labels are kept.
-        layers: Names, patterns, modules, classes of modules, or several. Of a layer that is called several times the
-            last call counts, of several tensors the first with floating-point numbers.
+        layers: Names, patterns, modules, classes of modules, or several of these. If a layer is called several times,
+            the last call is used. If its output has several tensors, the first floating-point tensor is used.
         out: A folder for the features, created if missing; None keeps them in memory, on the CPU. Files of an
             interrupted run are replaced; complete features are not.
-        shard_images: The number of images per file; None fills 256 MiB.
-        dtype: The dtype to keep, such as `torch.float16`; None keeps that of the layer.
+        shard_images: The number of images per file; None for files of about 256 MiB.
+        dtype: The dtype of the features, such as `torch.float16`; None for that of the layer.
         pool: A function that is applied to the output of each layer first, such as `lambda maps: maps.mean((2, 3))`. It
-            returns one row per image.
+            must return one row per image.
 
     Returns:
         A mapping from layer names to rows (N, ...), with `labels`: tensors, or `Rows` that read from disk.
 
     Raises:
-        ImageError: The data cannot be read or hold no image, or labels are of different kinds.
-        LayerError: No such layer; or it was not called, gives no tensor, not one row per image, or rows of another
-            shape in a later batch.
-        MethodError: An option is invalid, or the folder holds complete features.
-        NotApplicableError: A layer is inside TorchScript, where hooks do not act.
-        OSError: The folder cannot be written, for example on a full disk. Files that were written before stay complete.
+        ImageError: The data cannot be read or contain no image, or labels are of different kinds.
+        LayerError: A layer does not exist, was not called, returns no tensor or not one row per image, or returns rows
+            of a different shape in a later batch.
+        MethodError: An option is invalid, or the folder contains complete features.
+        NotApplicableError: A layer is inside TorchScript, where hooks do not run.
+        OSError: A file cannot be written, for example on a full disk. Files written before are complete.
     """
     _check(out, shard_images, dtype, pool)
     network = unwrap(model)
@@ -355,25 +358,25 @@ def extract_features(
     require_seen(network, modules)
     reserved = next((name for name in modules if name in (_LABELS, "__metadata__")), None)
     if out is not None and reserved is not None:
-        raise LayerError(f'a layer "{reserved}" cannot be written to a file, where that name is reserved')
+        raise LayerError(f'a layer "{reserved}" cannot be written to a file: the name is reserved there')
     writer = _Writer(None if out is None else Path(out), shard_images)
     number = -1
     for number, batch in enumerate(model_calls(model, data)):
         writer.add(_rows_of(network, batch, modules, pool, dtype), batch.labels, number)
     if number < 0:
-        raise ImageError("the data hold no image")
+        raise ImageError("the data contain no image")
     return writer.finish()
 
 
 def _check(out: Any, shard_images: Any, dtype: Any, pool: Any) -> None:
     if out is not None and (not isinstance(out, str | os.PathLike) or not os.fspath(out)):
-        raise MethodError(f"out is a folder for the features, or None for memory; got {out!r}")
+        raise MethodError(f"out={out!r}: expected a folder for the features, or None for memory")
     if shard_images is not None and (type(shard_images) is not int or shard_images < 1):
-        raise MethodError(f"shard_images is a number of images, 1 or more; got {shard_images!r}")
+        raise MethodError(f"shard_images={shard_images!r}: expected a number of images, 1 or more")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise MethodError(f"dtype is a floating-point type such as torch.float16; got {dtype!r}")
+        raise MethodError(f"dtype={dtype!r}: expected a floating-point type such as torch.float16")
     if pool is not None and not callable(pool):
-        raise MethodError(f"pool is a function from a layer's output to rows; got {type(pool).__name__}")
+        raise MethodError(f"pool: expected a function from a layer's output to rows; got {type(pool).__name__}")
 
 
 def _rows_of(
@@ -383,9 +386,9 @@ def _rows_of(
     pool: Callable[[Tensor], Tensor] | None,
     dtype: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """The rows of each layer for one batch."""
+    """Return the rows of each layer for one batch."""
     if not batch.size:
-        raise ImageError("a batch holds no image")
+        raise ImageError("a batch contains no image")
     outputs: dict[str, Tensor | None] = {}
 
     def keep(name: str, output: Any) -> None:
@@ -395,11 +398,11 @@ def _rows_of(
             tensor = tensor.detach() if pool is None else pool(tensor.detach())
             if not isinstance(tensor, Tensor):
                 raise MethodError(f'pool returned {type(tensor).__name__} for layer "{name}"; expected a tensor')
-            # A copy: later operations may work in place.
+            # Copy: later operations may change the tensor in place.
             copied = torch.empty_like(tensor, dtype=dtype, device="cpu", memory_format=torch.contiguous_format)
             outputs[name] = copied.copy_(tensor)
 
-    # Not under inference_mode: tensors that a model caches there have no gradients later.
+    # no_grad rather than inference_mode: tensors that a model caches must support gradients later.
     with prepared_for_attribution(model), HookManager() as hooks, torch.no_grad():
         for name, layer in layers.items():
             hooks.observe(layer, partial(keep, name))
@@ -409,10 +412,10 @@ def _rows_of(
 
 def _checked_rows(name: str, is_called: bool, rows: Tensor | None, images: int) -> Tensor:
     if rows is None:
-        raise LayerError(f'layer "{name}" {"gives no floating-point tensor" if is_called else "was not called"}')
+        raise LayerError(f'layer "{name}" {"returns no floating-point tensor" if is_called else "was not called"}')
     if not rows.dim() or len(rows) != images:
         raise LayerError(
-            f'layer "{name}" gives {tuple(rows.shape)} for {plural(images, "image")}, not one row for each; let pool '
-            "make rows of it"
+            f'layer "{name}" returns {tuple(rows.shape)} for {plural(images, "image")}, not one row per image; '
+            "use pool to create rows"
         )
     return rows

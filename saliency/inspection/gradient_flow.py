@@ -1,4 +1,4 @@
-"""Figure of the gradient through the depth of a network: where it vanishes, explodes, is zero or NaN."""
+"""Plot the gradient by layer, which shows where it vanishes, explodes, is zero or NaN."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FAR = 1e3
-"""The factor, relative to the gradient at the head, at which a gradient counts as vanishing or exploding."""
+"""Factor relative to the gradient at the head beyond which a gradient counts as vanishing or exploding."""
 USUAL = (1e-4, 1e-2)
-"""The usual ratio of an update to the weight."""
+"""Usual range of the ratio of an update to the weight."""
 
 _LABELS_PER_INCH = 2.8
 _LOWEST, _HIGHEST = 1e-120, 1e120  # limits of an axis that matplotlib can draw
 _MAX_LABEL = 30  # characters
-_MAX_TICKS = 120  # without a name
+_MAX_TICKS = 120  # largest number of unlabelled ticks
 _QUANTITIES = {
     "norm": "norm of the gradient",
     "rms": "root mean square of the gradient",
     "ratio": "gradient / weight",
 }
-# The subject of the title. The root mean square falls wherever a layer is wider than the next, so norms are compared.
+# The subject of the title. Titles compare norms even for "rms", which is smaller in wider layers.
 _SUBJECTS = {"norm": "The gradient", "rms": "The norm of the gradient", "ratio": "The gradient over the weight"}
 # Colours (Okabe and Ito) and shapes that colour-blind readers can distinguish.
 _STYLES = {
@@ -41,10 +41,10 @@ _STYLES = {
     "high": ("#CC3311", "^", "more than a thousand times the head's"),
     "zero": ("#444444", "s", "exactly zero"),
     "broken": ("#AA0077", "X", "NaN or infinity"),
-    "none": ("#777777", "D", "no gradient comes here"),
+    "none": ("#777777", "D", "no gradient"),
 }
 _UPDATE_LABELS = {
-    "fine": "0.01 to 1 % of the weight, as is usual",
+    "fine": "0.01 to 1 % of the weight (usual)",
     "low": "less than 0.01 %",
     "high": "more than 1 %",
 }
@@ -52,24 +52,24 @@ _UPDATE_LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One layer or parameter on the axis of depth."""
+    """One layer or parameter of the plot."""
 
     label: str
     value: float | None  # NaN if the gradient holds NaN or infinity, None without a gradient
-    width: float = 1.0  # factor before values are compared: turns a root mean square into a norm
+    width: float = 1.0  # factor that converts the value to a norm, for comparisons
 
     @property
     def height(self) -> float:
-        """The position on the log axis; NaN without one."""
+        """The position on the log axis; NaN if there is none."""
         return min(max(self.value, _LOWEST), _HIGHEST) if self.value is not None and self.value > 0 else math.nan
 
     @property
     def strength(self) -> float:
-        """The value that is compared with others."""
+        """The value for comparisons between points."""
         return self.height * self.width
 
     def kind(self, usual: tuple[float, float]) -> str:
-        """The key of its style."""
+        """Return the key of the style of the point."""
         if self.value is None or not self.value > 0:
             return "none" if self.value is None else "zero" if self.value == 0 else "broken"
         strength = self.value * self.width
@@ -83,39 +83,38 @@ def gradient_flow(
     measure: Literal["norm", "rms", "ratio"] = "norm",
     size: tuple[float, float] = (10.0, 4.8),
 ) -> Figure:
-    """Draw the strength of the gradient from the input on the left to the output on the right, on a log axis.
+    """Plot the magnitude of the gradient from the input (left) to the output (right), on a log axis.
 
-    Each point is one call of a layer, in forward order: the innermost layers of the statistics, except `nn.Identity`.
-    The gradient comes from the right, so a line that falls towards the left vanishes, and one that rises explodes.
-    Points more than a factor of 1000 away from the last layer, the head, have another colour and shape. So have points
-    that are zero, NaN or infinite, which are on the lower or upper edge. The title summarises it in words.
+    Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
+    backward pass runs from right to left: a gradient that falls towards the left vanishes, and one that rises explodes.
+    Points that differ from the last layer, the head, by more than a factor of 1000 have another colour and shape. Zero,
+    NaN and infinite gradients have others, at the lower or upper edge. The title summarises the result in words.
 
     Args:
         statistics: From `gradient_statistics`.
-        of: The gradients at the outputs of layers, or those of the weights with more than one axis.
-        measure: The Euclidean norm; the root mean square "rms", smaller in wider layers, so that title, colours
-            and band still use the norm; or for parameters the "ratio" of the update to the weight if there is a
-            learning rate, else of the gradient to the weight.
+        of: "layers" for the gradients at the outputs of layers, "parameters" for those of weights with more than one
+            axis.
+        measure: "norm" for the Euclidean norm, "rms" for the root mean square, or for parameters "ratio". The root mean
+            square is smaller in wider layers, so title, colours and band still compare norms. The ratio is that of the
+            update to the weight with a learning rate, else of the gradient to the weight.
         size: Width and height in inches.
 
     Returns:
-        A matplotlib Figure without pyplot: `gradient_flow(s).savefig("flow.png")`. A notebook shows it.
+        A matplotlib Figure, independent of pyplot: `gradient_flow(s).savefig("flow.png")`. Notebooks display it.
 
     Raises:
-        RenderError: Nothing to draw, or an invalid option.
+        RenderError: There is nothing to draw, or an option is invalid.
     """
     if not isinstance(statistics, GradientStatistics):
-        raise RenderError(f"gradient_flow takes the result of gradient_statistics; got {type(statistics).__name__}")
+        raise RenderError(f"gradient_flow expects the result of gradient_statistics; got {type(statistics).__name__}")
     check_choice("of", of, ("layers", "parameters"), error=RenderError)
     check_choice("measure", measure, ("norm", "rms", "ratio"), error=RenderError)
     if of == "layers" and measure == "ratio":
-        raise RenderError(
-            'a ratio to the weight is of parameters: gradient_flow(..., of="parameters", measure="ratio")'
-        )
+        raise RenderError('the ratio requires parameters: gradient_flow(..., of="parameters", measure="ratio")')
     given: object = size
     is_pair = isinstance(given, list | tuple) and len(given) == 2
     if not is_pair or not all(is_real(side) and float(side) > 0 for side in size):
-        raise RenderError(f"size={size!r} is not a width and a height in inches, both above 0")
+        raise RenderError(f"size={size!r}: expected a width and a height in inches, both above 0")
     points = _layer_points(statistics, measure) if of == "layers" else _parameter_points(statistics, measure)
     if not points:
         raise RenderError(f"there are no {of} in these statistics to draw")
@@ -128,15 +127,15 @@ def gradient_flow(
     _label_points(axes, [point.label for point in points], max(2, round(_LABELS_PER_INCH * size[0])))
     axes.set_ylabel(_QUANTITIES[measure] if rate is None else "update / weight")
     columns = max(20, round(11 * size[0]))
-    depth = f"{of}, from the input to the output; the gradient of the {statistics.of} comes from the right"
-    axes.set_xlabel(textwrap.fill(depth, columns))
+    xlabel = f"{of}, from the input to the output; the gradient of the {statistics.of} flows from right to left"
+    axes.set_xlabel(textwrap.fill(xlabel, columns))
     title = _title(points, measure) if rate is None else _update_title(points, rate)
     axes.set_title(_plain(textwrap.fill(title, columns)), loc="left", fontsize="medium")
     return drawing
 
 
 def _layer_points(statistics: GradientStatistics, measure: str) -> list[_Point]:
-    # Modules that compute a weight, such as weight_norm, are not layers on the way of the gradient.
+    # Skip modules that compute a weight, such as weight_norm: activations do not pass through them.
     rows = [row for row in statistics.layers if "parametrizations" not in row.name.split(".")]
     containers = {row.name[:at] for row in rows for at in range(len(row.name)) if row.name[at] == "."}
     inner = [row for row in rows if row.name not in containers and (row.name or len(rows) == row.calls)]
@@ -145,7 +144,7 @@ def _layer_points(statistics: GradientStatistics, measure: str) -> list[_Point]:
 
 
 def _layer_label(row: LayerGradients) -> str:
-    """The name of a layer, with its kind if the name is only a number."""
+    """Return the name of a layer, with its kind if the name contains no letters."""
     name = row.name if any(map(str.isalpha, row.name)) else f"{row.name} {row.kind}".strip()
     return f"{name} ({row.call + 1})" if row.calls > 1 else name
 
@@ -193,16 +192,16 @@ def _draw(axes: Axes, points: Sequence[_Point], usual: tuple[float, float], labe
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of the log axis: room around the values, and at least three decades."""
+    """Return the limits of the log axis: a margin around the values, and at least three decades."""
     low, high = math.log10(min(values, default=1.0)) - 0.5, math.log10(max(values, default=1.0)) + 0.5
     missing = max(0.0, 3 - (high - low)) / 2
     return 10 ** (low - missing), 10 ** (high + missing)
 
 
 def _label_points(axes: Axes, labels: Sequence[str], most: int) -> None:
-    """Label as many points as can be read, the first and the last among them."""
+    """Label at most `most` points, including the first and the last."""
     step = max(1, math.ceil((len(labels) - 1) / (most - 1)))
-    # Evenly from the output on; the input replaces its neighbour if that is too near.
+    # Label evenly from the output; drop the label next to the input if it is too close.
     places = [0, *(at for at in range(len(labels) - 1, -1, -step)[::-1] if at >= max(step / 2, 1))]
     names = [_plain(_short(labels[at])) for at in places]
     axes.set_xticks(places, names, rotation=90 if len(places) > 8 else 0, fontsize="small")
@@ -215,7 +214,7 @@ def _short(label: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape what matplotlib would read as a formula."""
+    """Escape dollar signs, which matplotlib would interpret as formulas."""
     return text.replace("$", r"\$")
 
 
@@ -226,12 +225,12 @@ def _title(points: Sequence[_Point], measure: str) -> str:
         if some and kind == "zero" and not drawn:
             return "The gradient is zero everywhere"
         if some:
-            where = f"coming from the output, first at {_short(some[-1].label)}"
+            where = f"in the order of the backward pass, first at {_short(some[-1].label)}"
             return f"The gradient is {text} at {len(some)} of {len(points)}; {where}"
     if not drawn:
-        return "No gradient comes here"
+        return "No layer or parameter has a gradient"
     missing = sum(point.value is None for point in points)
-    none = f"; none comes to {missing} of {len(points)}" if missing else ""
+    none = f"; {missing} of {len(points)} have no gradient" if missing else ""
     return f"{_SUBJECTS[measure]} {_trend(drawn)}{none}"
 
 
@@ -256,5 +255,5 @@ def _update_title(points: Sequence[_Point], learning_rate: float) -> str:
         return _title(points, "ratio")
     lengths = " to ".join(share(height) for height in dict.fromkeys((min(heights), max(heights))))
     off = [f"{text} at {kinds.count(kind)}" for kind, text in (("high", "more"), ("low", "less")) if kind in kinds]
-    judgement = f"{' and '.join(off)} of {len(points)} than is usual" if off else "as is usual"
+    judgement = f"{' and '.join(off)} of {len(points)} than usual" if off else "the usual range"
     return f"At a learning rate of {learning_rate:g} an update is {lengths} of the weight: {judgement}"

@@ -1,4 +1,4 @@
-"""Products of a Jacobian with a vector, between the output of a layer or the input and the output of the model."""
+"""Jacobian-vector and vector-Jacobian products of the model's output with respect to a layer's output or the input."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from .model_inputs import categories_of, first_float, model_call
 def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | nn.Module | None = None) -> Tensor:
     """Return J^T v: the gradient of the model's output, weighted by a vector, at a layer's output or at the input.
 
-    J is the Jacobian of the model's output with respect to the layer's output, at x, in evaluation mode. It takes one
-    forward and one backward pass down to the layer.
+    J is the Jacobian of the model's output with respect to the layer's output or the input, at x, in evaluation mode.
+    The product requires one forward pass and one backward pass down to the layer.
 
     Args:
-        model: Any module. Of an output of several tensors it is `.logits`, `["out"]`, or the only one.
-        x: A batch, images, a tuple of arguments or a mapping of keyword arguments. Nothing is changed.
-        vector: A tensor in the shape of the model's output; or a class index or name, or one per image, which stands
-            for 1 at the class and 0 elsewhere.
-        layer: A name or a module. None is the input: of several, the first with floating-point numbers. Of a layer with
-            several output tensors the first counts, of several calls the last.
+        model: Any module. If its output is not a tensor, `.logits`, `["out"]` or the only tensor is used.
+        x: A batch, images, a tuple of arguments or a mapping of keyword arguments. It is not changed.
+        vector: A tensor in the shape of the model's output; or a class index or name, or one per image, for a vector of
+            1 at the class and 0 elsewhere.
+        layer: A name or a module; None for the input. If the input or the layer's output has several tensors, the first
+            floating-point tensor is used. If the layer is called several times, the last call is used.
 
     Returns:
-        In the shape of the layer's output or of the input, in units of the output per unit of the layer's output.
+        The product in the shape of the layer's output or of the input, in units of the model's output per unit of it.
 
     Raises:
-        ImageError: x cannot be read, or holds no floating-point numbers.
-        LayerError: No such layer, or it was not called, or gives no floating-point tensor.
+        ImageError: x cannot be read, or contains no floating-point tensor.
+        LayerError: The layer does not exist, was not called, or returns no floating-point tensor.
         NotApplicableError: The layer is inside TorchScript, or no differentiable operation connects it to the output.
         TargetError: The vector does not fit the model's output.
     """
@@ -52,39 +52,40 @@ def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | 
 
 
 def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: str | nn.Module | None = None) -> Tensor:
-    """Return J t: the change of the model's output when a layer's output, or the input, moves along a tangent.
+    """Return J t: the directional derivative of the model's output along a tangent at a layer's output or at the input.
 
-    J is the Jacobian of the model's output with respect to the layer's output, at x, in evaluation mode. It is computed
-    as the derivative of the vector-Jacobian product with respect to its vector: one forward and two backward passes.
+    J is the Jacobian of the model's output with respect to the layer's output or the input, at x, in evaluation mode.
+    The product is the derivative of the vector-Jacobian product with respect to its vector. It requires one forward and
+    two backward passes.
 
     Args:
         model: As for `vector_jacobian_product`.
         x: As for `vector_jacobian_product`.
-        tangent: In the shape of the layer's output, or of the input.
+        tangent: The direction, in the shape of the layer's output or of the input.
         layer: As for `vector_jacobian_product`.
 
     Returns:
-        In the shape of the model's output.
+        The product in the shape of the model's output.
 
     Raises:
-        ImageError: x cannot be read, or holds no floating-point numbers; or the tangent does not fit it.
-        LayerError: No such layer, it was not called, or gives no floating-point tensor; or the tangent does not fit its
-            output.
+        ImageError: x cannot be read or contains no floating-point tensor, or the tangent has a different shape.
+        LayerError: The layer does not exist, was not called, or returns no floating-point tensor; or the tangent does
+            not have the shape of its output.
         NotApplicableError: The layer is inside TorchScript, or no differentiable operation connects it to the output.
-        TargetError: It is unclear which tensor of the model's output is meant.
+        TargetError: It is ambiguous which tensor of the model's output to use.
     """
     with _prepared(model, x, layer) as (output, start):
         along = _tangent(tangent, start, layer)
         vector = torch.zeros_like(output, requires_grad=True)
         product = _gradient(output, start, vector, layer, create_graph=True)
-        # A product without a graph is 0 for every vector, as with torch.round.
+        # A product without a graph is 0 for every vector, for example with torch.round.
         result = torch.autograd.grad(product, vector, along, allow_unused=True)[0] if product.requires_grad else None
         return torch.zeros_like(output) if result is None else result
 
 
 @contextmanager
 def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The model's output, and the leaf with respect to which it is differentiated."""
+    """Yield the model's output, and the leaf tensor with respect to which it is differentiated."""
     network = unwrap(model)
     call = model_call(model, x)
     starts: list[Tensor | None] = []  # one per call of the layer
@@ -92,7 +93,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
     def start_at(tree: Any) -> Any:
         first = first_float(tree)
         starts.append(None if first is None else leaf(first))
-        # A copy flows on: later operations may work in place.
+        # Continue with a copy: later operations may change it in place.
         return tree_map_tensors(tree, lambda tensor: starts[-1].clone() if tensor is first else tensor)  # type: ignore[union-attr]
 
     with prepared_for_attribution(network), HookManager() as hooks, _PlainAttention():
@@ -101,7 +102,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
             args, kwargs = start_at(call[:2])
             call = call._replace(args=args, kwargs=kwargs)
             if starts[-1] is None:
-                raise ImageError("the input holds no floating-point tensor, so there is no derivative")
+                raise ImageError("the input contains no floating-point tensor, so there is no derivative")
         else:
             require_seen(network, {name: module})
             hooks.observe(module, start_at)
@@ -109,7 +110,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
         if not starts:
             raise LayerError(f'layer "{name}" was not called, so the output does not depend on it')
         if starts[-1] is None:
-            raise LayerError(f'layer "{name}" gives no floating-point tensor, so there is no derivative')
+            raise LayerError(f'layer "{name}" returns no floating-point tensor, so there is no derivative')
         if not (output.is_floating_point() or output.is_complex()):
             raise NotApplicableError("the model returns integers, which have no derivative")
         yield output, starts[-1]
@@ -127,30 +128,30 @@ def _gradient(
             raise
     if gradient is None:
         raise NotApplicableError(
-            f"no operation with a derivative leads from {'the input' if layer is None else 'the layer'} to the model's "
-            "output: it is detached, quantised or turned into integers, or not used"
+            f"no differentiable operation connects {'the input' if layer is None else 'the layer'} to the model's "
+            "output: it is detached, quantised, converted to integers, or not used"
         )
     return gradient
 
 
 def _tangent(tangent: Any, start: Tensor, layer: str | nn.Module | None) -> Tensor:
     if isinstance(tangent, Tensor) and tangent.shape == start.shape and not tangent.is_complex():
-        return _normal(tangent.detach().to(start))
+        return _without_inference(tangent.detach().to(start))
     where = "the input" if layer is None else "the layer's output"
     got = f"a tensor of shape {tuple(tangent.shape)}" if isinstance(tangent, Tensor) else type(tangent).__name__
     error = ImageError if layer is None else LayerError
-    raise error(f"a tangent has the shape of {where}, {tuple(start.shape)}; got {got}")
+    raise error(f"expected a tangent in the shape of {where}, {tuple(start.shape)}; got {got}")
 
 
 def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
-    """The weights of the output: as given, or 1 at a class of each image."""
+    """Return the weights of the output: the given vector, or 1 at the class of each image."""
     shape = tuple(output.shape)
     if isinstance(vector, Tensor) and vector.shape == output.shape and not vector.is_complex():
-        return _normal(vector.detach().to(output))
+        return _without_inference(vector.detach().to(output))
     if isinstance(vector, Tensor) and (vector.is_floating_point() or vector.is_complex()):
-        raise TargetError(f"a vector has the shape of the model's output, {shape}; got {tuple(vector.shape)}")
+        raise TargetError(f"expected a vector in the shape of the model's output, {shape}; got {tuple(vector.shape)}")
     if output.dim() != 2:
-        raise TargetError(f"classes need an output (N, classes), and this one is {shape}; pass a vector in its shape")
+        raise TargetError(f"classes require an output of shape (N, classes), got {shape}; pass a vector of this shape")
     indices = [class_index(label, categories) for label in per_image(vector, len(output))]
     outside = next((index for index in indices if index >= shape[1]), None)
     if outside is not None:
@@ -158,19 +159,19 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     return F.one_hot(torch.tensor(indices, device=output.device), shape[1]).to(output)
 
 
-def _normal(tensor: Tensor) -> Tensor:
-    """A tensor that autograd can save, also if it was created under `inference_mode`."""
+def _without_inference(tensor: Tensor) -> Tensor:
+    """Return a tensor that autograd can save: a copy of a tensor created under `inference_mode`."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Attention by its formula: the fused kernels have no second derivative."""
+    """Mode that computes attention by its formula, since fused kernels have no second derivative."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return attention_by_formula(*args, **kwargs)
         if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
-            # With weights it follows the formula.
+            # With need_weights=True, PyTorch does not use fused kernels.
             return func(*args, **{**kwargs, "need_weights": True})[0], None
         return func(*args, **kwargs)

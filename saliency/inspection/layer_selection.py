@@ -19,14 +19,14 @@ LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type
 def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
     """Return the selected layers by name, in the order of the model; "*" selects every layer.
 
-    A model without layers is a layer itself, with the name "".
+    A model without submodules counts as a layer with the name "".
 
     Raises:
-        LayerError: A name, pattern or class fits no layer; the closest names are given.
+        LayerError: A name, pattern or class matches no layer; the closest names are given.
     """
     wanted: list[Any] = [layers] if isinstance(layers, str | nn.Module | type) else list(layers)
     if not wanted:
-        raise LayerError('no layer was named; "*" means all of them')
+        raise LayerError('no layer was given; "*" selects every layer')
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {name for selector in wanted for name in _fitting(model, modules, selector)}
     first_names: dict[nn.Module, str] = {}
@@ -37,18 +37,18 @@ def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]
 
 
 def is_pattern(wanted: Any) -> bool:
-    """Whether a selector is a pattern rather than a name."""
+    """Return whether a selector is a pattern rather than a name."""
     return isinstance(wanted, str) and any(character in wanted for character in "*?[")
 
 
 def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise NotApplicableError if hooks do not act on the calls of a layer."""
+    """Raise NotApplicableError if hooks do not run on the calls of a layer."""
     hidden = next((name for name, layer in layers.items() if not is_hookable(model, name, layer)), None)
     if hidden is not None:
         label = f'layer "{hidden}"' if hidden else "the model"
         raise NotApplicableError(
             f"{label} is scripted or inside a TorchScript module, which calls its layers without hooks; choose the "
-            "traced module as a whole or a layer around it, or use the model without torch.jit"
+            "whole traced module or a layer that contains it, or use the model without torch.jit"
         )
 
 
@@ -62,6 +62,8 @@ def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> li
     if is_pattern(wanted):
         names = [name for name in modules if name and fnmatch.fnmatchcase(name, wanted)]
         if not names and len(modules) > 1:
-            raise LayerError(f'no layer of {type(model).__name__} fits "{wanted}"; a pattern is as in "layer4.*.conv?"')
+            raise LayerError(
+                f'no layer of {type(model).__name__} matches "{wanted}"; a pattern looks like "layer4.*.conv?"'
+            )
         return names or [""]
     return [find(model, wanted)[0]]

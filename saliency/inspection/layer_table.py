@@ -35,15 +35,17 @@ class LayerRow:
     Attributes:
         name: The dotted name; "" for the model itself.
         kind: The class of the module.
-        depth: The depth in the tree of modules that run: 1 for the parts of the model itself. A container that is not
-            called, such as a ModuleList, does not count.
+        depth: The depth in the tree of called modules: 1 for the outermost layers. A container that is not called, such
+            as a ModuleList, does not count.
         output: The shape of the output of its last call; nested shapes for several tensors.
-        parameters: The number of parameters, including its parts; shared ones count once.
+        parameters: The number of parameters, including those of submodules. Shared parameters count once.
         trainable: The number of parameters that require a gradient.
-        multiply_adds: The multiply-adds of convolutions, matrix products and attention, of all its calls and parts.
-        time_share: The share of the time of the model, including its parts, from 0 to 1; None without times.
+        multiply_adds: The multiply-adds of convolutions, matrix products and attention, for all calls and including
+            submodules.
+        time_share: The share of the model's time, including submodules, from 0 to 1; None without times.
         calls: The number of calls.
-        functional: The functions that it called itself, between its parts, with their number of calls: `{"add": 1}`.
+        functional: The functions that the module calls directly, outside its submodules, with their number of calls:
+            `{"add": 1}`.
     """
 
     name: str
@@ -59,11 +61,11 @@ class LayerRow:
 
 
 class LayerTable(Table[LayerRow]):
-    """The layers of a model in the order in which they begin; see `layer_table`.
+    """Table of the layers of a model in the order of execution; see `layer_table`.
 
     Attributes:
-        model: The row of the model itself: the totals, and the functions between its outermost layers.
-        not_called: The layers that did not run, the outermost of each part.
+        model: The row of the model itself, with the totals and the functions outside its outermost layers.
+        not_called: The names of the layers that did not run. Layers inside one of these are omitted.
         seconds: The time of the fastest forward pass; None without times.
     """
 
@@ -73,22 +75,22 @@ class LayerTable(Table[LayerRow]):
 
 
 def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
-    """The columns that are not empty; names are indented from the outermost row on."""
+    """Return the columns that are not empty. Names are indented relative to the outermost row."""
     outermost = min((row.depth for row in rows), default=0)
     columns: list[Column[LayerRow]] = [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
         Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
-        _count_column("parameters", model, "parameters, its parts included"),
+        _count_column("parameters", model, "including those of submodules"),
         _count_column("multiply_adds", model, "of convolutions, matrix products and attention, for the whole batch"),
     ]
     if model.time_share is not None:
-        hint = "share of the time of one forward pass, its parts included"
+        hint = "share of the time of one forward pass, including submodules"
         columns.append(Column("time", lambda row: share(row.time_share), hint=hint, bar=lambda row: row.time_share))
     if any(row.calls != 1 for row in rows):
         columns.append(Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"))
     if any(row.functional for row in rows):
-        hint = "functions that it calls itself, between the layers inside it, with their number of calls"
+        hint = "functions that the layer calls directly, outside its submodules, with their number of calls"
         columns.append(Column("functions", lambda row: _functions_text(row.functional), "left", hint))
     return columns
 
@@ -113,31 +115,31 @@ def layer_table(
     depth: int | None = None,
     times: bool | int = True,
 ) -> LayerTable:
-    """Return a table of the layers of a model, in the order in which they begin.
+    """Return a table of the layers of a model, in the order of execution.
 
-    It takes one forward pass in evaluation mode without a graph, and a few more for the times. A layer that is called
-    several times has one row, with the output of its last call. Functions between the layers are counted by name and
-    with their multiply-adds; functions inside the modules of torch.nn belong to these modules.
+    This requires one forward pass in evaluation mode without gradients, and a few more for the times. A layer that is
+    called several times has one row, with the output of its last call. Functions called between layers are counted by
+    name and included in the multiply-adds. Functions inside modules of torch.nn belong to these modules.
 
     Args:
         model: Any model; it is left unchanged.
         example: A float tensor, a shape such as (10, 3, 224, 224) for noise, images, a tuple of arguments or a mapping
             of keyword arguments.
-        layers: The layers with a row, by name, pattern, class or as modules; by default all that run, or the model
+        layers: The layers to show, by name, pattern, class or as modules. By default all layers that run, or the model
             itself if none does.
         depth: The largest depth in the tree of modules: 1 for the outermost layers that run.
-        times: Whether times are measured, or the number of forward passes for them, 3 by default; the fastest of each
-            layer counts. On an accelerator each layer is synchronised, so that the shares are right and the whole is
-            slower.
+        times: Whether to measure times, or the number of timed forward passes, 3 by default. The fastest pass of each
+            layer is used. On an accelerator each layer is synchronised, which gives correct shares but slows down the
+            model.
 
     Returns:
-        A sequence of rows with a text, HTML and a `dataframe()`.
+        A sequence of rows that prints as text, displays as HTML and converts with `dataframe()`.
 
     Raises:
         ImageError: The example is not an input for a model.
-        LayerError: A name or pattern in `layers` fits no layer.
+        LayerError: A name or pattern in `layers` matches no layer.
         MethodError: `depth` or `times` is out of range.
-        ModelError: Not a module, or a module with lazy parameters.
+        ModelError: `model` is not a module, or has lazy parameters.
     """
     if depth is not None and depth < 1:
         raise MethodError(f"depth={depth}: expected 1 for the outermost layers, or more")
@@ -154,10 +156,10 @@ def layer_table(
         profiles = _profile(model, call)
         depths = _depths(names, profiles)
         wanted = [module for module in wanted if depth is None or depths[module] <= depth]
-        running = sorted((module for module in wanted if module in profiles), key=lambda each: profiles[each].order)
+        running = sorted((module for module in wanted if module in profiles), key=lambda module: profiles[module].order)
         seconds = _timed(model, call, running, rounds)
     if layers is None:
-        running = running or [model]  # which calls none of its parts, as attention does
+        running = running or [model]  # no submodule was called, as in nn.MultiheadAttention
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
     total = _row(model, "", 0, profiles[model], seconds, model)
     varying = [names[module] or total.kind for module in running if profiles[module].varies]
@@ -167,8 +169,8 @@ def layer_table(
     notes = [
         _totals(total, call.size, seconds.get(model)),
         *([f"functions between the outermost layers: {functions}"] if functions else []),
-        *listed("of several shapes, of which the last is shown:", varying),
-        *listed("scripted, so without visible layers, but counted in what calls them:", scripted),
+        *listed("output shape varies between calls, the last is shown:", varying),
+        *listed("scripted, so their layers are not visible; counted in the calling layer:", scripted),
         *listed("not called:", not_called),
     ]
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
@@ -182,7 +184,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """All modules by their first names, except those inside TorchScript, which are not called as modules."""
+    """Return all modules with their first names, except modules inside TorchScript, which are not called as modules."""
     names: dict[nn.Module, str] = {}
     scripted: list[str] = []
     for name, module in model.named_modules():
@@ -194,7 +196,7 @@ def _module_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _depths(names: dict[nn.Module, str], profiles: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
-    """The number of running modules around each module."""
+    """Return the number of called modules that contain each module."""
     inside: dict[str, int] = {}  # depth of the parts, by the name of the container
     depths = {}
     for module, name in names.items():
@@ -224,7 +226,7 @@ def _row(
 
 
 def _not_called(names: dict[nn.Module, str], wanted: list[nn.Module], profiles: Mapping[nn.Module, Any]) -> list[str]:
-    """The names of the layers of which nothing ran, the outermost only."""
+    """Return the names of the layers that did not run, without layers inside one of these."""
     ran = {""}
     for module in profiles:
         name = names.get(module, "")
@@ -252,7 +254,7 @@ def _totals(total: LayerRow, size: int, seconds: float | None) -> str:
 
 
 def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: int) -> dict[nn.Module, float]:
-    """The seconds of the model and of each module, the fastest of several forward passes."""
+    """Return the seconds of the model and of each module, in the fastest of several forward passes."""
     fastest: dict[nn.Module, float] = {}
     synchronize = _synchronize(model, call)
     for _ in range(rounds):
@@ -266,7 +268,7 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
             def end(token: Any, output: Any, seconds: dict[nn.Module, float] = seconds) -> None:
                 synchronize()
                 module, before, start = token
-                # Replaces what a nested call of the same module has added.
+                # Overwrite the time that a nested call of the same module has added.
                 seconds[module] = before + time.perf_counter() - start
 
             for module in modules:
@@ -280,7 +282,7 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
 
 
 def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
-    """A function that waits for the device of the model."""
+    """Return a function that synchronises the device of the model."""
     tensor = next(
         (candidate for candidate in (reference_tensor(model), *tree_tensors(call[:2])) if candidate is not None), None
     )
@@ -291,10 +293,10 @@ def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
 
 @dataclass
 class _Profile:
-    """One module in one forward pass.
+    """Measurements of one module in one forward pass.
 
     Attributes:
-        is_leaf: Whether it is a module of torch.nn without parts, whose functions are part of the module.
+        is_leaf: Whether the module belongs to torch.nn and has no submodules. Its functions are not listed.
         order: The position of its first call among those of all modules.
         varies: Whether its calls returned different shapes.
     """
@@ -317,15 +319,15 @@ class _Profile:
 def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
     """Profile one forward pass of a prepared model, and return the modules that were called.
 
-    Hooks of the user are inactive. Modules inside TorchScript take no hooks: their multiply-adds belong to the caller.
+    User hooks are disabled. Modules inside TorchScript run no hooks, so their multiply-adds count for the caller.
     """
     profiles = {module: _Profile(_is_leaf(module)) for module in unique_modules(model)}
     profiler = _Profiler()
     with HookManager(exclusive=True) as hooks, torch.no_grad():
         for module, profile in profiles.items():
             hooks.around(module, partial(profiler.begin, profile), partial(profiler.end, profile))
-        if any(map(_is_scripted, profiles)):  # whose functions the profiler does not see
-            profiler.watches_all = True
+        if any(map(_is_scripted, profiles)):  # the profiler does not see functions of TorchScript
+            profiler.counts_all_operations = True
             hooks.enter_context(profiler.operations)
         hooks.enter_context(profiler)
         output = call.run(model)
@@ -341,12 +343,12 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 class _Profiler(TorchFunctionMode):
-    """Counts the functions that each module calls, seen from the outside: functions inside a function do not count."""
+    """Counts the functions that each module calls. Functions called inside a function do not count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = MultiplyAdds()
-        self.watches_all = False  # whether operations are watched during the whole forward pass
+        self.counts_all_operations = False  # whether operations are counted during the whole forward pass
         self._running: list[_Profile] = []  # the innermost last
         self._begun = 0
 
@@ -359,26 +361,26 @@ class _Profiler(TorchFunctionMode):
 
     def end(self, profile: _Profile, token: tuple[int, int, int], output: Any) -> None:
         depth, own, total = token
-        # Replaces what a nested call of the same module has added.
+        # Overwrite the count that a nested call of the same module has added.
         profile.multiply_adds = own + self.operations.multiply_adds - total
         profile.add_call(output)
-        # Calls inside that raised have not ended.
+        # Also drop nested calls that raised, for which `end` was not called.
         del self._running[depth:]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function_name(func)
-        is_done = self.watches_all or name is None or name in _WITHOUT_PRODUCTS
+        is_done = self.counts_all_operations or name is None or name in _WITHOUT_PRODUCTS
         with nullcontext() if is_done else self.operations:
             output = func(*args, **(kwargs or {}))
         profile = self._running[-1] if self._running and not self._running[-1].is_leaf else None
-        # A query, such as for the size, is not a computation.
+        # Skip queries, such as for the size, which return no tensor.
         if profile is not None and name and (name == "setitem" or any(True for _ in tree_tensors(output))):
             profile.functional[name] += 1
         return output
 
 
 def _shapes_of(tree: Any) -> Any:
-    """The shapes of the tensors in a tree; other leaves are None or the name of their type."""
+    """Replace the tensors of a tree by their shapes, and other leaves by None or the name of their type."""
     if isinstance(tree, Tensor):
         return tuple(tree.shape)
     if isinstance(tree, Mapping):
@@ -408,7 +410,7 @@ _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "
 _OPERATOR_NAMES = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 
 
-# Frequent functions without matrix products, whose operations are not watched, which saves time.
+# Frequent functions without matrix products. Their operations are not counted, to save time.
 _WITHOUT_PRODUCTS = frozenset(
     "adaptive_avg_pool2d add avg_pool2d batch_norm cat chunk clone contiguous div dropout expand flatten gelu getitem "  # noqa: SIM905
     "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm max_pool2d mean mul normalize pad permute relu "
@@ -427,7 +429,7 @@ class MultiplyAdds(DispatchMode):
         kwargs = kwargs or {}
         formula = _formula_of(func)
         if formula is None and func.namespace == "aten":
-            # Under inference_mode, operations that consist of others come whole.
+            # Under inference_mode, composite operations are not decomposed before dispatch.
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
@@ -457,18 +459,18 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
 
 
 def _vector_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """The largest operand: a matrix, or either of two vectors."""
+    """Return the size of the largest operand: the matrix, or either vector."""
     return max(tensor.numel() for tensor in tree_tensors(args))
 
 
 def _matrix_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Each value of the first matrix with a row of the second, which are the last operands."""
+    """Multiply each value of the first matrix with a row of the second; they are the last two operands."""
     *_, first, second = tree_tensors(args)
     return int(first.numel() * second.shape[-1])
 
 
 def _weighted(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Each value of the output with the weights of its channel, the first axis."""
+    """Count the weights of a channel (the first axis of the weight) for each value of the output."""
     return int(out_val.numel() * math.prod(weight.shape[1:]))
 
 
@@ -477,7 +479,7 @@ def _weighted_last(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any)
 
 
 def _recurrent(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Each weight once per step of each sequence; the weights follow the input."""
+    """Count each weight once per step of each sequence. The weights are the arguments after the input."""
     weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
     return int(x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.dim() == 2))
 

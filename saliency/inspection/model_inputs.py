@@ -1,4 +1,4 @@
-"""Inputs of the user as calls of a model, and batches of them with the model prepared for each."""
+"""Convert user inputs to calls of a model, and iterate over batches with a prepared model."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from .tables import plural
 
 
 class ModelCall(NamedTuple):
-    """Arguments of one call of a model, and the labels that came with them."""
+    """Arguments of one call of a model, with labels if the data have any."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Any = None
-    """The rest of a pair (input, labels), as data loaders give them; None without labels."""
+    """The labels of a pair (input, labels) of a data loader; None without labels."""
 
     @property
     def size(self) -> int:
-        """The number of images: the length of the first tensor, or 1 if it has no axes."""
+        """Number of images: the length of the first tensor, or 1 for a scalar."""
         first = next((arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, Tensor)), None)
         return len(first) if first is not None and first.dim() else 1
 
     def run(self, model: nn.Module, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-        """Return the output of a prepared model. Raises ModelError if it refuses its arguments.
+        """Return the output of a prepared model. Raises ModelError if the model rejects its arguments.
 
         Args:
             model: The model.
-            change: Applied to each tensor: a clone by default, since the model may change its input in place.
+            change: Function applied to each tensor. By default a clone, since the model may change its input in place.
         """
         return call(model, tree_map_tensors(self.args, change), tree_map_tensors(self.kwargs, change))
 
     def first_float(self) -> Tensor | None:
-        """The first floating-point tensor among the arguments."""
+        """Return the first floating-point tensor among the arguments; None if there is none."""
         return first_float((self.args, self.kwargs))
 
 
@@ -67,13 +67,13 @@ def model_call(model: nn.Module, example: Any) -> ModelCall:
     """Return the call of a model on an example.
 
     Args:
-        model: `model.preprocess` reads images.
+        model: The model. Images are read with `model.preprocess`.
         example: A tensor as the model takes it, not of uint8; a shape such as (10, 3, 224, 224), for noise; a path, PIL
             image or uint8 array, or a list of these; a tuple of arguments with tensors; or a mapping from names to
             tensors for keyword arguments. Tensors are moved to the device of the model.
 
     Raises:
-        ImageError: None of these, or an image that cannot be read.
+        ImageError: The example has another type, or an image cannot be read.
     """
     like = reference_tensor(model)
     if isinstance(example, tuple) and example and all(type(size) is int for size in example):
@@ -95,7 +95,7 @@ def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:
     Args:
         model: As for `model_call`.
         data: One example as for `model_call`, or any iterable of batches: tensors, mappings of keyword arguments, lists
-            of images, or pairs of one of these and labels, as data loaders give them.
+            of images, or pairs of one of these and labels, as in data loaders.
 
     Raises:
         ImageError: A batch cannot be read.
@@ -118,30 +118,31 @@ def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:
 
 
 def _moved(tree: Any, like: Tensor | None) -> Any:
-    """The tensors on the device of the model, floating-point ones also in its dtype."""
+    """Move tensors to the device of the model, and floating-point tensors to its dtype."""
     if like is None:
         return tree
     return tree_map_tensors(tree, lambda t: t.to(like) if t.is_floating_point() else t.to(like.device))
 
 
 def categories_of(model: nn.Module) -> Categories:
-    """Return the class names that a model carries; None without any."""
+    """Return the class names stored on a model; None without any."""
     names = model_attribute("categories", is_categories, model)
     return None if names is None else as_categories(names)
 
 
 class Batches:
-    """Batches of some data, and a model that is prepared for one pass at a time.
+    """Batches of data, and a model that is prepared for one pass at a time.
 
-    While the data give their next batch, the model and the random states are those of the user.
+    Between passes, while the data load the next batch, the model and the random states are in the user's state.
 
     Args:
-        model: It is left unchanged.
+        model: The model, which is left unchanged.
         data: As for `model_calls`.
-        training: Run a private copy in training mode: normalisation uses the batch, and dropout draws from own seeds.
+        training: Whether to run a private copy in training mode, where normalisation uses the batch and dropout draws
+            from separate seeds.
 
     Raises:
-        ModelError: Not a module, parameters without values, or a model that cannot be copied.
+        ModelError: The model is not a module, has parameters without values, or cannot be copied.
     """
 
     def __init__(self, model: nn.Module, data: Any, *, training: bool) -> None:
@@ -154,49 +155,51 @@ class Batches:
         self._calls = model_calls(model, data)
 
     def __iter__(self) -> Iterator[ModelCall]:
-        """Yield the batches. Raises ImageError without any."""
+        """Yield the batches. Raises ImageError if there is none."""
         for batch in self._calls:
             self.batches += 1
             self.images += batch.size
             yield batch
         if not self.batches:
-            raise ImageError("the data hold no batch; an iterator that was used before, such as a generator, is empty")
+            raise ImageError(
+                "the data contain no batch; an iterator that was used before, such as a generator, is empty"
+            )
 
     def modules(self, layers: LayersLike) -> dict[str, nn.Module]:
-        """Return the selected layers of the model that runs, by their names in the original.
+        """Return the selected layers of the model that runs, by their names in the original model.
 
         Raises:
-            LayerError: A name or pattern fits none.
+            LayerError: A name or pattern matches no layer.
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
         return {name: modules[name] for name in selected(self.original, layers)}
 
     @contextmanager
     def prepared_model(self) -> Iterator[nn.Module]:
-        """The model for one pass, with gradients: in evaluation mode, or the copy in training mode."""
+        """Yield the model for one pass with gradients: in evaluation mode, or the copy in training mode."""
         with prepared_for_attribution(self.model):
             if not self.training:
                 yield self.model
                 return
-            # Not recursive assignment: a model may override `train` to keep a part from training.
+            # Call `train`, which a model may override to keep some parts in evaluation mode.
             self.model.train()
             with _seeded(self.batches, self.model):
                 yield self.model
 
     def __str__(self) -> str:
-        """For example `3 batches, 24 images, in evaluation mode`."""
+        """Return a text such as `3 batches, 24 images, in evaluation mode`."""
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         mode = "in training mode, on a copy" if self.training else "in evaluation mode"
         return f"{batches}, {plural(self.images, 'image')}, {mode}"
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity."""
+    """Return whether a tensor has neither NaN nor infinity."""
     return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all())
 
 
 def _require_values(model: nn.Module) -> None:
-    with prepared_for_attribution(model):  # refuses lazy parameters
+    with prepared_for_attribution(model):  # raises ModelError for lazy parameters
         tensors = (*model.named_parameters(), *model.named_buffers())
     empty = next((name for name, tensor in tensors if tensor.is_meta), None)
     if empty is not None:
@@ -208,7 +211,7 @@ def _require_values(model: nn.Module) -> None:
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        # Tensors created under inference_mode have no gradients.
+        # Copies created under inference_mode would have no gradients.
         with torch.inference_mode(mode=False):
             return copy.deepcopy(model)
     except Exception as error:
@@ -221,10 +224,10 @@ def _copied(model: nn.Module) -> nn.Module:
 def _seeded(seed: int, model: nn.Module) -> Iterator[None]:
     """Seed the random generators, and restore their states afterwards."""
     cuda = sorted({tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda})
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state is what is kept
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state must be restored
     try:
         with torch.random.fork_rng(cuda):
-            # torch.manual_seed would change all accelerators.
+            # torch.manual_seed would also seed accelerators whose state is not restored.
             torch.default_generator.manual_seed(seed)
             for index in cuda:
                 torch.cuda.default_generators[index].manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Mean, deviation, extremes and counts of zeros, NaN and infinities, of one tensor and of many together."""
+"""Mean, deviation, extremes and counts of zeros, NaN and infinities, for one tensor or accumulated over many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..hooks.autograd_graph import is_wrapped
 # Small enough to stay in the processor's cache while it is read several times.
 _CHUNK = 1 << 17
 _SAMPLE_RUNS, _SAMPLE_RUN = 64, 128
-# The smallest variance, relative to the mean square, that the difference of two sums gives accurately.
+# The smallest variance, relative to the mean square, for which the difference of two sums is accurate.
 _MIN_SPREAD = 1e-4
 
 
@@ -23,8 +23,8 @@ _MIN_SPREAD = 1e-4
 class Moments:
     """Summary of any number of values.
 
-    Mean, deviations and extremes are of the finite values, NaN where there are none. Squares are in double precision:
-    those of values beyond 1e154 are infinite, and those of values below 1e-162 are 0.
+    Mean, deviations and extremes cover the finite values, and are NaN if there are none. Squares are in double
+    precision: they overflow to infinity for values beyond 1e154, and underflow to 0 for values below 1e-162.
     """
 
     count: int = 0  # all values
@@ -53,7 +53,7 @@ class Moments:
         return self.zeros / self.count if self.count else math.nan
 
     def scaled(self, factor: float) -> Moments:
-        """Return the moments of the same values times a positive factor."""
+        """Return the moments of the values multiplied by a positive factor."""
         return replace(
             self,
             mean=self.mean * factor,
@@ -63,7 +63,7 @@ class Moments:
         )
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both sets of values together, exact up to double precision.
+        """Return the moments of the union of both sets of values, exact up to double precision.
 
         Source: Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983),
         https://doi.org/10.1080/00031305.1983.10483115.
@@ -83,41 +83,44 @@ def moments(tensor: Tensor) -> Moments:
     """Return the moments of a tensor's values, summed in double precision; complex values count by their magnitude.
 
     Args:
-        tensor: Of any shape, dtype and device. It is not changed.
+        tensor: A tensor of any shape, dtype and device. It is not changed.
 
     Raises:
-        NotApplicableError: It is a nested or quantised tensor, or belongs to a transformation of `torch.func`.
+        NotApplicableError: The tensor is nested or quantised, or belongs to a transformation of `torch.func`.
     """
     return moments_later(tensor)()
 
 
 def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Moments]:
-    """Return a function that gives the moments; an accelerator is synchronised only when it is called.
+    """Return a function that returns the moments. An accelerator is synchronised only when the function is called.
 
     Args:
-        tensor: As for `moments`. It is not kept alive.
-        sample: Estimate the moments from 8192 values in evenly spaced runs, always the same ones. Extremes are those
-            of the sample, and a NaN between the runs is missed.
+        tensor: As for `moments`. No reference to it is kept.
+        sample: Whether to estimate the moments from 8192 values in evenly spaced runs at fixed positions. Extremes are
+            those of the sample, and NaN outside the sample is missed.
     """
     require_plain(tensor)
     values = _flat(tensor.detach())
     count, step = values.numel(), values.numel() // _SAMPLE_RUNS
     if not sample or step <= _SAMPLE_RUN:
         return _deferred(values)
-    stride = values.stride(0)  # 0 for one number that was expanded
+    stride = values.stride(0)  # 0 for an expanded scalar
     estimate = _deferred(values.as_strided((_SAMPLE_RUNS, _SAMPLE_RUN), (step * stride, stride)).reshape(-1))
     return lambda: _extrapolated(estimate(), count)
 
 
 def require_plain(tensor: Tensor) -> None:
-    """Raise NotApplicableError for tensors without values of their own: transformed, nested and quantised ones."""
+    """Raise NotApplicableError for tensors without plain values: transformed, nested or quantised tensors."""
     if is_wrapped(tensor):
-        kind, cure = "a tensor inside a transformation of torch.func or is_grads_batched=True", "run the model plainly"
+        kind, hint = (
+            "a tensor inside a transformation of torch.func or is_grads_batched=True",
+            "run the model without it",
+        )
     elif tensor.is_nested or tensor.is_quantized:
-        kind, cure = "a nested or quantised tensor", "convert it to a dense one in the model"
+        kind, hint = "a nested or quantised tensor", "convert it to a dense tensor in the model"
     else:
         return
-    raise NotApplicableError(f"{kind} cannot be recorded or measured; {cure}, or choose other layers")
+    raise NotApplicableError(f"{kind} cannot be recorded or measured; {hint}, or choose other layers")
 
 
 def _extrapolated(sample: Moments, count: int) -> Moments:
@@ -128,7 +131,7 @@ def _extrapolated(sample: Moments, count: int) -> Moments:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The values in memory order, without a copy where they are dense."""
+    """Return the values in memory order, without a copy if the tensor is dense."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
@@ -149,7 +152,10 @@ def _deferred(values: Tensor) -> Callable[[], Moments]:
 
 
 def _cpu_moments(values: Tensor) -> Moments:
-    """One pass over memory; OpenCV sums single precision in double several times faster than PyTorch."""
+    """Return the moments of a CPU tensor in one pass over memory.
+
+    OpenCV sums single precision in double precision, several times faster than PyTorch.
+    """
     import cv2
     import numpy as np
 
@@ -170,13 +176,13 @@ def _cpu_moments(values: Tensor) -> Moments:
         deviations = squares - total * mean
         if deviations > _MIN_SPREAD * squares:
             return Moments(count, count, mean, deviations, low, high, zeros)
-    # Values that are not finite, or a mean so far from zero that the difference above is mostly rounding.
+    # Some values are not finite, or the mean is so large that the difference above is mostly rounding error.
     return sum((_from_fields(_fields(chunk)) for chunk in chunks), Moments())
 
 
 def _fields(values: Tensor) -> Tensor:
-    """The fields of `Moments` as one tensor, in two passes and without synchronising an accelerator."""
-    if values.device.type != "mps":  # which has no double precision
+    """Return the fields of `Moments` as one tensor, in two passes and without synchronising an accelerator."""
+    if values.device.type != "mps":  # MPS has no double precision
         values = values.double()
     is_finite = values.isfinite()
     finite = is_finite.sum()

@@ -1,4 +1,4 @@
-"""Record every call of every layer: arguments, outputs, and the gradients that return through it."""
+"""Record every call of every layer: arguments, outputs, and gradients at both."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _KEEP: dict[str, Callable[[Tensor], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """Summary of one call; None where nothing is known.
+    """Summary of one call; unknown values are None.
 
-    It covers the first tensor in the output and the gradient at that tensor in the last backward pass.
+    The summary covers the first tensor in the output, and its gradient in the last backward pass.
     """
 
     name: str
@@ -49,7 +49,7 @@ class CallSummary:
 
 
 def summarise(calls: Iterable[Call]) -> Table[CallSummary]:
-    """Return the table of some calls of a recording."""
+    """Return a table with one row per call."""
     calls = list(calls)
     statistics = (kept for call in calls for kept in call.outputs if isinstance(kept, TensorStatistics))
     notes = ["estimated from a sample of each tensor"] if any(kept.is_estimate for kept in statistics) else []
@@ -138,7 +138,7 @@ class Recording(Sequence[Call]):
         return tuple(dict.fromkeys(call.layer for call in self))
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Remove all recorded calls."""
         self._recorder.clear()
 
     def __len__(self) -> int:
@@ -162,11 +162,11 @@ class Recording(Sequence[Call]):
         name = key if isinstance(key, str) else next((n for n, module in self._modules.items() if module is key), None)
         if name not in self._modules:
             hint = did_you_mean(str(name), self._modules)
-            raise LayerError(f'no layer "{name}" among the {len(self._modules)} that are recorded{hint}')
+            raise LayerError(f'no layer "{name}" among the {len(self._modules)} recorded layers{hint}')
         return [call for call in self if call.layer == name]
 
     def table(self) -> Table[CallSummary]:
-        """Return one row per call: shape and moments of its output, and the norm of the gradient there."""
+        """Return a table with one row per call: shape and moments of its output, and the norm of the gradient at it."""
         return summarise(self)
 
     def __repr__(self) -> str:
@@ -185,27 +185,27 @@ def record(
         recording["layer4.0.conv1"][0].grad_outputs
 
     Each call of a layer is one entry, in the order in which the calls began. In-place layers, functions between layers,
-    and nested, tuple, dict and None results are recorded as they are. The model computes bit for bit the same.
+    and nested, tuple, dict and None results are supported. The results of the model are bit for bit unchanged.
 
     Only calls of the thread that opened the block are recorded, including those of explanations inside it. Calls that
-    raise are not recorded, and neither are calls that checkpointing repeats in the backward pass: inside a reentrant
-    checkpoint, layers have no gradients. An edit that was opened before the recording is included in it. Nothing stays
-    on the model when the block ends.
+    raise are not recorded. Calls that checkpointing repeats in the backward pass are not recorded either, so layers
+    inside a reentrant checkpoint have no gradients. An edit that was opened before the recording is included in it.
+    The hooks are removed when the block ends.
 
     Args:
         model: Any module, in any mode. Compiled parts run uncompiled.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these; all layers by
             default. A module that has several names in the model is recorded under the first.
-        keep: What is kept of each tensor, which decides the memory: "full", a copy on its device, in the forward pass
-            still part of the graph; "cpu", a detached copy on the CPU; "statistics", shape and moments only, a few
-            hundred bytes; "sample", the same estimated from 8192 values in a third of the time; or a function of the
-            tensor.
+        keep: Recorded form of each tensor, which determines the memory use: "full" is a copy on its device, part of the
+            graph in the forward pass; "cpu" is a detached copy on the CPU; "statistics" is shape and moments, a few
+            hundred bytes; "sample" is the same, estimated from 8192 values in a third of the time. A function of the
+            tensor returns any other form.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 
     Raises:
-        LayerError: A name or pattern fits no layer.
+        LayerError: A name or pattern matches no layer.
         MethodError: An unknown value of `keep` or `parts`.
-        NotApplicableError: All the layers are inside TorchScript, where hooks do not act; or (while the model runs) a
+        NotApplicableError: All the layers are inside TorchScript, where hooks do not run; or (while the model runs) a
             tensor is nested, quantised, or belongs to a transformation such as `torch.vmap`.
     """
     return Recording(model, layers, keep, parts)

@@ -25,16 +25,16 @@ Rule = Callable[[Tensor], Tensor | None]
 RuleLike = Rule | Iterable[Rule]
 """A rule, or several that are applied in order."""
 
-_MAX_PRINTED = 16  # values that fit on one line
+_MAX_PRINTED = 16  # largest number of values printed on one line
 
 
 class NamedRule:
-    """Rule with a name for messages, which neither changes nor keeps the tensor that it gets.
+    """Rule with a name for messages. It neither changes its argument in place nor stores it.
 
     Args:
         name: The call that creates it, such as "scale(2.0)".
         function: The rule.
-        restart: Function that creates the rule for a new block; None if the rule has no state.
+        restart: Function that creates the rule with its initial state for a new block; None if the rule has no state.
     """
 
     def __init__(self, name: str, function: Rule, restart: Callable[[], NamedRule] | None = None) -> None:
@@ -51,32 +51,34 @@ class NamedRule:
 
 
 def as_rules(rule: Any) -> tuple[Rule, ...]:
-    """Return the rules that are applied one after the other.
+    """Return a rule, or nested rules, as a flat tuple in the order of application.
 
     Raises:
-        MethodError: Neither a rule nor several.
+        MethodError: The argument is neither a rule nor an iterable of rules.
     """
     if callable(rule):
         return (rule,)
     if isinstance(rule, Iterable) and not isinstance(rule, str | Tensor):
         return tuple(step for part in rule for step in as_rules(part))
     hint = f"; for a factor, use rules.scale({rule!r})" if isinstance(rule, Real) else ""
-    raise MethodError(f"a rule is a function from tensor to tensor, or a list of them; got {type(rule).__name__}{hint}")
+    raise MethodError(
+        f"a rule is a function from tensor to tensor, or a list of these; got {type(rule).__name__}{hint}"
+    )
 
 
 def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
     """Return the tensor after all rules; None if all leave it unchanged.
 
-    A function of the user gets a copy and its result is copied: it may work in place and keep what it returns.
+    A user function receives a copy, and its result is copied. It may therefore work in place and store its result.
 
     Args:
         rules: The rules.
-        tensor: It is not changed.
-        place: What the tensor is, for errors.
+        tensor: The tensor, which is not changed.
+        place: Description of the tensor for errors, such as "the output of layer4".
 
     Raises:
-        MethodError: A rule returns no tensor, or one of another shape, dtype or device; or it does not support tensors
-            of this kind.
+        MethodError: A rule returns another object, a tensor of a different shape, dtype or device, or does not support
+            complex or sparse tensors.
     """
     current = tensor
     for rule in rules:
@@ -101,8 +103,8 @@ def _call_named(rule: NamedRule, tensor: Tensor, place: str) -> Tensor | None:
     except RuntimeError as error:
         if not tensor.is_complex() and tensor.layout == torch.strided:
             raise
-        cure = "" if tensor.is_complex() else " (use sparse=False)"
-        raise MethodError(f"the rule {rule} cannot be applied to {place}, {_describe(tensor)}{cure}") from error
+        hint = "" if tensor.is_complex() else " (use sparse=False)"
+        raise MethodError(f"the rule {rule} cannot be applied to {place}, {_describe(tensor)}{hint}") from error
 
 
 def _call_function(rule: Rule, tensor: Tensor, place: str) -> Any:
@@ -128,7 +130,7 @@ def rule_name(rule: Rule) -> str:
 
 
 class Stream(Protocol):
-    """Anything that text can be written to: an open file, `sys.stderr`."""
+    """Text stream, such as an open file or `sys.stderr`."""
 
     def write(self, text: str, /) -> object:
         """Write a text."""
@@ -164,12 +166,12 @@ def clip_value(limit: float) -> NamedRule:
 
 
 def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
-    """Scale a tensor down to a norm of at most the limit; its direction stays.
+    """Scale a tensor down to a norm of at most the limit. Its direction is unchanged.
 
     Args:
         limit: The largest Euclidean norm.
-        per_image: Whether the norm is that of each image. By default it is the norm of the whole tensor, all images of
-            the batch together; tensors are clipped independently.
+        per_image: Whether each image is clipped to the limit. By default, the norm of the whole tensor with all images
+            is clipped. Tensors are clipped independently of each other.
 
     Raises:
         MethodError: The limit is negative or not a finite number.
@@ -190,9 +192,9 @@ def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
 
 
 def add_noise(std: float, seed: int = 0) -> NamedRule:
-    """Add Gaussian noise, the same in each run and on each device.
+    """Add Gaussian noise, reproducible in each run and on each device.
 
-    Each block starts the random sequence again and draws in the order in which the rule is applied. The noise is
+    Each block restarts the random sequence, and draws in the order in which the rule is applied. The noise is
 
         generator = torch.Generator().manual_seed(seed)  # when the block begins
         std * torch.randn(tensor.shape, generator=generator)  # each time
@@ -221,11 +223,11 @@ def replace(value: float | Tensor) -> NamedRule:
     """Replace the tensor by a value.
 
     Args:
-        value: A number, or a tensor that broadcasts to the shape. It is converted to the device and dtype of what it
-            replaces. As an activation it keeps its own gradient.
+        value: A number, or a tensor that broadcasts to the shape. It is converted to the device and dtype of the tensor
+            that it replaces. As an activation it keeps its own gradient.
 
     Raises:
-        MethodError: The value is neither; or, when the rule is applied, its shape does not fit.
+        MethodError: The value is neither; or, when the rule is applied, its shape does not broadcast.
     """
     given: object = value
     if not isinstance(given, Tensor | Real) or isinstance(given, bool):
@@ -234,10 +236,10 @@ def replace(value: float | Tensor) -> NamedRule:
 
     def put(tensor: Tensor) -> Tensor:
         try:
-            # A copy: later operations may work in place.
+            # Copy: later operations may change the tensor in place.
             return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).clone()
         except RuntimeError as error:
-            raise MethodError(f"{name} does not fit a tensor of shape {tuple(tensor.shape)}") from error
+            raise MethodError(f"{name} does not broadcast to a tensor of shape {tuple(tensor.shape)}") from error
 
     return NamedRule(name, put)
 
@@ -277,9 +279,9 @@ def show(write: Callable[[Tensor], object] | Stream | None = None, label: str = 
     """Print the tensor and leave it unchanged.
 
     Args:
-        write: A function that gets a copy of the tensor, such as `print` or the `append` of a list; or an open file,
-            which gets one line. None is the standard output.
-        label: The beginning of the line.
+        write: A function that is called with a copy of the tensor, such as `print` or the `append` of a list; or an
+            open file, to which one line is written. None is the standard output.
+        label: Text at the beginning of the line.
 
     Raises:
         MethodError: `write` is neither a function nor an open file.
@@ -287,22 +289,22 @@ def show(write: Callable[[Tensor], object] | Stream | None = None, label: str = 
     if write is not None and not callable(write) and not callable(getattr(write, "write", None)):
         raise MethodError(f"show takes a function or an open file; got {type(write).__name__}")
 
-    def tell(tensor: Tensor) -> None:
+    def write_tensor(tensor: Tensor) -> None:
         require_plain(tensor)
         if callable(write):
             write(tensor.detach().clone())
         else:
-            # sys.stdout is looked up late, since notebooks and tests replace it.
+            # Look up sys.stdout at each call, since notebooks and tests replace it.
             (write or sys.stdout).write(f"{label}{': ' if label else ''}{_summary(tensor)}\n")
 
-    return NamedRule(f'show(label="{label}")' if label else "show()", tell)
+    return NamedRule(f'show(label="{label}")' if label else "show()", write_tensor)
 
 
 def compose(*rules: Rule) -> NamedRule:
     """Combine several rules into one that applies them in order. A list of rules does the same.
 
     Raises:
-        MethodError: One of them is not a function.
+        MethodError: An argument is not a rule.
     """
     steps = as_rules(rules)
 
@@ -315,7 +317,7 @@ def compose(*rules: Rule) -> NamedRule:
 
 
 def _summary(tensor: Tensor) -> str:
-    """One line: the values if they are few, else their statistics."""
+    """Describe a tensor in one line: its values if there are few, else their statistics."""
     shape = tuple(tensor.shape)
     if tensor.numel() <= _MAX_PRINTED and tensor.layout == torch.strided:
         return f"{shape} {tensor.tolist()}"

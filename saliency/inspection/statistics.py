@@ -39,20 +39,20 @@ _POOLING_1D = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgP
 # Subclasses may permute the axes, as LayerNorm2d of torchvision and timm does.
 _NORMS_LAST = (nn.LayerNorm, nn.RMSNorm)
 _CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
-# Layers that give only zeros if their weights or inputs are zeros. Subclasses may rectify.
+# Affine layers: their outputs are zeros only if weights or inputs are. Exact types, since subclasses may rectify.
 _AFFINE = (*_CONVOLUTIONS, *_NORMS, *_NORMS_LAST, nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag)
 
 _Value = TypeVar("_Value", float, float | None)
 
 Loss = Callable[..., Tensor]
-"""loss(output) or loss(output, labels), a scalar or one number per image, which are averaged."""
+"""Function loss(output) or loss(output, labels) that returns a scalar, or one number per image to be averaged."""
 
 _LABELS = ("label", "labels", "target", "targets", "y", "y_true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Statistics(Generic[_Value]):
-    """Statistics of the finite values of a tensor over all batches; None where there is no gradient."""
+    """Statistics of the finite values of a tensor over all batches; None if there is no gradient."""
 
     name: str
     norm: _Value
@@ -80,24 +80,24 @@ class LayerActivations(_Statistics[float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradients(_Statistics[float | None]):
-    """Gradient at the output of one layer in one of its calls; None where no gradient arrives."""
+    """Gradient at the output of one layer in one of its calls; values are None without a gradient."""
 
     kind: str  # class of the module
     call: int  # index of the call in a forward pass
     calls: int  # calls in a forward pass
     count: int  # values
     ratio: float | None = None
-    """Norm of the update, or of the gradient, over the norm of the weights, for all parameters inside together."""
+    """Norm of the update or gradient, divided by the norm of the weights, for all parameters of the layer together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGradients(_Statistics[float | None]):
-    """Gradient of one parameter; None where it has none."""
+    """Gradient of one parameter; values are None without a gradient."""
 
     shape: tuple[int, ...]
     trainable: bool
     weight_norm: float
-    ratio: float | None  # norm of the update, or of the gradient, over that of the weight; None for a zero weight
+    ratio: float | None  # norm of the update or gradient, divided by that of the weight; None for a zero weight
 
 
 class ActivationStatistics(Table[LayerActivations]):
@@ -105,7 +105,7 @@ class ActivationStatistics(Table[LayerActivations]):
 
     Attributes:
         first_nonfinite: The name of the first layer with NaN or infinity in its output; None without any.
-        dead_channels: The number of dead channels, counted once where they die: in the innermost layers that rectify.
+        dead_channels: The number of dead channels, counted only in the innermost layers that rectify.
         images: The number of images.
         batches: The number of batches.
     """
@@ -125,7 +125,7 @@ class GradientStatistics:
         parameters: One row per parameter, in the order of the model.
         loss: The mean loss or score over all images.
         of: "loss" or "score".
-        learning_rate: The learning rate of the ratios; None if they are of the gradient itself.
+        learning_rate: The learning rate of the ratios; None for ratios of the gradient itself.
         first_nonfinite: The first layer with NaN or infinity in its gradient, in the order of the backward pass.
         images: The number of images.
         batches: The number of batches.
@@ -141,7 +141,7 @@ class GradientStatistics:
     batches: int
 
     def __str__(self) -> str:
-        """Both tables as text."""
+        """Return both tables as text."""
         return f"{self.layers}\n\n{self.parameters}"
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class RunningStats:
         self.moments = more if self.moments is None else self.moments + more
 
     def add_channels(self, alive: Tensor | None) -> None:
-        """Add the channels of one batch that are above zero, before its moments."""
+        """Add the live channels of one batch. Must be called before `add`."""
         if self.moments is None or not self.moments.count:
             self.alive = alive
         elif self.alive is None or alive is None or len(alive) != len(self.alive):
@@ -182,7 +182,7 @@ class RunningStats:
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """The channels that were never above zero and never NaN."""
+        """Channels that were never above zero and never NaN."""
         return () if self.alive is None else tuple((~self.alive).nonzero().flatten().tolist())
 
 
@@ -201,7 +201,7 @@ class CallIndex:
         self._last = None
 
     def next(self, name: str) -> RunningStats:
-        """Return the statistics of the call that begins. A new call in a later pass is placed after the one before."""
+        """Return the statistics of the call that begins. Calls that are new in a later pass follow the call before."""
         call = (name, self._counts[name])
         self._counts[name] += 1
         if call not in self._stats:
@@ -220,7 +220,7 @@ class CallIndex:
 
 
 class _Collector:
-    """What both kinds of statistics share: the layers, their calls, and where NaN or infinity first occurs."""
+    """Base of both collectors: the layers, their calls, and the first NaN or infinity."""
 
     def __init__(self, batches: Batches, layers: LayersLike) -> None:
         self.batches = batches
@@ -229,14 +229,14 @@ class _Collector:
         self.first_nonfinite: str | None = None
         self.notes: list[str] = []
 
-    def silent(self) -> list[str]:
-        """A note that names the layers without a row."""
+    def uncalled_note(self) -> list[str]:
+        """Return a note that lists the layers without a row."""
         seen = {name for name, *_ in self.calls}
-        silent = [name for name, module in self.modules.items() if name not in seen and _is_callable(module)]
-        return listed("never called, or without a tensor to show:", silent)
+        uncalled = [name for name, module in self.modules.items() if name not in seen and _is_callable(module)]
+        return listed("never called, or without a tensor in the output:", uncalled)
 
     def fields(self, name: str, known: Moments | None) -> dict[str, Any]:
-        """The fields that rows of both kinds share."""
+        """Return the fields that rows of both kinds have in common."""
         count = 0 if known is None else known.count
         return {"name": name, "kind": type(self.modules[name]).__name__, "count": count, **_statistics(known)}
 
@@ -251,31 +251,33 @@ def activation_statistics(
     """Return statistics of the activations of each layer: moments, zeros, dead channels, NaN and infinities.
 
     There is one row per layer, in the order in which the layers begin in a forward pass. A layer that is called several
-    times in one, such as a reused ReLU, has a row for each call. Of an output of several tensors the first one counts.
-    A functional ReLU is not a layer: its zeros show in the layer around it.
+    times, such as a reused ReLU, has a row for each call. If an output has several tensors, the first one is measured.
+    A functional ReLU is not a layer: its zeros appear in the layer that contains it.
 
-    All numbers are exact over all batches together, summed in double precision. No activation is kept, so the memory
-    does not grow with the batches.
+    All numbers are exact over all batches, summed in double precision. Activations are not stored, so memory use does
+    not grow with the number of batches.
 
-    Convolutions, their norms and 1D pooling have their channels on axis 1; linear layers, attention and `nn.LayerNorm`
-    on the last. Other layers with an output of the same shape have them on the same axis. Otherwise channels are on
-    axis 1 of (N, K), on the last of (N, T, C), and in four axes where the proportions of the input do not fit.
+    Channels are on axis 1 for convolutions, batch, group and instance norms and 1D pooling. They are on the last axis
+    for linear layers, attention and `nn.LayerNorm`. Other layers use the axis of these layers if an output has the same
+    shape. Otherwise channels are on axis 1 of (N, K) and on the last axis of (N, T, C). For four axes, the axis is
+    chosen such that the other two have the proportions of the input.
 
-    A channel dies in a layer that gives zeros and nothing below, is not affine, and either has parameters or gets
-    values below zero. Of nested layers, the innermost counts.
+    A channel is dead if it was never above zero in a layer that rectifies. A layer rectifies if its smallest output is
+    zero, it is not affine, and it has parameters or receives negative values. For nested layers, only the innermost one
+    counts.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
-        data: A batch as the model takes it; images or their paths, if the model carries its preprocessing; or any
-            iterable of batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
+        data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
+            batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
-        training: Run a private copy of the model in training mode: normalisation uses the batch, and dropout draws from
-            own seeds. Batch normalisation that was never trained has running statistics of zeros and ones, so the
-            default, evaluation mode, shows activations that no training step would have.
+        training: Whether to run a private copy of the model in training mode, where normalisation uses the batch and
+            dropout draws from separate seeds. Use it for untrained batch normalisation: its running statistics are
+            zeros and ones, so evaluation mode gives activations that do not occur in training.
 
     Raises:
-        ImageError: The data hold no batch, or one that cannot be read.
-        LayerError: A name or pattern fits no layer, or none of the layers is called.
+        ImageError: The data contain no batch, or a batch cannot be read.
+        LayerError: A name or pattern matches no layer, or none of the layers is called.
         ModelError: The model has parameters without values, or cannot be copied for `training`.
         NotApplicableError: A layer returns a nested or quantised tensor.
     """
@@ -285,8 +287,8 @@ def activation_statistics(
     return collector.table()
 
 
-class _Seen:
-    """Moments and live channels of the last tensor, which a container often returns again. The tensor is not kept."""
+class _TensorCache:
+    """Cache of the moments and live channels of the last tensor, which containers often return again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -294,11 +296,11 @@ class _Seen:
         self._alive: dict[int | None, Tensor | None] = {None: None}
         self.moments = moments(tensor)
 
-    def is_still(self, tensor: Tensor) -> bool:
+    def is_for(self, tensor: Tensor) -> bool:
         return self._tensor() is tensor and tensor_version(tensor) == self._version
 
     def alive(self, tensor: Tensor, axis: int | None) -> Tensor | None:
-        """For each channel of this tensor, whether any value is above zero or NaN; None without channels."""
+        """Return for each channel whether any value is above zero or NaN; None without channels."""
         if axis not in self._alive:
             values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
             others = [other for other in range(tensor.dim()) if other != axis]
@@ -310,7 +312,7 @@ class _ActivationCollector(_Collector):
     def __init__(self, batches: Batches, layers: LayersLike) -> None:
         super().__init__(batches, layers)
         self._axes: dict[tuple[int, ...], int] = {}  # by shape of the output without the batch
-        self._seen: _Seen | None = None
+        self._cache: _TensorCache | None = None
         self._images = 0
         self._size: Grid | None = None
         self._is_input_finite = True
@@ -327,29 +329,29 @@ class _ActivationCollector(_Collector):
             output = batch.run(model)
             if not self.notes and not all(map(is_finite, tree_tensors(output))):
                 self.notes.append(
-                    f"NaN or infinity in the model's output{self.in_batch}, but not in any layer of this table: it "
-                    "comes from a function after them"
+                    f"NaN or infinity in the model's output{self.in_batch}, but not in any layer of this table: a "
+                    "function after the layers creates it"
                 )
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> RunningStats:
         stats, x, module = self.calls.next(name), first_tensor((args, kwargs)), self.modules[name]
         if x is not None and not stats.can_rectify and type(module) not in _AFFINE:
-            stats.can_rectify = any(True for _ in module.parameters()) or self._look_at(x).moments.min < 0
+            stats.can_rectify = any(True for _ in module.parameters()) or self._measured(x).moments.min < 0
         return stats
 
-    def _look_at(self, tensor: Tensor) -> _Seen:
-        if self._seen is None or not self._seen.is_still(tensor):
-            self._seen = _Seen(tensor)
-        return self._seen
+    def _measured(self, tensor: Tensor) -> _TensorCache:
+        if self._cache is None or not self._cache.is_for(tensor):
+            self._cache = _TensorCache(tensor)
+        return self._cache
 
     def _end(self, name: str, stats: RunningStats, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is None:
             return
         stats.has_output = True
-        if self._seen is not None and self._seen.is_still(tensor):
+        if self._cache is not None and self._cache.is_for(tensor):
             stats.can_rectify = False  # the layer returns its input or the output of another one
-        seen = self._look_at(tensor)
+        seen = self._measured(tensor)
         stats.add_channels(seen.alive(tensor, self._channel_axis(self.modules[name], tuple(tensor.shape))))
         stats.add(seen.moments)
         if self.first_nonfinite is None:
@@ -372,7 +374,7 @@ class _ActivationCollector(_Collector):
         return axis
 
     def _find_nonfinite(self, name: str, output: Any, first: Moments) -> None:
-        """Note the layer if there is NaN or infinity in its output, including later tensors."""
+        """Record the layer as the first one if any tensor in its output has NaN or infinity."""
         later = [(moments(tensor), "a later tensor of the output") for tensor in islice(tree_tensors(output), 1, None)]
         broken = [(known, part) for known, part in [(first, "the output"), *later] if known.nan or known.inf]
         if not broken:
@@ -383,9 +385,9 @@ class _ActivationCollector(_Collector):
         label = f'"{name}"' if name else "the model"
         tensors = (*self.modules[name].named_parameters(), *self.modules[name].named_buffers())
         weight = next((key for key, tensor in tensors if not is_finite(tensor)), None)
-        cause = f": its {weight} holds NaN or infinity" if weight is not None else ""
+        cause = f": its {weight} contains NaN or infinity" if weight is not None else ""
         if not self._is_input_finite:
-            cause = ": the input itself holds NaN or infinity"
+            cause = ": the input itself contains NaN or infinity"
         self.notes.append(f"{kinds} first in {part} of {label}{self.in_batch}{cause}")
 
     def table(self) -> ActivationStatistics:
@@ -399,14 +401,14 @@ class _ActivationCollector(_Collector):
                 rectifiers.append(row)
         if not rows:
             raise LayerError(
-                f"none of the {len(self.modules)} layers was called or gave a tensor (scripted parts do not call "
-                "their layers)"
+                f"none of the {len(self.modules)} layers was called and returned a tensor (hooks do not run inside "
+                "scripted modules)"
             )
         names = {row.name for row in rectifiers}
         inner = [row for row in rectifiers if not any(_is_inside(name, row.name) for name in names)]
         images = self.batches.images
         nonfinite = self.notes or ["no NaN, no infinity"]
-        notes = [str(self.batches), _dead_note(inner, images), *nonfinite, *self.silent()]
+        notes = [str(self.batches), _dead_note(inner, images), *nonfinite, *self.uncalled_note()]
         title = f"Activations of {type(self.batches.original).__name__}"
         table = ActivationStatistics(rows, _activation_columns(rows, rectifiers, images), title, notes)
         table.first_nonfinite = self.first_nonfinite
@@ -420,23 +422,23 @@ def _is_inside(name: str, container: str) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether a module computes something: a ModuleList or ParameterList does not."""
+    """Return whether a module has a forward; a ModuleList or ParameterList has none."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     return is_scripted or type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _dead_note(rectifiers: Sequence[LayerActivations], images: int) -> str:
     if not rectifiers:
-        return "no layer rectifies here (a functional ReLU is not a layer), so no channel counts as dead"
+        return "no layer rectifies (a functional ReLU is not a layer), so no channel counts as dead"
     dead, channels = sum(len(row.dead) for row in rectifiers), sum(row.channels or 0 for row in rectifiers)
     if not dead:
-        return f"no dead channel among {channels} behind rectifiers"
+        return f"no dead channel among {channels} in layers that rectify"
     worst = max(rectifiers, key=lambda row: len(row.dead))
     note = (
-        f"{plural(dead, 'dead channel')} among {channels} behind rectifiers, most of them in "
+        f"{plural(dead, 'dead channel')} among {channels} in layers that rectify, most of them in "
         f"{worst.name or 'the model'}: {len(worst.dead)} of {worst.channels}"
     )
-    return note if images > 1 else f"{note} (on one image; other images activate many of them)"
+    return note if images > 1 else f"{note} (for one image; other images activate many of them)"
 
 
 def _activation_columns(
@@ -451,7 +453,7 @@ def _activation_columns(
             "dead",
             lambda row: dead.get((row.name, row.call), ""),
             hint="channels that were never above zero, in layers that rectify",
-            # Other images activate most of the channels that are silent on one.
+            # No alert for a single image: other images activate most of its dead channels.
             alert=lambda row: images > 1 and (row.name, row.call) in dead,
         ),
     ]
@@ -469,37 +471,38 @@ def gradient_statistics(
 ) -> GradientStatistics:
     """Return statistics of the gradients of a loss or a score, at the output of each layer and for each parameter.
 
-    Several batches count as one: the loss is the mean over all images, where the loss of a batch is taken as the mean
-    over its images. Sums are in double precision. No activation or gradient of a layer is kept, so the memory does not
-    grow with the batches.
+    Several batches count as one: the loss is the mean over all images. The loss of a batch is treated as the mean over
+    its images. Sums are in double precision. Activations and gradients of layers are not stored, so memory use does not
+    grow with the number of batches.
 
-    The gradient at a layer is that of what it returned, also if a later operation changes that in place. A layer that
-    is called several times in a forward pass has a row for each call. Of an output of several tensors the first one
-    counts. Layers with frozen parameters have the gradient that flows through them. Every `.grad`, flag and buffer
-    stays unchanged.
+    The gradient at a layer is the gradient of its output, even if a later operation changes the output in place. A
+    layer that is called several times in a forward pass has a row for each call. If an output has several tensors, the
+    first one is measured. Layers with frozen parameters also have a gradient at their output. `.grad`, flags and
+    buffers are unchanged.
 
     Args:
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
-        data: A batch as the model takes it; images or their paths, if the model carries its preprocessing; or any
-            iterable of batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
+        data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
+            batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
         loss_or_target: A function `loss(output)` or `loss(output, labels)`, such as `torch.nn.CrossEntropyLoss()`, that
-            returns a scalar or one number per image, which are averaged. Or a class by index or name, another target,
-            or None for the top class of each image: then it is the mean score over the images.
+            returns a scalar, or one number per image to be averaged. Or a target: a class index or name, any other
+            target, or None for the top class of each image. The score is then the mean over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
         learning_rate: The learning rate of plain gradient descent. The `ratio` of a parameter is then the norm of its
-            update over the norm of the weight, and that of a layer is of all its parameters with a gradient together. A
-            thousandth is usual. None gives the ratio of the gradient itself.
-        training: Run a private copy of the model in training mode: normalisation uses the batch, and dropout draws from
-            own seeds. The default, evaluation mode, misjudges batch normalisation that was never trained.
+            update divided by the norm of the weight; about 0.001 is usual. The ratio of a layer covers all its
+            parameters with a gradient. None gives ratios of the gradient itself.
+        training: Whether to run a private copy of the model in training mode, where normalisation uses the batch and
+            dropout draws from separate seeds. Use it for untrained batch normalisation, for which evaluation mode gives
+            misleading gradients.
 
     Raises:
-        ImageError: The data hold no batch, or one that is empty or cannot be read.
-        LayerError: A name or pattern fits no layer.
+        ImageError: The data contain no batch, or a batch is empty or cannot be read.
+        LayerError: A name or pattern matches no layer.
         MethodError: The learning rate is not a number above zero.
         ModelError: The model has parameters without values, cannot run with gradients, or cannot be copied for
             `training`.
-        NotApplicableError: A part of the model uses reentrant checkpoints, which allow no gradients but `.grad`, or
-            returns a nested or quantised tensor.
+        NotApplicableError: A part of the model uses reentrant checkpoints, which do not support `torch.autograd.grad`,
+            or returns a nested or quantised tensor.
         TargetError: The target does not fit the output, or the loss is not a number with a gradient.
     """
     if learning_rate is not None:
@@ -528,7 +531,7 @@ def gradient_statistics(
 
 
 class Objective:
-    """Loss or mean score of a batch, of which gradients are taken.
+    """Loss or mean score of a batch, the function that is differentiated.
 
     Args:
         loss_or_target: A loss, or a target of the model's output.
@@ -545,18 +548,21 @@ class Objective:
         """Return the loss or the mean score of a batch as a scalar tensor.
 
         Raises:
-            TargetError: Not a number, no gradient, a target that does not fit the output, or missing labels.
+            TargetError: The value is not a number or has no gradient, the target does not fit the output, or labels
+                are missing.
         """
         value = self._loss(output, batch) if self._is_loss else self._score(output, batch)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() > 1:
             got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TargetError(f"the {self.name} is {got}; expected a float tensor of one number, or of one per image")
         if value.dim() == 1 and len(value) not in (1, batch.size):
-            raise TargetError(f"the {self.name} has {len(value)} numbers for {batch.size} images; expected one each")
+            raise TargetError(
+                f"the {self.name} has {len(value)} numbers for {batch.size} images; expected one per image"
+            )
         if not value.requires_grad:
             raise TargetError(
-                f"the {self.name} has no gradient: the loss or the model detaches the output, or takes an argmax or a "
-                "Python number of it"
+                f"the {self.name} has no gradient: the loss or the model detaches the output, or converts it with "
+                "argmax or to a Python number"
             )
         return value.mean()
 
@@ -569,17 +575,17 @@ class Objective:
         if takes_labels and batch.labels is None:
             name = str(getattr(self._given, "__name__", type(self._given).__name__)).strip("<>")
             raise TargetError(
-                f"the loss {name} takes labels, and the data have none; pass pairs of a batch and labels, or a loss "
-                "of the output alone"
+                f"the loss {name} requires labels, but the data have none; pass pairs of a batch and labels, or a loss "
+                "that takes only the output"
             )
         if takes_labels is False or batch.labels is None:
             return self._given(output)
-        # Tensors created under inference_mode cannot be saved for the backward pass; copies can.
+        # Copy: tensors created under inference_mode cannot be saved for the backward pass.
         return self._given(output, tree_map_tensors(batch.labels, torch.clone))
 
 
 def _takes_labels(loss: Any) -> bool | None:
-    """Whether a loss requires labels after the output; None if they are optional."""
+    """Return whether a loss requires labels as its second argument; None if they are optional."""
     try:
         # The `__call__` of modules has no signature of its own.
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
@@ -595,7 +601,7 @@ def _takes_labels(loss: Any) -> bool | None:
 
 
 class _GradientCollector(_Collector):
-    """Moments of the gradients at layers, and sums of the gradients of parameters, for the mean over all batches."""
+    """Collects moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
 
     def __init__(
         self, batches: Batches, layers: LayersLike, parameters: dict[str, nn.Parameter], objective: Objective
@@ -612,7 +618,7 @@ class _GradientCollector(_Collector):
 
     @property
     def mean(self) -> float:
-        """The mean of the objective over all images."""
+        """Mean of the objective over all images."""
         return self._total / self._total_weight
 
     def run(self, batch: ModelCall) -> None:
@@ -625,12 +631,12 @@ class _GradientCollector(_Collector):
         self.calls.start_pass()
         starts: list[Tensor] = []
         trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        with self.batches.prepared_model() as model, HookManager() as arriving:
+        with self.batches.prepared_model() as model, HookManager() as gradient_hooks:
             with HookManager() as hooks:
                 for name, module in self.modules.items():
-                    hooks.around(module, partial(self._begin, name), partial(self._end, arriving, name))
-                output = batch.run(model, partial(_started, starts))
-            # The hooks are removed: checkpointed parts call their layers again from here on.
+                    hooks.around(module, partial(self._begin, name), partial(self._end, gradient_hooks, name))
+                output = batch.run(model, partial(_leaf_copy, starts))
+            # The call hooks are removed by now, since checkpointed parts call their layers again in the backward pass.
             objective = self._objective(output, batch)
             gradients = self._gradients(objective, [*starts, *trainable.values()])[len(starts) :]
         value = float(objective.detach())
@@ -640,14 +646,14 @@ class _GradientCollector(_Collector):
                 self._add_parameter(name, gradient)
         if not math.isfinite(value) and not any(self._objective.name in note for note in self.notes):
             if not all(map(is_finite, tree_tensors((batch.args, batch.kwargs)))):
-                self.notes.append(f"the input itself holds NaN or infinity{self.in_batch}")
+                self.notes.append(f"the input itself contains NaN or infinity{self.in_batch}")
             self.notes.append(f"the {self._objective.name} is {value}{self.in_batch}")
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> RunningStats:
         return self.calls.next(name)
 
-    def _end(self, arriving: HookManager, name: str, stats: RunningStats, output: Any) -> Any:
-        """Pass on a copy of the output, whose gradient is exactly that of what the layer returned."""
+    def _end(self, gradient_hooks: HookManager, name: str, stats: RunningStats, output: Any) -> Any:
+        """Replace the output by a copy with a hook, so that later in-place operations do not affect its gradient."""
         tensor = first_tensor(output)
         if tensor is None:
             return None
@@ -655,11 +661,11 @@ class _GradientCollector(_Collector):
         if not tensor.requires_grad:
             return None
         copied = tensor.clone()
-        arriving.at_gradient(copied, partial(self._arrive, name, stats))
+        gradient_hooks.at_gradient(copied, partial(self._add_gradient, name, stats))
         return tree_map_tensors(output, lambda t: copied if t is tensor else t)
 
-    def _arrive(self, name: str, stats: RunningStats, gradient: Tensor) -> None:
-        # A loss may take gradients of its own earlier.
+    def _add_gradient(self, name: str, stats: RunningStats, gradient: Tensor) -> None:
+        # Ignore gradients that the loss function itself computes.
         if not self._is_backward:
             return
         more = moments(gradient)
@@ -717,14 +723,14 @@ class _GradientCollector(_Collector):
         notes = [
             str(self.batches),
             *(self.notes or ["no NaN, no infinity" + (" at the layers" if has_nonfinite_sum else "")]),
-            *listed("no gradient comes to", dict.fromkeys(row.name for row in rows if row.norm is None)),
-            *self.silent(),
+            *listed("no gradient at", dict.fromkeys(row.name for row in rows if row.norm is None)),
+            *self.uncalled_note(),
         ]
         return Table(rows, columns, title, notes)
 
 
-def _started(starts: list[Tensor], tensor: Tensor) -> Tensor:
-    """Copy an input so that it requires a gradient, and gradients flow through frozen layers too."""
+def _leaf_copy(starts: list[Tensor], tensor: Tensor) -> Tensor:
+    """Copy an input such that it requires a gradient, so that gradients also flow through frozen layers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
     starts.append(leaf(tensor))
@@ -732,12 +738,12 @@ def _started(starts: list[Tensor], tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Convert to double precision, where the device has it."""
+    """Convert to double precision if the device supports it."""
     return tensor if tensor.device.type == "mps" else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
 def _ratio(norm: float, weight_norm: float, learning_rate: float | None) -> float | None:
-    """The norm of the update, or of the gradient, over that of the weight; None for a zero weight."""
+    """Return the norm of the update or gradient, divided by that of the weight; None for a zero weight."""
     return (1.0 if learning_rate is None else learning_rate) * norm / weight_norm if weight_norm else None
 
 
@@ -757,21 +763,23 @@ def _parameter_table(
         Column(
             _ratio_title(learning_rate),
             lambda row: _text(row.ratio),
-            hint=f"norm of the {kind} over that of the weight",
+            hint=f"norm of the {kind} divided by that of the weight",
         ),
     ]
     rate = "no learning rate was given" if learning_rate is None else f"at a learning rate of {learning_rate:g}"
     notes = [
-        f"ratios are of the {kind} to the weight{':' if learning_rate is None else ','} {rate}",
+        f"ratios of the {kind} to the weight{':' if learning_rate is None else ','} {rate}",
         *listed("frozen:", [row.name for row in rows if not row.trainable]),
-        *listed("no part in the result:", [row.name for row in rows if row.trainable and row.norm is None]),
+        *listed(
+            "trainable, but not used for the result:", [row.name for row in rows if row.trainable and row.norm is None]
+        ),
         *listed("NaN or infinity in the gradient of", [row.name for row in rows if row.nan or row.inf]),
     ]
     return Table(rows, columns, title, notes)
 
 
 def _statistics(known: Moments | None) -> dict[str, Any]:
-    """The fields of a row that describe the values."""
+    """Return the fields of a row that describe the values."""
     if known is None:
         return {**dict.fromkeys(("norm", "rms", "mean", "std", "min", "max", "zero_share")), "nan": 0, "inf": 0}
     names = ("norm", "mean", "std", "min", "max", "zero_share", "nan", "inf")
@@ -795,7 +803,7 @@ def _layer_columns(rows: Sequence[_LayerRow]) -> list[Column[_LayerRow]]:
 
 
 def _statistics_columns(rows: Sequence[_Row], *names: str) -> list[Column[_Row]]:
-    """The columns of the values, without those for NaN and infinity where there is none."""
+    """Return the columns of the values. NaN and infinity have a column only if they occur."""
     columns: list[Column[_Row]] = [
         Column(name, partial(_field_text, name), hint=_HINTS.get(name, "")) for name in names
     ]

@@ -1,4 +1,4 @@
-"""Tables of measurements: rows to compute with, text to read, HTML for notebooks and pages."""
+"""Tables of measurements as rows, text, HTML and DataFrames."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..errors import LayerError, SaliencyError, closest
 
 
 class Named(Protocol):
-    """A row: a frozen dataclass with at least a name."""
+    """Row of a table: a frozen dataclass with at least a name."""
 
     @property
     def name(self) -> str:
-        """The dotted name of the layer or parameter."""
+        """Dotted name of the layer or parameter."""
 
 
 Row = TypeVar("Row", bound=Named)
@@ -32,11 +32,11 @@ class Column(Generic[Row]):
 
     Attributes:
         title: The heading.
-        text: Function from a row to the text of its cell. Leading spaces indent.
+        text: Function from a row to the text of its cell. Leading spaces are kept as indentation.
         align: "left" or "right".
-        hint: The meaning of the heading, as a tooltip on a page.
-        bar: Function from a row to a share from 0 to 1 that a page draws behind the cell; None draws nothing.
-        alert: Function from a row to whether a page highlights the cell, such as a NaN or a dead channel.
+        hint: Explanation of the heading, shown as a tooltip in HTML.
+        bar: Function from a row to a number from 0 to 1, drawn as a bar behind the cell in HTML; None for no bar.
+        alert: Function from a row to whether the cell is highlighted in HTML, for example a NaN or a dead channel.
     """
 
     title: str
@@ -48,13 +48,13 @@ class Column(Generic[Row]):
 
 
 class Table(Sequence[Row]):
-    """Sequence of dataclasses that is shown as text or HTML and converts to a DataFrame.
+    """Sequence of dataclasses that is displayed as text or HTML, and converts to a DataFrame.
 
     Args:
         rows: Frozen dataclasses.
-        columns: What is shown of them; `rows` and `dataframe()` have everything.
+        columns: The displayed columns; `rows` and `dataframe()` contain all fields.
         title: The title of the table.
-        notes: Sentences below the table.
+        notes: Notes below the table.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Table(Sequence[Row]):
     @overload
     def __getitem__(self, key: slice) -> Self: ...
     def __getitem__(self, key: int | str | slice) -> Row | Self:
-        """Return a row by its index or name, the first of that name; or a table of a slice, without the notes.
+        """Return a row by its index, the first row with a name, or a table with a slice of the rows and without notes.
 
         Raises:
-            IndexError: There are fewer rows.
+            IndexError: The index is out of range.
             LayerError: No row has that name; the closest names are given.
         """
         if isinstance(key, slice):
@@ -94,7 +94,7 @@ class Table(Sequence[Row]):
         return row
 
     def __contains__(self, item: object) -> bool:
-        """Whether a row, or a row of that name, is in the table."""
+        """Return whether a row, or a row with that name, is in the table."""
         return any(row.name == item if isinstance(item, str) else row == item for row in self.rows)
 
     def of(self, rows: Iterable[Row], notes: Iterable[str] = ()) -> Self:
@@ -108,7 +108,7 @@ class Table(Sequence[Row]):
         return f"<{type(self).__name__}{title}: {plural(len(self), 'row')}>"
 
     def __str__(self) -> str:
-        """The table as aligned text."""
+        """Return the table as aligned text."""
         from rich.cells import cell_len
 
         texts = [[column.title for column in self.columns], *self.cells()]
@@ -124,11 +124,11 @@ class Table(Sequence[Row]):
         return "\n".join([*title, *lines, *notes])
 
     def cells(self) -> list[list[str]]:
-        """Return the text of each cell, row by row, on one line and with control characters escaped."""
+        """Return the text of each cell, row by row, with control characters and line breaks escaped."""
         return [[visible(column.text(row)) for column in self.columns] for row in self.rows]
 
     def to_html(self) -> str:
-        """Return the table as HTML with its own style, in the colours of the page that shows it."""
+        """Return the table as HTML with a style that adapts to the colours of the page."""
         hints = [f' title="{escaped(column.hint)}"' if column.hint else "" for column in self.columns]
         head = "".join(
             f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
@@ -177,7 +177,7 @@ def si(value: float, unit: str = "") -> str:
 
 
 def share(part: float | None) -> str:
-    """Format a share as a percentage: 0.123 is "12.3 %"; only exactly 0 and 1 are shown as such. None is empty."""
+    """Format a share as a percentage: 0.123 is "12.3 %"; None is "". Only exact 0 and 1 give "0 %" and "100 %"."""
     if part is None or not math.isfinite(part):
         return "" if part is None else f"{part:g}"
     if 0 < part < 0.0005:
@@ -220,9 +220,9 @@ def _shortened(texts: list[str], most: int = 4) -> str:
 
 
 def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
-    """Return a note that lists layers or parameters; no note for no names.
+    """Return a list with one note that lists names of layers or parameters; empty without names.
 
-    Many names that differ only in a number are one pattern: "not called: blocks.*.drop (7)".
+    More than three names that differ only in numbers are combined: "not called: blocks.*.drop (7)".
     """
     patterns: dict[str, list[str]] = {}
     for name in names:
@@ -254,8 +254,8 @@ def _cell(column: Column[Row], row: Row, text: str, is_name: bool) -> str:
     return f'<td class="{classes}"{style}>{escaped(text)}</td>'
 
 
-# Every colour is the text colour of the page with some transparency, which fits light and dark backgrounds. Only the
-# header has a background, that of JupyterLab, VS Code or our own page, since rows scroll below it.
+# Most colours are the text colour of the page with some transparency, which suits light and dark backgrounds. Only the
+# header has a background, since rows scroll below it: that of JupyterLab, VS Code or our own page.
 _STYLE = """
 .saliency-table { color: inherit; margin: .5em 0 1em; }
 .saliency-table > div { max-height: min(44rem, 85vh); overflow: auto; width: fit-content; max-width: 100%;

@@ -1,10 +1,10 @@
-"""Checks that any subclass of `Attribution`, also your own, keeps the promises of this toolkit.
+"""Check that a subclass of `Attribution`, including your own, fulfils the guarantees of this toolkit.
 
     from saliency.testing import check_method
 
     check_method(MyCAM)
 
-or, one test for each promise:
+or, with one test per guarantee:
 
     @pytest.mark.parametrize(("name", "check"), checks(MyCAM))
     def test_my_cam(name, check):
@@ -32,37 +32,37 @@ __all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model"]
 def checks(
     method: type[Attribution], *, model: Callable[[], nn.Module] = tiny_model, **options: Any
 ) -> list[tuple[str, Callable[[], None]]]:
-    """Return the name of each promise with a function that raises AssertionError if the method breaks it.
+    """Return the name of each check, with a function that raises AssertionError if the method fails it.
 
     Args:
         method: The class.
-        model: Builds the classifier that the checks run on, from batches (N, 3, 16, 16) to scores (N, classes) with at
-            least 2 classes, in float32 on the CPU, and the same at every call. By default a small convolutional network
+        model: Function that creates the classifier to test, the same at every call. It maps batches (N, 3, 16, 16) to
+            scores (N, classes) with at least 2 classes, in float32 on the CPU. By default a small convolutional network
             with several kinds of ReLU, global average pooling and a linear head.
-        options: Options of the method's constructor; layers by name. They extend the method's `quick_options`.
+        options: Options of the method's constructor, with layers by name. They extend the method's `quick_options`.
     """
     case = MethodCase(method, {**method.quick_options, **options}, model)
     return [(name, partial(_without_warnings, check, case)) for name, check in CHECKS.items()]
 
 
 def _without_warnings(check: Check, case: MethodCase) -> None:
-    """Run a check; only its result counts, and a method may warn about such inputs."""
+    """Run a check without the warnings of the toolkit, which test inputs may cause."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaliencyWarning)
         check(case)
 
 
 def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] = tiny_model, **options: Any) -> None:
-    """Check every promise of the toolkit on a method.
+    """Run all checks on a method.
 
     Args:
         method: The class.
         model: As for `checks`.
-        options: Options of the method's constructor; layers by name.
+        options: Options of the method's constructor, with layers by name.
 
     Raises:
-        AssertionError: The method breaks promises; the message lists all of them with the reason. The cause is an
-            ExceptionGroup of the single failures with their tracebacks.
+        AssertionError: The method fails checks. The message lists all failed checks with the reasons. The cause is an
+            ExceptionGroup of the failures with their tracebacks.
     """
     failures: list[Exception] = []
     report: list[str] = []

@@ -1,4 +1,4 @@
-"""What the checks run on: a method with its options, small models and images. Nothing here moves a random state."""
+"""Test cases for the checks: a method with its options, small models and images. Global random states are unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 
 Check = Callable[["MethodCase"], None]
-"""Checks one promise. Raises AssertionError if the method breaks it."""
+"""Function that raises AssertionError if a method fails the check."""
 
 CHECKS: dict[str, Check] = {}
 """All checks by name."""
@@ -29,9 +29,9 @@ def check(function: Check) -> Check:
 
 
 class TinyNet(nn.Module):
-    """A classifier that most methods apply to, with an in-place and reused ReLU, a functional ReLU and a linear head.
+    """Classifier that most methods support, with an in-place and reused ReLU, a functional ReLU and a linear head.
 
-    BatchNorm and dropout reveal a method that runs it in training mode, and `spare` is a layer that never runs.
+    BatchNorm and dropout detect methods that run it in training mode. `spare` is a layer that is never called.
     """
 
     def __init__(self, classes: int = 5) -> None:
@@ -57,7 +57,7 @@ class TinyNet(nn.Module):
 
 def tiny_model(seed: int = 0) -> nn.Module:
     """Return a `TinyNet` with fixed weights, in evaluation mode."""
-    # Modules draw their first weights from the global random state; on the meta device nothing is drawn.
+    # Initialisation draws from the global random state, except on the meta device.
     with torch.device("meta"):
         model = TinyNet()
     model.to_empty(device="cpu").eval()
@@ -76,7 +76,7 @@ def tiny_model(seed: int = 0) -> nn.Module:
 
 
 def images(count: int, size: tuple[int, int] = SIZE, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a batch of noise (N, 3, H, W), the same at every call."""
+    """Return a batch of noise (N, 3, H, W), identical at every call."""
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(seed), dtype=dtype, device="cpu")
 
 
@@ -89,15 +89,15 @@ class MethodCase:
     build: Callable[[], nn.Module] = tiny_model
 
     def on(self, model: nn.Module, **changed: Any) -> Attribution:
-        """Return the method on a model."""
+        """Create the method for a model. `changed` overrides options."""
         return self.method(model, **{**self.options, **changed})
 
     def model(self) -> nn.Module:
-        """Return a new model in evaluation mode, the same at every call."""
+        """Return a new model in evaluation mode, identical at every call."""
         return self.build().eval()
 
     def precise_model(self) -> nn.Module:
-        """Return the same model in float64, where rounding cannot be mistaken for an error."""
+        """Return the model in float64, so that rounding is not mistaken for an error."""
         return self.model().double()
 
     def explain(self, model: nn.Module | None = None, x: Tensor | None = None, target: Any = (0, 1)) -> Explanation:
@@ -112,7 +112,7 @@ class MethodCase:
 
 
 def require(holds: bool, failure: str) -> None:
-    """Raise AssertionError with the failure unless the promise holds."""
+    """Raise AssertionError with the message `failure` unless `holds`."""
     if not holds:
         raise AssertionError(failure)
 
@@ -123,8 +123,8 @@ def require_same(values: Tensor, expected: Tensor, what: str, *, rounding: float
     values, expected = values.detach().cpu().double(), expected.detach().cpu().double()
     difference = float((values - expected).abs().max()) if values.numel() else 0.0
     limit = rounding * max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-12)
-    # Written so that NaN fails.
-    require(difference <= limit, f"{what}: off by up to {difference:.3g} where {limit:.3g} is rounding")
+    # This comparison is false for NaN.
+    require(difference <= limit, f"{what}: differs by up to {difference:.3g}; rounding allows {limit:.3g}")
 
 
 def require_same_explanation(explanation: Explanation, expected: Explanation, what: str) -> None:

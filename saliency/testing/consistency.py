@@ -1,4 +1,4 @@
-"""The same question gets the same answer: in a batch, in any order, in threads, nested, wrapped, frozen, repeated."""
+"""Checks that equal inputs give equal results: in a batch, in any order, in threads, nested, wrapped or repeated."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _require_images_alone(method: Attribution, x: Tensor, targets: list[int], wh
 
 @check
 def batch_is_its_images(case: MethodCase) -> None:
-    """A batch gives what its images give one by one."""
+    """A batch gives the same results as its images one by one."""
     x = images(3, dtype=torch.float64)
     _require_images_alone(case.on(case.precise_model()), x, [1, 0, 1], "a batch")
 
 
 @check
 def signed_layer(case: MethodCase) -> None:
-    """A layer with signed activations is read image by image too, with its signs."""
+    """A layer with signed activations gives the same results for a batch and for its images one by one."""
     model = case.precise_model()
     layer = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)), None)
     if layer is None or "layer" not in case.method.parameters() or "layer" in case.options:
@@ -60,19 +60,19 @@ def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
 
 @check
 def order_does_not_matter(case: MethodCase) -> None:
-    """An image gives the same at any place of the batch."""
+    """An image gives the same result at any position in the batch."""
     order, x = [2, 0, 1], images(3, dtype=torch.float64)
     method = case.on(case.precise_model())
     expected, moved = method.attribute(x, [0, 1, 1]), method.attribute(x[order], [1, 0, 1])
     for place, i in enumerate(order):
-        require_same_explanation(moved[place], expected[i], f"image {i} in another place of the batch")
+        require_same_explanation(moved[place], expected[i], f"image {i} at another position in the batch")
 
 
 @check
 def seed_fixes_the_result(case: MethodCase) -> None:
-    """The global random states have no influence."""
+    """The global random states do not affect the result."""
     model, x = case.model(), images(2)
-    # "auto" chooses chunks by time, and chunks differ by rounding.
+    # "auto" chooses the chunk size by timing, and chunk sizes differ by rounding.
     options = {"chunk": 2} if case.has_chunks else {}
     method = case.on(model, **options)
     first = method.attribute(x, [0, 1])
@@ -80,12 +80,12 @@ def seed_fixes_the_result(case: MethodCase) -> None:
         repeated, rebuilt = method.attribute(x, [0, 1]), case.on(model, **options).attribute(x, [0, 1])
     for explanation, what in ((repeated, "the same call again"), (rebuilt, "a new object with the same options")):
         equal = torch.equal(explanation.values, first.values) and torch.equal(explanation.scores, first.scores)
-        require(equal, f"{what}, after the global random states moved, gave other values")
+        require(equal, f"{what}, after the global random states changed, gave different values")
 
 
 @contextmanager
 def _other_random_states() -> Iterator[None]:
-    """Move the global random states, and restore them."""
+    """Change the global random states, and restore them afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - the global one
     torch.rand(3, dtype=torch.float32, device="cpu"), np.random.rand(3), random.random()  # noqa: NPY002, S311
     try:
@@ -98,7 +98,7 @@ def _other_random_states() -> Iterator[None]:
 
 @check
 def chunks_do_not_show(case: MethodCase) -> None:
-    """Any chunk size gives the same result, and so does a chunk that runs out of memory and is repeated in halves."""
+    """Any chunk size gives the same result, also after a chunk runs out of memory and is repeated in halves."""
     if not case.has_chunks:
         return
     x = images(2, dtype=torch.float64)
@@ -130,14 +130,14 @@ def _require_same_estimates(explanation: Explanation, expected: Explanation, wha
                 require_same(value + scale, wanted + scale, f"{name} {what}")
     except AssertionError as error:
         raise AssertionError(
-            f"{error}; make(start, stop) must return the same inputs for the same pass numbers, however often it is "
-            "called: draw pass i from saliency.generator(seed, i)"
+            f"{error}; make(start, stop) must return the same inputs for the same pass numbers at every call: draw "
+            "pass i from saliency.generator(seed, i)"
         ) from error
 
 
 @check
 def images_that_affect_each_other(case: MethodCase) -> None:
-    """Passes of one image run one by one if the images of a batch change each other's scores."""
+    """If the images of a batch affect each other's scores, the passes of an image run one by one."""
     if not case.has_chunks:
         return
     model, x = case.precise_model(), images(1, dtype=torch.float64)
@@ -150,7 +150,7 @@ def images_that_affect_each_other(case: MethodCase) -> None:
 
 @check
 def several_targets(case: MethodCase) -> None:
-    """`attribute_classes` gives what `attribute` gives target by target."""
+    """`attribute_classes` gives the same results as `attribute` for each target."""
     method, x = case.on(case.model()), images(2)
     targets: list[Any] = [0, [1, 0], None]
     for explanation, target in zip(method.attribute_classes(x, targets), targets, strict=True):
@@ -160,7 +160,7 @@ def several_targets(case: MethodCase) -> None:
 
 @check
 def together_with_others(case: MethodCase) -> None:
-    """`explain_together` gives what separate calls give, for this method and for others."""
+    """`explain_together` gives the same results as separate calls, for this method and for others."""
     model, x = case.model(), images(2)
     method, plain = case.on(model), VanillaGradient(model)
     before, shared, after = explain_together([plain, method, plain], x, [0, 1])
@@ -183,14 +183,14 @@ def top_class(case: MethodCase) -> None:
 
 @check
 def frozen_model(case: MethodCase) -> None:
-    """Parameters that require no gradient change nothing."""
+    """Frozen parameters do not change the result."""
     frozen = case.explain(case.model().requires_grad_(False))
-    require_same_explanation(frozen, case.explain(), "frozen parameters against free ones")
+    require_same_explanation(frozen, case.explain(), "frozen against trainable parameters")
 
 
 @check
 def callers_modes(case: MethodCase) -> None:
-    """`no_grad`, `inference_mode` and training mode change nothing."""
+    """`no_grad`, `inference_mode` and training mode do not change the result."""
     expected = case.explain()
     with torch.no_grad():
         require_same_explanation(case.explain(), expected, "under no_grad")
@@ -203,23 +203,23 @@ def callers_modes(case: MethodCase) -> None:
 
 @check
 def default_device(case: MethodCase) -> None:
-    """The default device is the user's; tensors of the method go where the model is."""
+    """The user's default device is ignored: the method creates tensors on the device of the model."""
     model, x = case.model(), images(2)
-    with torch.device("meta"):  # as torch.set_default_device does; a tensor created there holds no numbers
+    with torch.device("meta"):  # like torch.set_default_device; meta tensors have no values
         explanation = case.explain(model, x)
-    require_same_explanation(explanation, case.explain(), "under another default device than the model's")
+    require_same_explanation(explanation, case.explain(), "with a default device other than the model's")
 
 
 @check
 def default_dtype(case: MethodCase) -> None:
-    """The default dtype is the user's; tensors of the method have the model's."""
+    """The user's default dtype is ignored: the method creates tensors in the dtype of the model."""
     model, x, before = case.model(), images(2), torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         explanation = case.explain(model, x)
     finally:
         torch.set_default_dtype(before)
-    require_same_explanation(explanation, case.explain(), "under another default dtype than the model's")
+    require_same_explanation(explanation, case.explain(), "with a default dtype other than the model's")
 
 
 @contextmanager
@@ -247,23 +247,23 @@ def named_outputs(case: MethodCase) -> None:
 
 @check
 def function_targets(case: MethodCase) -> None:
-    """A function of any output means the same as a class, whatever lengths the constants in the output have."""
+    """A function of any output gives the same result as a function of a tensor, with constants of any length."""
     model, x = case.model(), images(2)
 
     def classes(output: Tensor) -> Tensor:
         return output[[0, 1], [0, 1]]
 
-    if not _explains(case.on(model), x, classes):  # it explains classes only
+    if not _explains(case.on(model), x, classes):  # some methods explain classes only
         return
     expected = case.explain(model, x, classes)
     for name, pack, target in _packed_targets():
         with _packed_output(model, pack):
             values = case.explain(model, x, target).values
-        require_same(values, expected.values, f"a function of {name} against the same of a tensor")
+        require_same(values, expected.values, f"a function of {name} against a function of a tensor")
 
 
 def _packed_targets() -> Iterator[tuple[str, Callable[..., Any], Callable[[Any], Tensor]]]:
-    """Yield outputs that hold scores: name, function that packs them, target of class 0 and 1 of two images."""
+    """Yield outputs that contain scores: name, function that packs scores, target for class 0 and 1 of two images."""
     yield (
         "a list of one dictionary per image",
         lambda scores: [{"scores": row, "size": row[:2]} for row in scores],
@@ -275,7 +275,7 @@ def _packed_targets() -> Iterator[tuple[str, Callable[..., Any], Callable[[Any],
         lambda output: output[0, [0, 1], [0, 1]],
     )
     for length in (1, 2, 3, 4, 8, 16):
-        # All rows of the constant count, so a wrong cut shows.
+        # The target sums all rows of the constant, so it fails if the constant is sliced like a batch.
         constant = torch.full((length, 3), 1 / length, dtype=torch.float32, device="cpu")
         yield (
             f"a dictionary with a constant of {length} rows",
@@ -301,7 +301,7 @@ def half_precision(case: MethodCase) -> None:
 
 @check
 def wrapped_model(case: MethodCase) -> None:
-    """`torch.compile` and `DataParallel` around the model change nothing."""
+    """Wrapping the model by `torch.compile` or `DataParallel` does not change the result."""
     expected = case.explain()
     compiled: Any = torch.compile(case.model(), backend="eager")
     for name, wrapped in (("torch.compile", compiled), ("DataParallel", nn.DataParallel(case.model()))):
@@ -310,7 +310,7 @@ def wrapped_model(case: MethodCase) -> None:
 
 @check
 def nested_in_the_target(case: MethodCase) -> None:
-    """A call inside the target function of another disturbs neither."""
+    """A call inside the target function of another call affects neither result."""
     method, x, other = case.on(case.model()), images(2), images(1, seed=9)
     inner = method.attribute(other, 1)
 
@@ -328,7 +328,7 @@ def nested_in_the_target(case: MethodCase) -> None:
 
 @check
 def nested_in_the_model(case: MethodCase) -> None:
-    """A call inside the model's forward of another disturbs neither."""
+    """A call inside the model's forward of another call affects neither result."""
     model, x, other = case.model(), images(2), images(1, seed=9)
     method = case.on(model)
     outer, inner = method.attribute(x, [0, 1]), method.attribute(other, 1)
@@ -348,20 +348,22 @@ def nested_in_the_model(case: MethodCase) -> None:
 
 @check
 def threads_do_not_see_each_other(case: MethodCase) -> None:
-    """Calls in threads on one model give what they give alone, and so do plain gradients beside them."""
+    """Parallel calls on one model give the same results as single calls, and so do plain gradients in other threads."""
     model, twin = case.model(), case.model()
     method, reference = case.on(model), case.on(twin)
     batches = [images(2, seed=seed) for seed in range(4)]
-    # The expected values come from a twin, so that the threads are the first to run this model.
+    # Compute the expected values with a twin model, so that the threads are the first to run this model.
     explained = [reference.attribute(x, [i % 2, 0]) for i, x in enumerate(batches)]
     plain = [_plain_gradient(twin, x) for x in batches]
 
     def explain(i: int) -> None:
         explanation = method.attribute(batches[i], [i % 2, 0])
-        require_same_explanation(explanation, explained[i], "a call beside others in threads")
+        require_same_explanation(explanation, explained[i], "a call in parallel threads")
 
     def differentiate(i: int) -> None:
-        require_same(_plain_gradient(model, batches[i]), plain[i], "a plain gradient beside this method in threads")
+        require_same(
+            _plain_gradient(model, batches[i]), plain[i], "a plain gradient in a thread parallel to this method"
+        )
 
     _run_in_threads([explain, differentiate] * 4)
 
@@ -375,7 +377,9 @@ def threads_share_a_training_model(case: MethodCase) -> None:
     before = Snapshot(model=model, method=method, input=x)
 
     def explain(_: int) -> None:
-        require_same_explanation(method.attribute(x, [0, 1]), expected, "a call beside others on a training model")
+        require_same_explanation(
+            method.attribute(x, [0, 1]), expected, "a call in parallel threads on a training model"
+        )
 
     _run_in_threads([explain] * 8)
     changed = before.changes()
@@ -389,7 +393,7 @@ def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 4) -> None:
-    """Run each job in its own thread, all at once, and raise the first failure here."""
+    """Run each job in its own thread, all in parallel, and raise the first failure."""
     failures: list[BaseException] = []
     start = threading.Barrier(len(jobs))
 

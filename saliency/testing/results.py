@@ -1,4 +1,4 @@
-"""Documentation and settings of a method, the contents of its result, and defined answers to degenerate input."""
+"""Checks of the documentation, settings and results of a method, and of its behaviour for degenerate input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .case import (
 
 @check
 def documented(case: MethodCase) -> None:
-    """The class has a name, a complete docstring and its facts, and is in the registry."""
+    """The class has a name, a complete docstring, `cost`, `units` and `sign`, and is in the registry."""
     cls = case.method
     text = inspect.getdoc(cls) or ""
     missing = [part for part in ("Values:", "Raises:", "Source:") if not re.search(rf"^{part}", text, re.MULTILINE)]
@@ -45,8 +45,8 @@ def documented(case: MethodCase) -> None:
         (cls.__dict__.get("__doc__"), f"{cls.__name__} has no docstring of its own"),
         (summary(cls).endswith("."), f"the docstring does not begin with a sentence: {summary(cls)!r}"),
         (not missing, f"the docstring has no line that begins with {', '.join(missing)}"),
-        (source(cls), "the docstring names no source"),
-        (cls.cost, "`cost` is empty; give the passes that one call takes"),
+        (source(cls), "the docstring has an empty source"),
+        (cls.cost, "`cost` is empty; give the number of passes per call"),
         (cls.units, "`units` is empty; give the units of the values"),
         (cls.sign in get_args(Sign), f"`sign` is {cls.sign!r}, which is not one of {get_args(Sign)}"),
         (re.fullmatch(r"[a-z][a-z0-9_]*", cls.name), f"`name` is {cls.name!r}; expected one like grad_cam"),
@@ -57,7 +57,7 @@ def documented(case: MethodCase) -> None:
 
 @check
 def result(case: MethodCase) -> None:
-    """The explanation holds values, scores, probabilities and facts of this call, and can be saved and loaded."""
+    """The explanation contains correct values, scores, probabilities and metadata, and can be saved and loaded."""
     model, x = case.model(), images(2)
     method = case.on(model)
     explanation = method.attribute(x, [0, 1])
@@ -79,8 +79,8 @@ def result(case: MethodCase) -> None:
         require(tensor.dtype == output.dtype, f"the {name} are {tensor.dtype}, the model's output {output.dtype}")
     facts = ("method", "target", "settings", "input_size", "frames")
     expected = (method.name, (0, 1), method.settings, SIZE, (None, None))
-    came = tuple(getattr(explanation, name) for name in facts)
-    require(came == expected, f"the explanation has {facts} = {came}, expected {expected}")
+    actual = tuple(getattr(explanation, name) for name in facts)
+    require(actual == expected, f"the explanation has {facts} = {actual}, expected {expected}")
     with TemporaryDirectory() as folder:
         loaded = Explanation.load(explanation.save(f"{folder}/saved.safetensors"))
     require_same_explanation(loaded, explanation, "saved and loaded")
@@ -89,7 +89,7 @@ def result(case: MethodCase) -> None:
 
 @check
 def residual(case: MethodCase) -> None:
-    """Values and residual, where there is one, add up to the score up to a constant of the class."""
+    """If there is a residual, values plus residual equal the score up to a constant per class."""
     explanation = case.explain(case.precise_model(), images(4, dtype=torch.float64), 0)
     if explanation.residual is None:
         return
@@ -99,28 +99,30 @@ def residual(case: MethodCase) -> None:
     require(bool(torch.isfinite(explanation.residual).all()), "a residual that is NaN or infinite")
     if not case.method.is_complete:
         return
-    # The sum that values should have is the score minus that of a baseline, or minus a bias: constant for one class.
+    # The values should sum to the score minus the score of a baseline or a bias, which is constant per class.
     missing = explanation.scores - explanation.values.flatten(1).sum(1)
     spread = float((missing - explanation.residual).std())
     rounding = 1e-5 * float(explanation.scores.abs().max() + missing.abs().max())
     require(
         spread <= rounding,
-        f"values and residual do not add up to the score: the difference varies by {spread:.3g} between images",
+        f"values plus residual do not equal the score: the difference varies by {spread:.3g} between images",
     )
 
 
 @check
 def settings(case: MethodCase) -> None:
-    """The options are attributes, and a method built from them has the same settings."""
+    """Options are stored as attributes, and a method built from its settings has the same settings."""
     model = case.model()
     method = case.on(model)
     missing = [name for name in case.method.options() if not hasattr(method, name)]
     require(not missing, f"the options {missing} are not attributes; store each under its name in the constructor")
     options = dict(method.settings)
-    require(json.loads(json.dumps(options)) == options, f"the settings change when stored as JSON: {options}")
+    require(json.loads(json.dumps(options)) == options, f"the settings change in a JSON round trip: {options}")
     plain = {name: value for name, value in options.items() if getattr(method, name) == value}
     rebuilt = dict(case.on(model, **plain).settings)
-    require(rebuilt == options, f"a method rebuilt from its settings has others: {rebuilt}, expected {options}")
+    require(
+        rebuilt == options, f"a method rebuilt from its settings has different settings: {rebuilt}, expected {options}"
+    )
     require(case.method.__name__ in repr(method), f"repr() does not name the class: {method!r}")
 
 
@@ -132,14 +134,14 @@ def copies(case: MethodCase) -> None:
     require_same_explanation(copy.deepcopy(method).attribute(x, [0, 1]), expected, "a deep copy")
     module = vars(sys.modules.get(case.method.__module__, object))
     if module.get(case.method.__qualname__) is case.method:  # pickle finds classes by name
-        pickled = pickle.loads(pickle.dumps(method))  # noqa: S301 - written in this line
+        pickled = pickle.loads(pickle.dumps(method))  # noqa: S301 - pickled in the same line
         require_same_explanation(pickled.attribute(x, [0, 1]), expected, "a pickled copy")
 
 
 @check
 def memory(case: MethodCase) -> None:
-    """Calls leave no tensors behind, and keep neither model nor input alive."""
-    # Freezing spares the collector what lives already, which takes seconds in a large process.
+    """Calls leak no tensors, and neither model nor input is kept alive."""
+    # Exclude existing objects from garbage collection, which takes seconds in a large process.
     frozen = gc.get_freeze_count() > 0
     if not frozen:
         gc.collect()
@@ -173,7 +175,7 @@ def _require_released(case: MethodCase, calls: int = 50) -> None:
 
 def _live_tensors() -> int:
     gc.collect()
-    # The type is asked and not the object: some objects warn when their class is looked up.
+    # Use the type instead of isinstance: some objects warn when `__class__` is accessed.
     return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 
 
@@ -181,7 +183,7 @@ def _live_tensors() -> int:
 
 
 def _finite_explanation(method: Attribution, x: Tensor, what: str) -> Explanation | None:
-    """Return the explanation, which must be finite; None for an error of the toolkit, which must have a message."""
+    """Return the explanation, and check that it is finite; None for a SaliencyError, which must have a message."""
     try:
         explanation = method.attribute(x, [0, 1])
     except SaliencyError as error:
@@ -194,14 +196,14 @@ def _finite_explanation(method: Attribution, x: Tensor, what: str) -> Explanatio
 
 @check
 def constant_image(case: MethodCase) -> None:
-    """A constant image gives finite values or an error of the toolkit."""
+    """A constant image gives finite values or a SaliencyError."""
     for level in (0.0, 0.5, -2.0):
         _finite_explanation(case.on(case.model()), torch.full_like(images(2), level), f"an image of {level} everywhere")
 
 
 @check
 def zero_gradient(case: MethodCase) -> None:
-    """A score that depends on nothing gives zero, unless the method never reads the head."""
+    """A head of zeros gives zero values, unless the method does not use the head."""
     model, x = case.model(), images(2)
     normal = case.explain(model, x)
     with torch.no_grad():
@@ -214,12 +216,12 @@ def zero_gradient(case: MethodCase) -> None:
         return
     # A map of activations alone is the same for any head.
     same = explanation.values.shape == normal.values.shape and torch.allclose(explanation.values, normal.values)
-    require(same, "no score depends on a head of zeros, but the values are neither zero nor independent of the head")
+    require(same, "with a head of zeros, the values are neither zero nor equal to those of the original head")
 
 
 @check
 def one_pixel(case: MethodCase) -> None:
-    """Tiny images give finite values or an error of the toolkit."""
+    """Tiny images give finite values or a SaliencyError."""
     for size in ((1, 1), (2, 2), (1, 9)):
         model = case.model()
         if _runs(model, size):
@@ -266,7 +268,7 @@ def not_finite(case: MethodCase) -> None:
 
 @check
 def unscaled_input(case: MethodCase) -> None:
-    """A float tensor that looks like an image of 0..255 gives a warning."""
+    """A float tensor with values in 0..255 gives a warning."""
     x = images(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,7 @@
-"""The model, the user's tensors, the method and the process are bit for bit unchanged, however a call ends."""
+"""Checks that a call leaves the model, the user's tensors, the method and the process bit for bit unchanged.
+
+This includes calls that raise or are interrupted.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def _state(objects: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 def _model_state(name: str, model: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in model.named_modules(prefix=name, remove_duplicate=False):
         for key, value in vars(module).items():
-            # Parameters, buffers, children and hooks are in dictionaries, whose entries count.
+            # Parameters, buffers, children and hooks are stored in dictionaries, whose entries are compared.
             yield f"{path}: {key.lstrip('_')}", _identities(value)
     for path, tensor in (*model.named_parameters(prefix=name), *model.named_buffers(prefix=name)):
         yield from _tensor_state(path, tensor)
@@ -80,7 +83,7 @@ def _content(tensor: Tensor) -> object:
 
 
 def _value_state(value: Any) -> object:
-    """Return the state of a method or an attribute of one, through containers, tensors and methods."""
+    """Return the state of a method or of an attribute, including nested containers, tensors and methods."""
     if isinstance(value, Attribution):
         return id(value), _value_state(vars(value))
     if isinstance(value, Tensor):
@@ -98,7 +101,7 @@ def _process_state() -> Iterator[tuple[str, object]]:
     yield "torch's random state", _content(torch.get_rng_state())
     if torch.cuda.is_available():
         yield "CUDA's random states", tuple(map(_content, torch.cuda.get_rng_state_all()))
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global state must not move
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global state must not change
     yield "NumPy's random state", (kind, np.asarray(keys).tobytes(), *rest)
     yield "Python's random state", random.getstate()
     yield "grad mode", torch.is_grad_enabled()
@@ -111,7 +114,7 @@ def _process_state() -> Iterator[tuple[str, object]]:
         yield f"torch's {name}", _identities(hooks)
 
 
-# The ways in which a call can end ------------------------------------------------------------------------------
+# Ways in which a call ends -----------------------------------------------------------------------------------
 
 
 class UserError(Exception):
@@ -119,7 +122,7 @@ class UserError(Exception):
 
 
 def with_user_state(model: nn.Module, *, training: bool) -> nn.Module:
-    """Set everything that a method might disturb: training flags, gradients, frozen parameters, a hook."""
+    """Set user state that a method must preserve: training flags, gradients, frozen parameters and a hook."""
     for i, module in enumerate(model.modules()):
         module.training = training and i % 3 != 2
     for i, parameter in enumerate(model.parameters()):
@@ -161,7 +164,7 @@ def _interrupted(case: MethodCase, model: nn.Module, *, forward: int) -> Ending:
 
 
 def _last_leaf(model: nn.Module) -> nn.Module:
-    """Return the module that finishes last in a forward, where an interrupt meets the most temporary state."""
+    """Return the leaf module that finishes last in a forward pass, when most temporary state exists."""
     called = [model]
     leaves = [module for module in model.modules() if not any(module.children())]
     handles = [module.register_forward_hook(lambda m, i, o: called.append(m)) for module in leaves]

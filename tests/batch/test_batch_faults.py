@@ -205,7 +205,7 @@ def test_a_full_disk_stops_the_run_and_it_resumes(tmp_path: Path, small_disk: Pa
         assert_nothing_is_cut_off(out)
     assert len(stops) >= 2
     assert all("No space left on device" in each for each in stops)
-    assert all("make room, and re-run to resume" in each for each in stops)
+    assert all("free disk space, and re-run to resume" in each for each in stops)
     assert_same(out, tmp_path / "whole")
 
 
@@ -215,7 +215,7 @@ def test_no_row_is_written_before_its_maps(tmp_path: Path, monkeypatch: pytest.M
 
     photos(tmp_path / "in", 4)
     monkeypatch.setattr("saliency.batch.saved_maps.SavedMap.encode", full)
-    with pytest.raises(StoppedError, match="make room"):
+    with pytest.raises(StoppedError, match="free disk space"):
         quick(tmp_path / "in", tmp_path / "out", maps=True)
     assert rows(tmp_path / "out") == []
 
@@ -260,7 +260,7 @@ def test_missing_permissions_of_folder_and_image_are_reported() -> None:
             "permission to write there, and re-run to resume"
         )
         assert "Permission denied" in half
-        assert "make room" not in half
+        assert "free disk space" not in half
         assert allowed == "[None, 'cannot be read: Permission denied', None]"
         # What the closed folder stopped goes on where it is opened.
         (folder / "half" / "out" / "overlays").chmod(0o777)

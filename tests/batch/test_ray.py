@@ -162,7 +162,7 @@ def test_images_that_kill_every_worker_stop_the_run_and_it_resumes(
     (tmp_path / "marks").mkdir()
     monkeypatch.setattr(ray_engine, "MAX_TRIES", 1)
     model = Deadly(tmp_path / "marks", 1)
-    with pytest.raises(StoppedError, match=r"1 workers died of the same images: .*08\.png and 3 more; finished images"):
+    with pytest.raises(StoppedError, match=r"1 workers died on the same images: .*08\.png and 3 more; finished images"):
         on_cluster(tmp_path / "in", tmp_path / "out", model)
     assert {row["index"] for row in rows(tmp_path / "out")} <= set(range(8))
     quick(tmp_path / "in", tmp_path / "out", model=model, methods=METHODS)
@@ -203,7 +203,7 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
 
 
 def test_more_workers_than_processors_are_refused(cluster: Any) -> None:
-    with pytest.raises(BatchError, match="3 workers: the Ray cluster has 2 processors and 0 GPUs"), open_ray("cpu", 3):
+    with pytest.raises(BatchError, match="3 workers: the Ray cluster has 2 CPU cores and 0 GPUs"), open_ray("cpu", 3):
         pass
 
 
@@ -263,7 +263,7 @@ def test_there_is_an_actor_per_gpu_or_per_processor(
     [
         ({"CPU": 8.0}, "cuda", "has no GPU"),
         ({"CPU": 8.0, "GPU": 2.0}, "cuda:0,cuda:1", "each worker has a GPU of its own"),
-        ({}, "cpu", "has 0 processors and 0 GPUs"),
+        ({}, "cpu", "has 0 CPU cores and 0 GPUs"),
     ],
 )
 def test_missing_resources_of_a_cluster_are_an_error(resources: dict[str, float], device: str, message: str) -> None:
@@ -333,7 +333,7 @@ def test_a_worker_that_sees_another_folder_is_an_error(
     context = RunContext(RunOptions(model="x"), tmp_path, torch.nn.Identity(), is_first=True)
     for holder in (b"1", b"2"):
         actor = Actor(context, holder, Resources(actors=1), 1, "0" * 16)
-        with pytest.raises(BatchError, match="choose one for --out that all machines share"):
+        with pytest.raises(BatchError, match="choose a folder for --out that all machines share"):
             actor._explain_counted([Task(0, ImageEntry("0", "0"), ("grad_cam",))])
         (tmp_path / LOCK).write_bytes(b"1")
 

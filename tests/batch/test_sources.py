@@ -93,7 +93,7 @@ def test_literal_sources_are_files_and_folders_only(tmp_path: Path) -> None:
     words = ["b.JPG", "", "./a.webp", "list.csv", "*.webp", "empty"]
     images = find_images([f"{tmp_path}/{word}" for word in words], literal=True)
     assert names(images, tmp_path) == ["b.JPG", "a.webp", "list.csv", "*.webp", "empty"]
-    assert [image.problem for image in images if image.problem] == ["the folder has no images in it"]
+    assert [image.problem for image in images if image.problem] == ["the folder contains no images"]
 
 
 def test_the_files_of_the_run_are_skipped(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_plain_lines_are_paths_with_any_characters(tmp_path: Path) -> None:
 def test_a_line_without_a_path_is_named_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text('"a.png"\nnot json\n{"target": 1}\n[1]\n')
     found = find_images([tmp_path / "list.jsonl"])
-    assert [photo.problem for photo in found] == ["", *["the line names no path"] * 3]
+    assert [photo.problem for photo in found] == ["", *["the line has no path"] * 3]
     assert found[1].source.endswith("list.jsonl:2")
 
 
@@ -191,7 +191,7 @@ def test_targets_match_by_path_or_by_a_unique_name(tmp_path: Path) -> None:
     found = find_images([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
     assert [photo.target for photo in found] == [1, 2, None, 4]
     (tmp_path / "t.csv").write_text("path,target\nz.png,1\n")
-    with pytest.raises(BatchError, match="names none of the 4 images"):
+    with pytest.raises(BatchError, match="matches none of the 4 images"):
         find_images([tmp_path / "in"], recursive=True, targets=tmp_path / "t.csv")
     with pytest.raises(BatchError, match="does not exist"):
         find_images([tmp_path / "in"], targets=tmp_path / "u.csv")
@@ -250,7 +250,7 @@ def test_a_member_beyond_the_end_of_its_shard_is_an_error(tmp_path: Path) -> Non
     path = shard(tmp_path / "s.tar", {"0.png": picture(0)})
     photo = find_images([path])[0]
     path.write_bytes(path.read_bytes()[:520])
-    with pytest.raises(ImageError, match="is cut off"):
+    with pytest.raises(ImageError, match="is truncated"):
         photo.open()
     path.unlink()
     with pytest.raises(ImageError, match="cannot be read: No such file"):

@@ -187,7 +187,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
         "empty.png: is empty",
         "folder.png: is a folder",
         "notes.txt: is not an AVIF",
-        "nothing: the folder has no images in it",
+        "nothing: the folder contains no images",
         "missing.jpg: cannot be read: No such file",
     ):
         assert reason in answer.err
@@ -282,7 +282,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
     [
         (["--method", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
         (["--method", "zzz"], 'no method "zzz"; the methods are grad_cam, '),
-        (["--method", "other.jpg"], "--method names no method, but other.jpg"),
+        (["--method", "other.jpg"], "--method expects methods, got only photos: other.jpg"),
         (["--methods", "grad_cam"], 'no option "--methods"; did you mean "--method"'),
         (["--model", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean "efficientnet_lite'),
         (["--weights", "v2"], 'only the weights "default", not "v2"'),
@@ -293,7 +293,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--target", "2.5"], 'no class "2.5"'),
         (["--layer", "block.5"], 'no layer "block.5" in EfficientNet; the closest are blocks.5'),
         (["--layer", "classifier"], 'the output of layer "classifier" has shape (1, 1000)'),
-        (["--layer", "bn2", "-m", "vanilla_gradient"], "no layer is read by vanilla_gradient"),
+        (["--layer", "bn2", "-m", "vanilla_gradient"], "vanilla_gradient reads no layer"),
         (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
         (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
@@ -338,7 +338,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
         (["qqqq"], "there are explain, batch, render, report, methods, layers, models"),
         (["--verbose"], "unrecognized arguments: --verbose"),
-        (["explain"], "no photo was named; try: saliency explain photo.jpg"),
+        (["explain"], "no photo was given; try: saliency explain photo.jpg"),
         (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),
         (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
         (["layers", "--photo", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
@@ -357,7 +357,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    assert explain(run, file, COFFEE).err == f"saliency: --out {file} is a file, not a folder; choose another\n"
+    assert explain(run, file, COFFEE).err == f"saliency: --out {file} is a file, not a folder; choose another folder\n"
     assert "cannot be written to: Not a directory" in explain(run, file / "out", COFFEE).err
     assert file.read_text() == "mine"
 

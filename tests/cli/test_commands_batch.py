@@ -171,7 +171,7 @@ def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(
     code, _, err = run(source, "--out", tmp_path / "out")
     assert code == 1
     assert err.count("\n") == 1
-    assert "No space left on device; finished images are kept: make room" in err
+    assert "No space left on device; finished images are kept: free disk space" in err
 
 
 def test_the_bar_tells_speed_and_failures_on_a_terminal_and_is_quiet_elsewhere(
@@ -301,7 +301,7 @@ def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, 
     noise(source / "00.png", 1, (1300, 700))
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "later")
     assert code == 0
-    assert "1 of them on the small preview: the photo is gone or has changed" in out
+    assert "1 of them on the small preview: the photo was removed or has changed" in out
     with Image.open(tmp_path / "later" / "00.grad_cam.png") as picture:
         assert picture.size == (40, 30)
 
@@ -351,7 +351,7 @@ def test_maps_that_someone_has_changed_write_nothing_elsewhere(
     file.write_bytes(kept.encode())
     before = set(tmp_path.rglob("*"))
     with (
-        pytest.raises(saliency.ExplanationError, match="is damaged: it lacks scale") if value is None else nullcontext()
+        pytest.raises(saliency.ExplanationError, match="is damaged: missing scale") if value is None else nullcontext()
     ):
         render(tmp_path / "run", "--out", tmp_path / "again")
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "again")} == before
@@ -367,7 +367,7 @@ def test_drawing_again_stops_where_nothing_can_be_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("saliency.batch.saved_maps.save_picture", full)
-    with pytest.raises(StoppedError, match="make room"):
+    with pytest.raises(StoppedError, match="free disk space"):
         list(redraw(tmp_path / "run", tmp_path / "again", style=OverlayStyle()))
 
 

@@ -60,7 +60,7 @@ def test_the_layer_that_cams_read_is_marked_and_named(answer: Callable[..., str]
     row = r"^-> +(\S+) +BatchNormAct2d +1x1280x7x7 +7x7 +2\.56 k +0 +\S+ % +batch_norm$"
     assert re.findall(row, text, re.MULTILINE) == ["bn2"]
     assert text.count("->") == 2
-    assert 'efficientnet_lite0 on an input of 224x224: "bn2" is taken by CAMs (->)' in text
+    assert 'efficientnet_lite0 on an input of 224x224: CAMs read "bn2" by default (->)' in text
     assert text.startswith("EfficientNet on 1x3x224x224\n")
     assert "4,652,008 parameters, all trainable; 385 M multiply-adds; " in text
 
@@ -69,9 +69,9 @@ def test_the_layer_that_cams_read_is_marked_and_named(answer: Callable[..., str]
 def test_the_tables_go_as_deep_as_there_is_room_or_as_is_asked_for(answer: Callable[..., str]) -> None:
     top = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
     assert names(answer(*RESNET, "--depth", 1)) == top
-    assert "--all lists 57 more layers" in answer(*RESNET, "--depth", 1)
+    assert "--all lists 57 more nested layers" in answer(*RESNET, "--depth", 1)
     fitting = names(answer(*RESNET))
-    assert len(fitting) <= inspecting.FITTING
+    assert len(fitting) <= inspecting.DEFAULT_ROWS
     assert {"layer1", "layer1.0"} < set(fitting)
     assert "layer1.0.conv1" not in fitting
     assert "calls" not in answer(*RESNET, "--depth", 1)  # the rows with more than one lie deeper
@@ -99,7 +99,7 @@ def test_the_layer_that_cams_read_is_shown_however_deep_it_lies(
     monkeypatch.setattr(choices, "load", lambda name, weights: model)
     text = answer("deep", "--depth", 1)
     assert names(text) == ["body", "body.0"]
-    assert '"body.0" is taken' in text
+    assert 'CAMs read "body.0"' in text
 
 
 @pytest.mark.slow
@@ -118,8 +118,8 @@ def test_random_weights_in_place_of_those_that_cannot_be_had_are_said(
 
     monkeypatch.setattr(choices, "load", missing)
     page = tmp_path / "page.html"
-    assert answer("resnet18", "--html", page).startswith("with random weights: those of resnet18 are not here\n")
-    assert "random weights: its own are not here" in page.read_text()
+    assert answer("resnet18", "--html", page).startswith("using random weights: those of resnet18 are not installed\n")
+    assert "random weights: those of the model are not installed" in page.read_text()
 
 
 # Statistics ----------------------------------------------------------------------------------------------------
@@ -304,14 +304,14 @@ def test_a_link_to_a_page_stays_a_link(answer: Callable[..., str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--target", "tabby"], "--target names the class whose gradients are shown; add --gradients"),
+        (["--target", "tabby"], "--target selects the class whose gradients are shown; add --gradients"),
         (["--gradients", "--target", "tabbby"], 'no class "tabbby" among 1000 classes; did you mean "tabby"'),
         (["--gradients", "--target", "5000"], "class 5000 is outside 0..999"),
         (["--depth", "0"], "0 is not a whole number"),
         (["--depth", "two"], "two is not a whole number"),
         (["--depth", "2", "--all"], "not allowed with argument"),
         (["--html", "missing/page.html"], "--html missing/page.html: the folder missing does not exist"),
-        (["--html", "."], "--html . is a folder; name a file in it, such as layers.html"),
+        (["--html", "."], "--html . is a folder; choose a file in it, such as layers.html"),
         (["--photo", "missing.jpg"], "'missing.jpg' cannot be read"),
     ],
 )
@@ -340,6 +340,6 @@ def test_a_terminal_shows_what_it_has_room_for_and_says_what_not(columns: int) -
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2]).splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(" ".join(lines).split())
-    assert ("no room here for functions" in text) == (columns < 120)
-    assert '"layer4" is taken by CAMs' in text
+    assert ("columns without room: functions" in text) == (columns < 120)
+    assert 'CAMs read "layer4" by default' in text
     assert any(line.lstrip("-> ").startswith("layer1.0") for line in lines)

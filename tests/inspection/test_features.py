@@ -162,7 +162,7 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path) -> None:
     whole = extract_features(model, x, "fc", out=tmp_path)
     assert len(whole["fc"]) == 8
     assert len(list(tmp_path.glob("shard-*"))) == 1
-    with pytest.raises(MethodError, match="holds features already"):
+    with pytest.raises(MethodError, match="already contains features"):
         extract_features(model, x, "fc", out=tmp_path)
 
 
@@ -186,7 +186,7 @@ def test_pool_makes_rows_of_what_has_none() -> None:
 
     x, _ = data(2)
     model = nn.Sequential(Tokens())
-    with pytest.raises(LayerError, match=r'"0" gives \(36, 2, 3\) for 2 images, not one row for each; let pool'):
+    with pytest.raises(LayerError, match=r'"0" returns \(36, 2, 3\) for 2 images, not one row per image; use pool'):
         extract_features(model, x, "0")
     rows = extract_features(model, x, "0", pool=lambda tokens: tokens.mean(0))["0"]
     assert torch.allclose(rows, x.mean((2, 3)))
@@ -209,9 +209,9 @@ def test_what_does_not_fit_is_an_error_that_says_so(tmp_path: Path) -> None:
         extract_features(model, x, "unused")
     with pytest.raises(LayerError, match='no layer "fd"'):
         extract_features(model, x, "fd")
-    with pytest.raises(LayerError, match=r'"conv" gives rows \(4, 5, 5\) of float32 in batch 1.*\(4, 6, 6\)'):
+    with pytest.raises(LayerError, match=r'"conv" returns rows \(4, 5, 5\) of float32 in batch 1.*\(4, 6, 6\)'):
         extract_features(model, [x, x[..., :5, :5]], "conv", out=tmp_path / "s", shard_images=2)
-    with pytest.raises(LayerError, match="gives no floating-point tensor"):
+    with pytest.raises(LayerError, match="returns no floating-point tensor"):
         extract_features(nn.Sequential(nn.Flatten(), Argmax()), x, "1")
     with pytest.raises(ImageError, match="no image"):
         extract_features(model, iter([]), "fc")
@@ -251,7 +251,7 @@ def test_a_folder_without_features_or_with_damaged_ones_is_an_error(tmp_path: Pa
 def test_files_of_others_are_left_where_they_are(tmp_path: Path) -> None:
     name = "shard-00000.safetensors"
     (tmp_path / name).write_text("{}")
-    with pytest.raises(MethodError, match="not a file of features"):
+    with pytest.raises(MethodError, match="not a features file"):
         extract_features(Net(), data()[0], "conv", out=tmp_path)
     assert (tmp_path / name).read_text() == "{}"
 
@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system_and_leaves_what
 @pytest.mark.parametrize("out", ["", 5, b"features"])
 def test_a_folder_without_a_name_is_refused(out: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MethodError, match="out is a folder for the features"):
+    with pytest.raises(MethodError, match="expected a folder for the features"):
         extract_features(nn.Linear(3, 2), torch.randn(5, 3), "", out=out)
     assert not list(tmp_path.iterdir())
 
@@ -325,7 +325,9 @@ def test_a_folder_without_a_name_is_refused(out: Any, tmp_path: Path, monkeypatc
 )
 def test_labels_of_another_kind_are_an_error_when_they_come(later: Any, came: str) -> None:
     x = torch.randn(2, 3)
-    with pytest.raises(ImageError, match=f"the labels of batch 1 are {came}.*those before a tensor .* of float32"):
+    with pytest.raises(
+        ImageError, match=f"the labels of batch 1 are {came}.*those of earlier batches are a tensor .* of float32"
+    ):
         extract_features(nn.Linear(3, 2), [(x, torch.ones(2)), (x, later)], "")
 
 

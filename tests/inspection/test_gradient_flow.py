@@ -121,14 +121,17 @@ def test_a_network_that_can_be_trained_is_said_to_do_neither() -> None:
         ([2.0], "The gradient is 2.00"),
         ([0.0], "The gradient is zero everywhere"),
         ([0.0, 0.0, None], "The gradient is zero everywhere"),
-        ([None, None], "No gradient comes here"),
-        ([math.nan], "The gradient is NaN or infinite at 1 of 1; coming from the output, first at layer0"),
-        ([math.nan, math.inf, 1.0, 2.0], "is NaN or infinite at 2 of 4; coming from the output, first at layer1"),
-        ([0.0, 0.0, 0.0, 1.0], "is zero at 3 of 4; coming from the output, first at layer2"),
+        ([None, None], "No layer or parameter has a gradient"),
+        ([math.nan], "The gradient is NaN or infinite at 1 of 1; in the order of the backward pass, first at layer0"),
+        (
+            [math.nan, math.inf, 1.0, 2.0],
+            "is NaN or infinite at 2 of 4; in the order of the backward pass, first at layer1",
+        ),
+        ([0.0, 0.0, 0.0, 1.0], "is zero at 3 of 4; in the order of the backward pass, first at layer2"),
         ([0.0, math.nan, 1.0], "is NaN or infinite at 1 of 3"),
         (
             [None, 3.0, 6.0],
-            "factor of 2.00 from layer2 to layer1: neither vanishing nor exploding; none comes to 1 of 3",
+            "factor of 2.00 from layer2 to layer1: neither vanishing nor exploding; 1 of 3 have no gradient",
         ),
         ([1.0, 1e-5, 1.0], "stays within a factor of 1.00e5 from layer2 to layer0: uneven"),
         ([1 / FAR, 1.0], "falls by a factor of 1000 from layer1 to layer0: vanishing"),
@@ -162,11 +165,11 @@ def test_what_is_zero_nan_or_missing_has_a_mark_of_its_own_on_the_edge() -> None
         "more than a thousand times the head's": [5],
         "exactly zero": [1],
         "NaN or infinity": [2],
-        "no gradient comes here": [0],
+        "no gradient": [0],
     }
     low, high = axes.get_ylim()
     at = {str(line.get_label()): float(np.asarray(line.get_ydata())[0]) for line in axes.lines[1:]}
-    assert (at["exactly zero"], at["no gradient comes here"], at["NaN or infinity"]) == (low, low, high)
+    assert (at["exactly zero"], at["no gradient"], at["NaN or infinity"]) == (low, low, high)
     shapes = {line.get_marker() for line in axes.lines[1:]}
     assert len(shapes) == 6
 
@@ -220,7 +223,7 @@ def test_measures_and_parameters_are_those_of_the_statistics() -> None:
         assert names == [*weights, "spare"]
         wanted = [getattr(statistics.parameters[f"{name}.weight"], measure) for name in weights]
         assert heights(axes)[:-1] == wanted
-        assert marked(axes)["no gradient comes here"] == [4]
+        assert marked(axes)["no gradient"] == [4]
 
 
 def test_a_root_mean_square_is_judged_by_the_norm_since_it_falls_with_the_width_alone() -> None:
@@ -265,10 +268,10 @@ def test_updates_are_held_against_what_is_usual() -> None:
     ratio = gradient_statistics(model, x, 0).parameters["3.weight"].ratio
     assert ratio is not None
     title, kinds = said(1e3 / ratio)
-    assert title.endswith("of the weight: more at 2 of 2 than is usual")
+    assert title.endswith("of the weight: more at 2 of 2 than usual")
     assert kinds == ["more than 1 %"]
     title, kinds = said(1e-9 / ratio)
-    assert title.endswith("of the weight: less at 2 of 2 than is usual")
+    assert title.endswith("of the weight: less at 2 of 2 than usual")
     assert kinds == ["less than 0.01 %"]
     assert title.startswith("At a learning rate of ")
 
@@ -293,7 +296,7 @@ def test_the_size_is_in_inches(size: tuple[float, float]) -> None:
     [
         ({"of": "layer"}, "of='layer' is not one of .* did you mean"),
         ({"measure": "mean"}, "measure='mean' is not one of"),
-        ({"measure": "ratio"}, "a ratio to the weight is of parameters"),
+        ({"measure": "ratio"}, "the ratio requires parameters"),
         ({"size": (0, 3)}, "size="),
         ({"size": (math.nan, 3)}, "size="),
     ],

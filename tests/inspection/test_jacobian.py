@@ -252,9 +252,9 @@ def test_a_derivative_that_nothing_carries_is_an_error_rather_than_zero(
     layer: str | None, between: Callable[[Tensor], Tensor]
 ) -> None:
     model, x = _Cut(between), torch.randn(2, 3)
-    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from"):
+    with pytest.raises(NotApplicableError, match="no differentiable operation connects"):
         vjp(model, x, 0, layer)
-    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from"):
+    with pytest.raises(NotApplicableError, match="no differentiable operation connects"):
         jvp(model, x, x, layer)
     assert vjp(model, x, 0, "last").tolist() == [[1, 0], [1, 0]]
 
@@ -264,9 +264,9 @@ def test_quantised_layers_have_no_derivative_rather_than_zero() -> None:
     quantized: Any = torch.ao.quantization.quantize_dynamic
     model = quantized(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})
     x = torch.randn(2, 3)
-    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from the input"):
+    with pytest.raises(NotApplicableError, match="no differentiable operation connects the input"):
         vjp(model, x, 0)
-    with pytest.raises(NotApplicableError, match="no operation with a derivative leads from the input"):
+    with pytest.raises(NotApplicableError, match="no differentiable operation connects the input"):
         jvp(model, x, x)
 
 

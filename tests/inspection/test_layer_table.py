@@ -397,7 +397,7 @@ def test_a_module_that_is_called_many_times_is_one_row_with_its_last_output() ->
     model = Net(lambda m, x: m.f(m.f(x)[:1]), f=nn.Linear(4, 4), unused=nn.Linear(1, 1))
     found = table(model, (3, 4))
     assert [(row.name, row.calls, row.output, row.multiply_adds) for row in found] == [("f", 2, (1, 4), 4 * 16)]
-    assert "of several shapes, of which the last is shown: f" in found.notes
+    assert "output shape varies between calls, the last is shown: f" in found.notes
     assert "not called: unused" in found.notes
     assert found.not_called == ("unused",)
     assert "calls" in str(found)
@@ -551,7 +551,7 @@ def test_scripted_parts_are_counted_in_what_calls_them() -> None:
         ("outer", "Sequential", 3 * (20 + 10), 37),
     ]
     assert found.model.multiply_adds == 48 + 90
-    assert "scripted, so without visible layers, but counted in what calls them: outer.0" in found.notes
+    assert "scripted, so their layers are not visible; counted in the calling layer: outer.0" in found.notes
     assert found.not_called == ()
     (whole,) = layer_table(block, (3, 4), times=1)
     assert (whole.name, whole.kind, whole.output, whole.multiply_adds) == ("", "Sequential", (3, 2), 90)

@@ -796,9 +796,9 @@ def test_layers_are_chosen_by_name_pattern_and_class(layers: Any, names: list[st
     ("options", "error", "message"),
     [
         ({"layers": "headd"}, LayerError, 'no layer "headd" in Reused; the closest are head'),
-        ({"layers": "layer?.*"}, LayerError, 'no layer of Reused fits "layer\\?'),
+        ({"layers": "layer?.*"}, LayerError, 'no layer of Reused matches "layer\\?'),
         ({"layers": nn.LSTM}, LayerError, "no LSTM in Reused; its layers are Conv2d, Identity, Linear, ReLU"),
-        ({"layers": []}, LayerError, "no layer was named"),
+        ({"layers": []}, LayerError, "no layer was given"),
         ({"keep": "statistic"}, MethodError, "keep='statistic' is not one of .* did you mean \"statistics\""),
         ({"parts": ("grad_output",)}, MethodError, 'some of inputs, .* did you mean "grad_outputs"'),
         ({"parts": "inputs"}, MethodError, "some of inputs, outputs"),
@@ -878,7 +878,7 @@ def test_a_layer_that_is_not_recorded_is_an_error_and_one_that_was_not_called_is
     with record(model) as recording:
         model["used"](torch.ones(1, 2))
     assert recording["idle"] == []
-    with pytest.raises(LayerError, match='no layer "usd" among the 2 that are recorded; did you mean "used"'):
+    with pytest.raises(LayerError, match='no layer "usd" among the 2 recorded layers; did you mean "used"'):
         recording["usd"]
     with pytest.raises(MethodError, match="already running"), recording, recording:
         pass

@@ -167,7 +167,7 @@ def test_of_several_tensors_the_first_one_counts_and_a_layer_without_any_has_no_
     table = activation_statistics(Model(), x)
     assert [row.name for row in table] == ["many"]
     assert table["many"].mean == pytest.approx(float((x + 1).mean()), abs=1e-6)
-    assert "never called, or without a tensor to show: nothing, spare" in table.notes
+    assert "never called, or without a tensor in the output: nothing, spare" in table.notes
 
 
 def test_a_model_that_is_one_layer_itself_has_one_row() -> None:
@@ -309,7 +309,7 @@ def test_dead_channels_are_counted_once_where_they_die() -> None:
     assert table["0.2"].dead == table["0.3"].dead == table["0"].dead == table["1"].dead == (1,)
     assert set(table["4"].dead) >= {2, 3}
     assert table.dead_channels == 1 + len(table["4"].dead)
-    assert any(f"{table.dead_channels} dead channels among 9 behind rectifiers" in note for note in table.notes)
+    assert any(f"{table.dead_channels} dead channels among 9 in layers that rectify" in note for note in table.notes)
 
 
 def test_a_functional_relu_dies_in_the_layer_around_it_or_is_said_to_be_no_layer() -> None:
@@ -326,7 +326,7 @@ def test_a_functional_relu_dies_in_the_layer_around_it_or_is_said_to_be_no_layer
         inner.get_parameter("conv.bias")[0] = -1e3
     table = activation_statistics(nn.Sequential(inner, nn.Sigmoid()), images(2))
     assert table.dead_channels == 1
-    assert "1 dead channel among 4 behind rectifiers, most of them in 0: 1 of 4" in table.notes
+    assert "1 dead channel among 4 in layers that rectify, most of them in 0: 1 of 4" in table.notes
     plain = activation_statistics(inner, images(2))
     assert plain.dead_channels == 0
     assert any("a functional ReLU is not a layer" in note for note in plain.notes)
@@ -343,7 +343,7 @@ def test_a_module_of_pooling_and_dropout_only_hands_on_what_died_before_it(kind:
     table = activation_statistics(model, images(2))
     assert table["3"].dead == table["3.0"].dead == table["2"].dead == (1,)
     assert table.dead_channels == 1
-    assert "1 dead channel among 4 behind rectifiers, most of them in 1: 1 of 4" in table.notes
+    assert "1 dead channel among 4 in layers that rectify, most of them in 1: 1 of 4" in table.notes
 
 
 def test_a_linear_layer_that_is_all_zeros_as_before_training_is_no_rectifier() -> None:
@@ -384,7 +384,7 @@ def test_dead_channels_are_shown_where_a_layer_rectifies_and_marked_where_more_t
     assert column.alert is not None
     assert dead_cells(one)["1"] == "1"
     assert not column.alert(one["1"])
-    assert any("(on one image;" in note for note in one.notes)
+    assert any("(for one image;" in note for note in one.notes)
 
 
 def test_rows_come_as_the_layers_begin_a_container_before_its_parts_as_in_the_layer_table() -> None:
@@ -435,7 +435,7 @@ def test_a_list_of_modules_is_not_missed_for_it_cannot_be_called() -> None:
             out: Tensor = x * self.scales[0]
             return out
 
-    note = "never called, or without a tensor to show: parts.1, aside"
+    note = "never called, or without a tensor in the output: parts.1, aside"
     assert note in activation_statistics(Listed(), (2, 3)).notes
     assert note in gradient_statistics(Listed(), (2, 3)).layers.notes
 
@@ -450,7 +450,7 @@ def test_many_layers_that_are_not_called_are_noted_as_one_pattern() -> None:
             out: Tensor = self.act(x)
             return out
 
-    note = "never called, or without a tensor to show: spare.* (9)"
+    note = "never called, or without a tensor in the output: spare.* (9)"
     assert note in activation_statistics(Model(), images(1)).notes
     assert note in gradient_statistics(Model(), images(1), lambda output: output.sum()).layers.notes
 
@@ -499,7 +499,7 @@ def test_nan_that_came_in_with_the_input_is_told_from_the_networks_own() -> None
     x[1, 0, 0, 0] = math.nan
     table = activation_statistics(tiny_model(), x)
     assert table.first_nonfinite == "stem"
-    assert 'NaN first in the output of "stem": the input itself holds NaN or infinity' in table.notes
+    assert 'NaN first in the output of "stem": the input itself contains NaN or infinity' in table.notes
 
 
 def test_the_share_of_zeros_is_of_all_numbers_also_of_those_that_are_nan() -> None:
@@ -514,7 +514,7 @@ def test_a_weight_that_is_nan_is_named() -> None:
         model.get_parameter("down.weight")[0, 0, 0, 0] = math.nan
     table = activation_statistics(model, images(2))
     assert table.first_nonfinite == "down"
-    assert 'NaN first in the output of "down": its weight holds NaN or infinity' in table.notes
+    assert 'NaN first in the output of "down": its weight contains NaN or infinity' in table.notes
 
 
 def test_nan_from_a_function_behind_all_layers_is_not_silent() -> None:
@@ -575,7 +575,7 @@ def test_paths_pictures_shapes_and_loaders_are_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_data_without_a_batch_is_an_error_that_says_so(training: bool) -> None:
-    with pytest.raises(ImageError, match="the data hold no batch"):
+    with pytest.raises(ImageError, match="the data contain no batch"):
         activation_statistics(tiny_model(), iter(()), training=training)
     used = iter([images(1)])
     list(used)
@@ -751,10 +751,10 @@ def test_wrapped_and_scripted_models_are_read_as_far_as_they_call_their_layers()
     assert [row.name for row in table] == ["0", "1"]  # a traced part takes hooks, those within it are never called
     assert table["0"].max == pytest.approx(plain["head"].max, rel=1e-5)
     assert table["1"].max == pytest.approx(plain["head"].max, rel=1e-5)
-    assert any(note.startswith("never called, or without a tensor to show: 0.stem") for note in table.notes)
-    with pytest.raises(LayerError, match="scripted parts do not call their layers"):
+    assert any(note.startswith("never called, or without a tensor in the output: 0.stem") for note in table.notes)
+    with pytest.raises(LayerError, match="hooks do not run inside scripted modules"):
         activation_statistics(scripted, images(2), layers="0.*")
-    with pytest.raises(LayerError, match="scripted parts do not call their layers"):
+    with pytest.raises(LayerError, match="hooks do not run inside scripted modules"):
         activation_statistics(torch.jit.script(nn.Sequential(nn.ReLU())), images(2))
 
 

@@ -347,7 +347,7 @@ def test_a_loss_takes_labels_where_it_has_an_argument_for_them() -> None:
     )
     assert norms(model, pairs, torch.sum) == pytest.approx(norms(model, x, lambda output: output.sum()))
     assert norms(model, x, named) == pytest.approx(wanted)
-    with pytest.raises(TargetError, match="CrossEntropyLoss takes labels, and the data have none"):
+    with pytest.raises(TargetError, match="CrossEntropyLoss requires labels, but the data have none"):
         gradient_statistics(model, x, nn.CrossEntropyLoss())
 
 
@@ -396,7 +396,7 @@ def test_the_ratio_is_of_the_update_or_of_the_gradient_to_the_weight() -> None:
     assert plain.parameters["stem.weight"].ratio is not None
     assert "gradient / weight" in str(plain)
     assert "update / weight" in str(updates)
-    assert "ratios are of the update to the weight, at a learning rate of 0.01" in updates.parameters.notes
+    assert "ratios of the update to the weight, at a learning rate of 0.01" in updates.parameters.notes
     for bad in (0, -1.0, math.nan, math.inf):
         with pytest.raises(MethodError, match="learning_rate"):
             gradient_statistics(model, x, learning_rate=bad)
@@ -447,7 +447,7 @@ def test_frozen_and_unused_parameters_have_rows_of_none_and_are_named() -> None:
     assert found["stem.weight"].weight_norm > 0
     assert found["stem.weight"].ratio is None
     assert "frozen: stem.weight, norm.bias" in found.notes
-    assert "no part in the result: spare.weight, spare.bias" in found.notes
+    assert "trainable, but not used for the result: spare.weight, spare.bias" in found.notes
 
 
 def test_layers_of_a_frozen_network_get_the_gradient_that_flows_through_them() -> None:
@@ -475,7 +475,7 @@ def test_layers_that_no_gradient_comes_to_have_rows_of_none_and_are_named() -> N
 
     found = gradient_statistics(Cut(), torch.randn(2, 3)).layers
     assert [(row.name, row.norm is None) for row in found] == [("before", True), ("aside", True), ("behind", False)]
-    assert "no gradient comes to before, aside" in found.notes
+    assert "no gradient at before, aside" in found.notes
     assert "-" in str(found)
 
 
@@ -505,7 +505,7 @@ def test_nan_in_the_input_or_the_loss_is_said_and_no_error() -> None:
     x[0, 0, 0, 0] = math.nan
     found = gradient_statistics(tiny_model(), [images(1), x], 0)
     assert math.isnan(found.loss)
-    assert "the input itself holds NaN or infinity in batch 2" in found.layers.notes
+    assert "the input itself contains NaN or infinity in batch 2" in found.layers.notes
     assert "the score is nan in batch 2" in found.layers.notes
     overflown = gradient_statistics(tiny_model(), images(1), lambda output: output.sum() * math.inf)
     assert overflown.first_nonfinite == "head"

@@ -20,12 +20,12 @@ SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "main.js")
 def report(folder: Path) -> Path:
     """Write the gallery page of a batch folder, and return its path.
 
-    The page is one file that needs no server: `index.html` in the folder, which shows the images beside it. It is
-    written from `manifest.json` and `manifest.jsonl`; the same manifests give the same bytes. The file is complete or
-    absent.
+    The page is the file `index.html` in the folder. It needs no server, and shows the images in the subfolders. It is
+    created from `manifest.json` and `manifest.jsonl`; equal manifests give identical bytes. The file is written
+    atomically.
 
     Args:
-        folder: As `saliency batch --out` wrote it; the run may be going on, or have been interrupted.
+        folder: Output folder of `saliency batch`. The run may still be in progress, or have been interrupted.
 
     Raises:
         ExplanationError: The folder was not written by `saliency batch`, or a line of its manifest cannot be read.
@@ -44,7 +44,7 @@ def report(folder: Path) -> Path:
 
 
 def _head(run: Row, packer: Packer) -> Row:
-    """Return what the page shows of the run; no times, so that a resumed run gives the same page."""
+    """Return the facts about the run for the page, without times, so that a resumed run gives the same page."""
     model = run.get("model")
     named = model if isinstance(model, dict) else {"name": model}
     command = run.get("command")
@@ -70,14 +70,14 @@ def _page(head: Row, photos: str) -> str:
         "data": f'{{"head":{dumped(head)},"photos":"{photos}"}}',
         "script": script,
     }
-    # One pass: inserted text is not searched for placeholders again.
+    # A single substitution: placeholders in inserted text are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _template("page.html"))
 
 
 def _policy(style: str, script: str) -> str:
-    """Allow only this style, this script and images of the same folder, and no HTML from text.
+    """Return a content security policy that allows only this style, this script and images of the same folder.
 
-    A page opened as a file has no origin that 'self' would surely mean, so file: is allowed as well.
+    Text cannot be inserted as HTML. Images from file: are allowed because 'self' may not cover a page opened as a file.
     """
     rules = (
         "default-src 'none'",

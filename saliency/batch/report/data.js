@@ -1,4 +1,4 @@
-// The data of the page: photos with their rows, as packing.py wrote them.
+// Unpack the data of the page: photos with their rows, as written by packing.py.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const head = data.head;
@@ -9,35 +9,35 @@ for (const photo of photos) {
   const rows = photo.rows;
   photo.file = String(photo.source ?? "").replace(/^.*\/(?=.)/s, "");
   photo.failed = rows.some((row) => row.error != null);
-  photo.rows = []; // by the number of the method
-  photo.whole = null; // the row of a photo that failed before any method
+  photo.rows = []; // by the index of the method
+  photo.failure = null; // the only row of a photo that failed before any method
   for (const row of rows) {
     row.bar = head.bars[row.bar];
-    if (row.method < 0) photo.whole = row;
+    if (row.method < 0) photo.failure = row;
     else photo.rows[row.method] = row;
   }
 }
 
-/** The row of a photo and method; null if there is none yet. */
-const rowOf = (photo, method) => photo.rows[method] ?? photo.whole;
+/** Return the row of a photo and method; null if there is none yet. */
+const rowOf = (photo, method) => photo.rows[method] ?? photo.failure;
 
-/** Text for comparison, without case and accents. */
+/** Normalise a text for comparison: lower case, without accents. */
 const folded = (text) => String(text).normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();
 
-/** The text that a search looks through, created by the first search. */
-function wordsOf(photo) {
-  const rows = photo.whole ? [photo.whole] : photo.rows;
-  photo.words ??= folded(
+/** Return the text in which a search looks for its words. It is created by the first search. */
+function searchTextOf(photo) {
+  const rows = photo.failure ? [photo.failure] : photo.rows;
+  photo.searchText ??= folded(
     [photo.source, photo.id, ...new Set(rows.flatMap((row) => [className(row), row.error, row.error_kind]))]
-      .filter((each) => each != null).join("\n"),
+      .filter((part) => part != null).join("\n"),
   );
-  return photo.words;
+  return photo.searchText;
 }
 
 const className = (row) => row?.name ?? (row?.target != null ? `class ${row.target}` : null);
 
 const percent = new Intl.NumberFormat("en", { style: "percent", minimumFractionDigits: 1, maximumFractionDigits: 1 });
-const whole = new Intl.NumberFormat("en");
+const integer = new Intl.NumberFormat("en");
 
 function probabilityText(value) {
   if (typeof value !== "number") return "";
@@ -46,15 +46,15 @@ function probabilityText(value) {
   return percent.format(value);
 }
 
-/** A number with three digits, as beside a colour bar. */
-function short(value) {
+/** Format a number with three digits, for colour bars and scores. */
+function shortNumber(value) {
   if (typeof value !== "number") return "";
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replace("-", "−").replace("e+", "e");
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
 
-const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 /** Create an element; children that are strings become text, never HTML. */
 function make(tag, attributes = {}, ...children) {

@@ -1,36 +1,36 @@
-// The grid. Only photos near the screen are elements of the page.
+// The grid. Only photos near the visible area have elements in the page.
 
 const grid = byId("grid");
 let list = []; // the photos that pass the filters
-let layout = laidOut([], 1);
-let current = null; // the photo that Tab focuses
+let layout = computeLayout([], 1);
+let current = null; // the photo that the Tab key focuses
 const cards = new Map(); // photo -> its element
 
 /** Filter and lay out the photos again. */
-function renew() {
+function applyFilters() {
   list = chosenPhotos();
   if (!list.includes(current)) current = list[0] ?? null;
   relayout();
 }
 
 function relayout() {
-  layout = laidOut(list, grid.clientWidth);
+  layout = computeLayout(list, grid.clientWidth);
   grid.style.height = `${layout.height}px`;
   for (const card of cards.values()) card.dataset.stale = "";
   draw();
 }
 
-/** Create the cards near the screen, and remove the others. */
+/** Create the cards near the visible area, and remove all others. */
 function draw() {
   const { rows } = layout;
   const wanted = [];
-  let inSight = 0;
+  let firstVisible = 0;
   if (rows.length) {
     const top = window.scrollY - grid.offsetTop;
     const spare = window.innerHeight * 0.75;
     const first = rows[rowAt(rows, top - spare - rows[0].height)];
     const last = rows[rowAt(rows, top + window.innerHeight + spare)];
-    inSight = rows[rowAt(rows, top + rows[0].height)].from;
+    firstVisible = rows[rowAt(rows, top + rows[0].height)].from;
     for (let at = first.from; at < last.to; at += 1) wanted.push(at);
     // Keep the focused photo, so that the keyboard continues from it.
     const focused = list.indexOf(current);
@@ -52,8 +52,8 @@ function draw() {
     if (card === place) place = place.nextSibling;
     else grid.insertBefore(card, place);
   }
-  // Tab focuses the last photo, or the first one on the screen if that is out of sight.
-  const stop = keep.has(current) ? current : list[inSight];
+  // The Tab key focuses the current photo, or the first visible one if the current photo has no card.
+  const stop = keep.has(current) ? current : list[firstVisible];
   for (const [photo, card] of cards) card.firstChild.tabIndex = photo === stop ? 0 : -1;
 }
 
@@ -67,7 +67,7 @@ function cardOf(photo) {
   return card;
 }
 
-/** Fill a card with the place, images and texts of its photo. */
+/** Set the position, images and texts of a card. */
 function fill(card, at) {
   const photo = list[at];
   const row = rowOf(photo, state.method);
@@ -81,7 +81,7 @@ function fill(card, at) {
   card.firstChild.href = addressOf({ photo: photo.index });
   card.firstChild.title = photo.source ?? "";
   card.classList.toggle("failed", row?.error != null);
-  picture(frame, photo, row, "lazy");
+  showPicture(frame, photo, row, "lazy");
   const others = photo.failed && row?.error == null;
   caption.replaceChildren(
     make("span", { class: "class", dir: "auto" }, headline(row)),
@@ -91,21 +91,21 @@ function fill(card, at) {
   );
 }
 
-/** The first text under a photo: its class, or why there is none. */
+/** Return the first line below a photo: its class, or the kind of failure. */
 function headline(row) {
   if (!row) return "Not explained yet";
   return row.error == null ? (className(row) ?? "") : (row.error_kind ?? "Failed");
 }
 
-/** Show a photo with its heat map in a frame, else its overlay, else why there is neither. */
-function picture(frame, photo, row, loading) {
+/** Show a photo with its heat map in a frame. If there is no photo, show the overlay or the reason of the failure. */
+function showPicture(frame, photo, row, loading) {
   const base = photo.photo ?? row?.overlay ?? null;
   const heat = photo.photo ? (row?.heat ?? null) : null;
   const message = row?.error ?? (base ? null : "There is no picture of this photo.");
   const seen = `${base}\n${heat}\n${message}`;
   if (frame.seen === seen) return;
   const old = frame.querySelector(".photo");
-  // Keep the photo if only its heat map changes, or it would flicker.
+  // Keep the photo element if only the heat map changes; a new element would flicker.
   const kept = old && old.getAttribute("src") === base ? old : null;
   if (old && !kept) old.remove();
   frame.classList.remove("lost-heat", ...(kept ? [] : ["lost-photo"]));
@@ -129,7 +129,7 @@ function describe(photo, row) {
   return [photo.file, name, probabilityText(row?.probability)].filter(Boolean).join(", ");
 }
 
-/** Make a photo the one that Tab focuses, and focus it. */
+/** Make a photo the current one, and focus it. */
 function select(photo, { focus = true } = {}) {
   const at = list.indexOf(photo);
   if (at < 0) return;
@@ -139,7 +139,7 @@ function select(photo, { focus = true } = {}) {
   if (focus) cards.get(photo)?.firstChild.focus({ preventScroll: true });
 }
 
-/** Scroll just enough to show all of a photo, below the header and above the dock. */
+/** Scroll only as far as needed to show a whole photo between the header and the dock. */
 function reveal(at) {
   const { top, height } = layout.rows[rowOfPhoto(layout.rows, at)];
   const header = document.querySelector("header").getBoundingClientRect().bottom + 12;
@@ -156,14 +156,14 @@ grid.addEventListener("keydown", (event) => {
   const page = Math.max(1, Math.floor(window.innerHeight / (layout.rows[0].height + CAPTION)) - 1);
   const jump = (step) => {
     let to = at;
-    for (let left = page; left; left -= 1) to = beside(layout, to, step);
+    for (let left = page; left; left -= 1) to = nearestInRow(layout, to, step);
     return to;
   };
   const to = {
     ArrowLeft: () => at - 1,
     ArrowRight: () => at + 1,
-    ArrowUp: () => beside(layout, at, -1),
-    ArrowDown: () => beside(layout, at, 1),
+    ArrowUp: () => nearestInRow(layout, at, -1),
+    ArrowDown: () => nearestInRow(layout, at, 1),
     PageUp: () => jump(-1),
     PageDown: () => jump(1),
     Home: () => 0,

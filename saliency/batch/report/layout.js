@@ -7,12 +7,12 @@ const ratioOf = (photo) =>
   photo.width > 0 && photo.height > 0 ? Math.min(2.4, Math.max(0.6, photo.width / photo.height)) : 4 / 3;
 
 /**
- * Rows of photos and the place of each one.
+ * Return the rows of the grid, and the position and width of each photo, in pixels.
  *
- * A row holds the number of photos that brings its height, stretched to the full width, closest to the intended one. The
- * last row is not stretched. All in pixels.
+ * Each row is stretched to the full width. It contains the number of photos for which its height is closest to the
+ * intended height. The last row is not stretched.
  */
-function laidOut(list, width) {
+function computeLayout(list, width) {
   const gap = width < 640 ? GAP.narrow : GAP.wide;
   const aim = Math.min(230, Math.max(136, width / 5.2));
   const left = new Float64Array(list.length);
@@ -28,7 +28,7 @@ function laidOut(list, width) {
     }
     const heightOf = (sum, count) => (width - (count - 1) * gap) / sum;
     let height = Math.min(aim, heightOf(ratios, to - from));
-    // Without the last photo the row may be closer to the intended height.
+    // Drop the last photo if the height is closer to the intended height without it.
     const fewer = ratios - ratioOf(list[to - 1]);
     const higher = to - from > 1 && height < aim ? heightOf(fewer, to - from - 1) : Infinity;
     if (higher / aim < aim / height) {
@@ -48,7 +48,7 @@ function laidOut(list, width) {
   return { rows, left, wide, height: Math.max(0, top - gap) };
 }
 
-/** The number of the row at a height, or the nearest one. */
+/** Return the index of the row at a vertical position, or of the nearest row. */
 function rowAt(rows, y) {
   let low = 0;
   let high = rows.length - 1;
@@ -60,7 +60,7 @@ function rowAt(rows, y) {
   return low;
 }
 
-/** The number of the row that holds a photo. */
+/** Return the index of the row that contains a photo. */
 function rowOfPhoto(rows, at) {
   let low = 0;
   let high = rows.length - 1;
@@ -72,14 +72,14 @@ function rowOfPhoto(rows, at) {
   return low;
 }
 
-/** The photo one row up (-1) or down (1) that is closest to the middle of another. */
-function beside({ rows, left, wide }, at, step) {
+/** Return the photo in the row above (step -1) or below (step 1) that is horizontally closest to a photo. */
+function nearestInRow({ rows, left, wide }, at, step) {
   const row = rows[rowOfPhoto(rows, at) + step];
   if (!row) return at;
   const middle = left[at] + wide[at] / 2;
   let best = row.from;
   for (let other = row.from; other < row.to; other += 1) {
-    const distance = (each) => Math.abs(left[each] + wide[each] / 2 - middle);
+    const distance = (index) => Math.abs(left[index] + wide[index] / 2 - middle);
     if (distance(other) < distance(best)) best = other;
   }
   return best;

@@ -1,4 +1,4 @@
-// The header, the keys, and the start of the page.
+// The header, the keyboard shortcuts, and the initialisation of the page.
 
 const controls = { method: byId("method"), class: byId("class"), show: byId("show"), sort: byId("sort") };
 const query = byId("query");
@@ -13,7 +13,7 @@ function fillControls() {
   controls.method.replaceChildren(...head.methods.map((name, at) => option(at, name)));
   const failed = photos.filter((photo) => photo.failed).length;
   controls.show.replaceChildren(
-    ...Object.entries(SHOWS).map(([key, label]) => option(key, key === "failed" ? `${label} (${whole.format(failed)})` : label)),
+    ...Object.entries(FILTERS).map(([key, label]) => option(key, key === "failed" ? `${label} (${integer.format(failed)})` : label)),
   );
   controls.sort.replaceChildren(...Object.entries(SORTS).map(([key, label]) => option(key, label)));
   fillClasses();
@@ -22,13 +22,13 @@ function fillControls() {
 function fillClasses() {
   const found = classes();
   controls.class.replaceChildren(
-    option("", `All classes (${whole.format(found.length)})`),
-    ...found.map(({ key, name, count }) => option(key, `${name} (${whole.format(count)})`)),
+    option("", `All classes (${integer.format(found.length)})`),
+    ...found.map(({ key, name, count }) => option(key, `${name} (${integer.format(count)})`)),
   );
   if (!found.some(({ key }) => key === state.class)) state.class = "";
 }
 
-/** Update everything from the state. */
+/** Update the controls and the grid from the state. */
 function refresh() {
   controls.method.value = state.method;
   controls.show.value = state.show;
@@ -37,22 +37,22 @@ function refresh() {
   if (document.activeElement !== query) query.value = state.query;
   for (const select of Object.values(controls)) select.classList.toggle("active", select.selectedIndex > 0 && select !== controls.method);
   byId("more").classList.toggle("active", Boolean(state.class || state.show !== "all" || state.sort !== "order"));
-  renew();
-  tellCount();
+  applyFilters();
+  showCount();
 }
 
-function tellCount() {
-  const all = whole.format(head.photos);
+function showCount() {
+  const all = integer.format(head.photos);
   const filtered = list.length < photos.length;
-  const failures = head.failed ? `, ${whole.format(head.failed)} with errors` : "";
+  const failures = head.failed ? `, ${integer.format(head.failed)} with errors` : "";
   const noun = head.photos === 1 ? "photo" : "photos";
-  byId("count").textContent = filtered ? `${whole.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}`;
+  byId("count").textContent = filtered ? `${integer.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}`;
   byId("empty").hidden = list.length > 0;
   byId("reset").hidden = !photos.length;
   byId("why").textContent = photos.length ? "No photo matches these filters." : "No photo has been explained yet.";
 }
 
-/** Change the state, show the top of the grid, and write the address. */
+/** Change the state, scroll to the top of the grid unless the method changes, and update the address. */
 function change(changes) {
   const method = state.method;
   clearTimeout(typing); // use the text typed so far
@@ -73,12 +73,12 @@ function setHeat(percentage) {
   }
 }
 
-/** Show the state in the address. */
-function arrive() {
+/** Read the state from the address, and show it. */
+function loadAddress() {
   readAddress();
   fillClasses();
   refresh();
-  const photo = state.photo === null ? null : photos.find((each) => each.index === state.photo);
+  const photo = state.photo === null ? null : photos.find((photo) => photo.index === state.photo);
   if (photo) open(photo);
   else {
     state.photo = null;
@@ -115,17 +115,17 @@ byId("more").addEventListener("click", () => {
   byId("more").setAttribute("aria-expanded", shown);
 });
 
-// Dark or light: as the system, until the reader chooses.
+// Dark or light theme: that of the system until the user chooses one.
 
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme ?? (darkSystem.matches ? "dark" : "light")) === "dark";
 
-function tellTheme() {
+function showTheme() {
   byId("theme").setAttribute("aria-pressed", isDark());
 }
 
-function remembered(name, value) {
-  // A browser may refuse to store anything for a file.
+function storedSetting(name, value) {
+  // Browsers may deny storage to a page opened as a file.
   try {
     if (value !== undefined) localStorage.setItem(name, value);
     return localStorage.getItem(name);
@@ -136,14 +136,14 @@ function remembered(name, value) {
 
 byId("theme").addEventListener("click", () => {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  remembered("saliency-theme", document.documentElement.dataset.theme);
-  tellTheme();
+  storedSetting("saliency-theme", document.documentElement.dataset.theme);
+  showTheme();
 });
-darkSystem.addEventListener("change", tellTheme);
-const theme = remembered("saliency-theme");
+darkSystem.addEventListener("change", showTheme);
+const theme = storedSetting("saliency-theme");
 if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
 
-// About.
+// The dialog with facts about the run and the keyboard shortcuts.
 
 const KEYS = {
   "/": "search",
@@ -159,7 +159,7 @@ const KEYS = {
 function fillFacts() {
   const run = {
     model: head.model, weights: head.weights, methods: head.methods.join(", "),
-    photos: `${whole.format(head.photos)}, of which ${whole.format(head.failed)} with errors`,
+    photos: `${integer.format(head.photos)}, of which ${integer.format(head.failed)} with errors`,
     versions: Object.entries(head.versions ?? {}).map(([name, value]) => `${name} ${value}`).join(", "),
     command: Array.isArray(head.command) ? head.command.join(" ") : head.command,
   };
@@ -194,7 +194,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// Scrolling and sizes.
+// Scrolling and resizing.
 
 let due = 0;
 window.addEventListener("scroll", () => {
@@ -214,13 +214,13 @@ new ResizeObserver(() => {
   if (anchor && moved) reveal(list.indexOf(anchor));
 }).observe(document.documentElement);
 
-window.addEventListener("popstate", arrive);
+window.addEventListener("popstate", loadAddress);
 
 byId("model").textContent = head.model ?? "";
 fillControls();
 fillFacts();
-tellTheme();
+showTheme();
 setHeat(heat);
 width = grid.clientWidth;
-arrive();
+loadAddress();
 document.documentElement.dataset.ready = "";

@@ -1,4 +1,4 @@
-"""Rows of a manifest as compact data of the page, which its `data.js` unpacks."""
+"""Pack the rows of a manifest into compact data for the page, which `data.js` unpacks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...errors import ExplanationError, RenderError
 from ...render.colors import DIVERGING, SEQUENTIAL, table
 
 FORMAT = "saliency batch 1"
-COLOURS = 17  # colours of a bar, between which the browser interpolates
+COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 Row = dict[str, object]
 
-# Keys of the manifest that the page shows.
+# Columns of the manifest that the page shows, per photo and per row.
 _PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
     *("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit"),
@@ -33,7 +33,7 @@ def read_run(folder: Path) -> Row:
     """Return `manifest.json`: model, versions, methods, command.
 
     Raises:
-        ExplanationError: The folder was not written by `saliency batch`, or by a version with another format.
+        ExplanationError: `saliency batch` did not write the folder, or a version with another format did.
     """
     path = folder / "manifest.json"
     try:
@@ -53,7 +53,7 @@ def read_run(folder: Path) -> Row:
 
 
 def read_rows(folder: Path) -> Iterator[Row]:
-    """Yield the rows of `manifest.jsonl` in its order; none if the run has not written any yet.
+    """Yield the rows of `manifest.jsonl` in file order; none if the run has not written any yet.
 
     Raises:
         ExplanationError: A line other than an unfinished last one is not a row.
@@ -63,7 +63,7 @@ def read_rows(folder: Path) -> Iterator[Row]:
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            # A run that is killed may leave the beginning of a line, which the next run cuts off.
+            # A killed run may leave an incomplete last line, which the next run removes.
             if not line.endswith(b"\n"):
                 return
             try:
@@ -76,7 +76,7 @@ def read_rows(folder: Path) -> Iterator[Row]:
 
 
 def _parsed(text: str) -> object:
-    """Return parsed JSON, with None for NaN and infinity, which a browser's parser refuses."""
+    """Parse JSON, with None for NaN and infinity, which JSON parsers of browsers reject."""
     parsed: object = json.loads(text, parse_constant=lambda name: None, parse_float=_finite)
     return parsed
 
@@ -87,13 +87,13 @@ def _finite(text: str) -> float | None:
 
 
 class Packer:
-    """Photos with their rows as compressed JSON, packed one by one.
+    """Packs photos with their rows as compressed JSON, one by one.
 
     Attributes:
-        methods: The names of the methods; rows hold their numbers.
-        bars: The colours of the colour bars by name; rows hold the names.
-        photos: How many photos have been packed.
-        failed: How many of them have an error in some row.
+        methods: Names of the methods; packed rows contain their indices.
+        bars: Colours of the colour bars by name; packed rows contain the names.
+        photos: Number of photos packed so far.
+        failed: Number of these photos with an error in any row.
     """
 
     def __init__(self, methods: Iterable[str]) -> None:
@@ -115,7 +115,7 @@ class Packer:
     def _photo(self, rows: list[Row]) -> Row:
         self.photos += 1
         self.failed += any(row.get("error") is not None for row in rows)
-        # A method that failed early leaves sizes unknown, which the rows of others know.
+        # A row of a failed method may lack the sizes, which the rows of other methods contain.
         known = {key: value for row in reversed(rows) for key, value in row.items() if value is not None}
         return {**_selected(known, _PHOTO), "rows": [self._row(row) for row in rows]}
 
@@ -123,7 +123,7 @@ class Packer:
         return {**_selected(row, _ROW), "method": self._method(row.get("method")), "bar": self._bar(row)}
 
     def _method(self, name: object) -> int:
-        """Return the method's number; -1 if the photo failed before any method."""
+        """Return the index of a method; -1 if the photo failed before any method."""
         if name is None:
             return -1
         if str(name) not in self.methods:
@@ -131,7 +131,7 @@ class Packer:
         return self.methods.index(str(name))
 
     def _bar(self, row: Row) -> str | None:
-        """Return the name of the row's colour bar, and add its colours; None without a known colour map."""
+        """Return the name of the row's colour bar and store its colours; None without a known colormap."""
         name, signed = row.get("colormap"), row.get("sign") == "signed"
         if not isinstance(name, str):
             name = None if row.get("sign") is None else DIVERGING if signed else SEQUENTIAL
@@ -144,17 +144,17 @@ class Packer:
 
 
 def _selected(row: Row, keys: Iterable[str]) -> Row:
-    """Return what the page shows of a row; unknown values are left out."""
+    """Return the given columns of a row, without unknown values."""
     values = {key: address(row.get(key)) if key in _FILES else row.get(key) for key in keys}
-    # Six digits are more than the page shows.
+    # The page shows fewer than six digits.
     rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
     return {key: value for key, value in rounded.items() if value is not None}
 
 
 def dumped(value: object) -> str:
-    """Return JSON that neither ends the script element around it nor breaks a line of JavaScript.
+    """Return JSON that is safe inside a script element: HTML characters and JavaScript line breaks are escaped.
 
-    Halves of surrogate pairs, which UTF-8 cannot hold, are escaped as well.
+    Lone surrogates, which UTF-8 cannot encode, are escaped as well.
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
@@ -163,7 +163,7 @@ def dumped(value: object) -> str:
 
 
 def address(path: object) -> str | None:
-    """Return a path of the manifest as a relative, percent-encoded address; None if it leaves the folder."""
+    """Return a path of the manifest as a relative, percent-encoded URL; None if it points outside the folder."""
     if not isinstance(path, str) or path.startswith("/") or not path or ".." in PurePosixPath(path).parts:
         return None
     return "./" + quote(path, safe="/", errors="surrogatepass")
@@ -171,7 +171,7 @@ def address(path: object) -> str | None:
 
 @cache
 def colours(name: str, signed: bool) -> list[str] | None:
-    """Return the colours of a bar from low to high as "#rrggbb"; None for a colour map unknown to matplotlib."""
+    """Return the colours of a bar from low to high as "#rrggbb"; None for a colormap unknown to matplotlib."""
     try:
         entries = table(name, centred=signed)
     except RenderError:

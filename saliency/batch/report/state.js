@@ -1,6 +1,6 @@
-// The state: method, filters, order and the open photo. It is part of the address, so that a link shows the same.
+// The state of the page: method, filters, order and open photo. The address contains it, so that links restore it.
 
-const SHOWS = { all: "All photos", fine: "Explained", failed: "With errors" };
+const FILTERS = { all: "All photos", fine: "Explained", failed: "With errors" };
 const SORTS = {
   order: "Order of the run",
   name: "Name",
@@ -8,11 +8,11 @@ const SORTS = {
   unlikely: "Probability, low first",
   class: "Class",
 };
-const FRESH = { method: 0, query: "", class: "", show: "all", sort: "order", photo: null };
-const state = { ...FRESH };
+const DEFAULTS = { method: 0, query: "", class: "", show: "all", sort: "order", photo: null };
+const state = { ...DEFAULTS };
 const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
-/** The photos that match the filters, in the chosen order. */
+/** Return the photos that match the filters, in the chosen order. */
 function chosenPhotos() {
   const words = folded(state.query).split(/\s+/).filter(Boolean);
   const passing = photos.filter((photo) => {
@@ -20,12 +20,12 @@ function chosenPhotos() {
     if (state.show === "failed" && !photo.failed) return false;
     if (state.show === "fine" && (!row || row.error != null)) return false;
     if (state.class !== "" && classKey(row) !== state.class) return false;
-    return words.every((word) => wordsOf(photo).includes(word));
+    return words.every((word) => searchTextOf(photo).includes(word));
   });
   return sorted(passing);
 }
 
-/** The key of a class: its number, because two may have the same name. */
+/** Return the key of a class: its index, because several classes may have the same name. */
 const classKey = (row) => (row?.target ?? row?.name ?? null) === null ? null : String(row.target ?? row.name);
 
 function sorted(list) {
@@ -44,7 +44,7 @@ function sorted(list) {
   return list;
 }
 
-/** The classes that the current method explains: key, name and number of photos, sorted by name. */
+/** Return the classes that the current method explains, with key, name and number of photos, sorted by name. */
 function classes() {
   const found = new Map();
   for (const photo of photos) {
@@ -58,36 +58,36 @@ function classes() {
   const names = new Map();
   for (const { name } of found.values()) names.set(name, (names.get(name) ?? 0) + 1);
   return [...found.values()]
-    .map((each) => (names.get(each.name) > 1 ? { ...each, name: `${each.name} ${each.key}` } : each))
+    .map((entry) => (names.get(entry.name) > 1 ? { ...entry, name: `${entry.name} ${entry.key}` } : entry))
     .sort((a, b) => collator.compare(a.name, b.name));
 }
 
-/** The address of a state, with only what differs from a new page. */
+/** Return the address of a state. Values equal to the defaults are omitted. */
 function addressOf(other = {}) {
   const wanted = { ...state, ...other };
   const words = new URLSearchParams();
-  for (const key of Object.keys(FRESH)) {
-    if (wanted[key] === FRESH[key]) continue;
+  for (const key of Object.keys(DEFAULTS)) {
+    if (wanted[key] === DEFAULTS[key]) continue;
     words.set(key, key === "method" ? head.methods[wanted.method] : wanted[key]);
   }
   return `#${words}`;
 }
 
-/** Read the state from the address; what is missing or invalid is as on a new page. */
+/** Read the state from the address. Missing and invalid values get their defaults. */
 function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1));
   const method = head.methods.indexOf(words.get("method"));
-  Object.assign(state, FRESH, {
+  Object.assign(state, DEFAULTS, {
     method: Math.max(0, method),
     query: words.get("query") ?? "",
     class: words.get("class") ?? "",
-    show: Object.hasOwn(SHOWS, words.get("show") ?? "") ? words.get("show") : FRESH.show,
-    sort: Object.hasOwn(SORTS, words.get("sort") ?? "") ? words.get("sort") : FRESH.sort,
+    show: Object.hasOwn(FILTERS, words.get("show") ?? "") ? words.get("show") : DEFAULTS.show,
+    sort: Object.hasOwn(SORTS, words.get("sort") ?? "") ? words.get("sort") : DEFAULTS.sort,
     photo: /^\d+$/.test(words.get("photo") ?? "") ? Number(words.get("photo")) : null,
   });
 }
 
-/** Write the state to the address, as a new step of the history or replacing the current one. */
+/** Write the state to the address, as a new history entry if `step`, else replacing the current entry. */
 function writeAddress(step = false) {
   if (step) history.pushState({ opened: true }, "", addressOf());
   else history.replaceState(history.state, "", addressOf());

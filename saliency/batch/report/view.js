@@ -3,17 +3,17 @@
 const view = byId("view");
 const panels = byId("panels");
 
-/** Show a photo in the view; a new step of the history if the reader opened it. */
+/** Show a photo in the large view. `step` adds a history entry, for a photo that the user opened. */
 function open(photo, step = false) {
   state.photo = photo.index;
-  compose(photo);
+  fillView(photo);
   if (!view.open) view.showModal();
   panels.scrollTop = 0;
   writeAddress(step);
 }
 
-/** Show the photo `step` further in the list, if there is one. */
-function walk(step) {
+/** Show the photo that is `step` positions later in the list, if there is one. */
+function move(step) {
   const at = place();
   const photo = list[Math.min(list.length - 1, Math.max(0, at + step))];
   if (photo && photo.index !== state.photo) open(photo);
@@ -21,21 +21,21 @@ function walk(step) {
 
 const place = () => list.findIndex((photo) => photo.index === state.photo);
 
-function compose(photo) {
+function fillView(photo) {
   const at = list.indexOf(photo);
   byId("view-name").textContent = photo.file;
-  byId("view-place").textContent = at < 0 ? "outside the filters" : `${whole.format(at + 1)} of ${whole.format(list.length)}`;
+  byId("view-place").textContent = at < 0 ? "outside the filters" : `${integer.format(at + 1)} of ${integer.format(list.length)}`;
   byId("previous").disabled = at <= 0;
   byId("next").disabled = at < 0 || at === list.length - 1;
   view.style.setProperty("--ratio", photo.width > 0 && photo.height > 0 ? photo.width / photo.height : 4 / 3);
-  const rows = photo.whole ? [photo.whole] : photo.rows.filter(Boolean);
-  const shown = rows.map((row) => panel(photo, row));
-  panels.replaceChildren(...(photo.photo ? [plain(photo, rows[0])] : []), ...shown);
+  const rows = photo.failure ? [photo.failure] : photo.rows.filter(Boolean);
+  const shown = rows.map((row) => methodPanel(photo, row));
+  panels.replaceChildren(...(photo.photo ? [photoPanel(photo, rows[0])] : []), ...shown);
   for (const near of [list[at + 1], at > 0 ? list[at - 1] : null]) if (near) preload(near);
 }
 
-/** The photo without a heat map, with the facts that all methods share. */
-function plain(photo, row) {
+/** Return the panel of the photo without a heat map, with the facts that all methods share. */
+function photoPanel(photo, row) {
   const frame = make("div", { class: "frame" }, image(photo.photo, "photo", "eager", photo.file));
   const crop = cropOf(photo);
   if (crop) frame.append(crop);
@@ -53,7 +53,7 @@ function plain(photo, row) {
   );
 }
 
-/** A frame around the crop that the model saw; null if that is the whole photo. */
+/** Return a frame around the crop that the model received; null if the crop is the whole photo. */
 function cropOf(photo) {
   if (!Array.isArray(photo.box) || !photo.box.every(Number.isFinite) || !(photo.width > 0) || !(photo.height > 0)) return null;
   const [left, top, right, bottom] = photo.box.map((edge, at) => edge / (at % 2 ? photo.height : photo.width));
@@ -64,10 +64,10 @@ function cropOf(photo) {
   return crop;
 }
 
-/** One method: the heat map over the photo, its colour bar and its facts. */
-function panel(photo, row) {
+/** Return the panel of a method: heat map over the photo, colour bar and facts. */
+function methodPanel(photo, row) {
   const frame = make("div", { class: "frame" });
-  picture(frame, photo, row, "eager");
+  showPicture(frame, photo, row, "eager");
   const failed = row.error != null;
   return make(
     "figure", { class: failed ? "panel failed" : "panel" },
@@ -79,10 +79,10 @@ function panel(photo, row) {
       facts({
         class: failed ? null : classText(row),
         probability: failed ? null : probabilityText(row.probability),
-        score: failed ? null : short(row.score),
+        score: failed ? null : shortNumber(row.score),
         error: row.error_kind,
         layer: row.layer,
-        ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, text(value)])),
+        ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, asText(value)])),
       }),
       row.overlay ? make("a", { href: row.overlay, target: "_blank", rel: "noopener" }, "Overlay in full size") : null,
     ),
@@ -91,20 +91,20 @@ function panel(photo, row) {
 
 const classText = (row) => (row.name != null && row.target != null ? `${row.name} (${row.target})` : className(row));
 
-/** The colour bar, from the lowest value to the limit, in the units of the values. */
+/** Return the colour bar, from the lowest value to the limit, in the units of the values; null without a limit. */
 function colourBar(row) {
   if (typeof row.limit !== "number") return null;
   const signed = row.sign === "signed";
   const bar = make("div", { class: "bar-colours", role: "img" });
-  const low = signed ? short(-row.limit) : "0";
-  bar.setAttribute("aria-label", `Colours from ${low} to ${short(row.limit)} ${row.units ?? ""}, ${row.colormap ?? ""}`);
+  const low = signed ? shortNumber(-row.limit) : "0";
+  bar.setAttribute("aria-label", `Colours from ${low} to ${shortNumber(row.limit)} ${row.units ?? ""}, ${row.colormap ?? ""}`);
   if (row.bar) bar.style.backgroundImage = `linear-gradient(to right, ${row.bar.join(", ")})`;
-  const ticks = make("div", { class: "ticks", "aria-hidden": "true" }, make("span", {}, low), signed ? make("span", {}, "0") : null, make("span", {}, short(row.limit)));
-  const unit = [row.sign === "absolute" ? "size, whatever the sign" : null, row.units].filter(Boolean).join(" · ");
+  const ticks = make("div", { class: "ticks", "aria-hidden": "true" }, make("span", {}, low), signed ? make("span", {}, "0") : null, make("span", {}, shortNumber(row.limit)));
+  const unit = [row.sign === "absolute" ? "absolute values" : null, row.units].filter(Boolean).join(" · ");
   return make("div", { class: "scale" }, row.bar ? bar : null, ticks, unit ? make("div", { class: "unit" }, unit) : null);
 }
 
-/** A list of names and values, without empty ones. */
+/** Return a list of names and values, without empty values. */
 function facts(entries) {
   const filled = Object.entries(entries).filter(([, value]) => value != null && value !== "");
   return make("dl", {}, filled.map(([name, value]) => make("div", {}, make("dt", {}, name.trim()), make("dd", { dir: "auto" }, String(value)))));
@@ -116,8 +116,8 @@ function preload(photo) {
 }
 
 view.addEventListener("close", () => {
-  if (state.photo === null) return; // closed by the history
-  const photo = photos.find((each) => each.index === state.photo);
+  if (state.photo === null) return; // closed by a step back in the history
+  const photo = photos.find((photo) => photo.index === state.photo);
   state.photo = null;
   if (history.state?.opened) history.back();
   else writeAddress();
@@ -129,11 +129,11 @@ view.addEventListener("keydown", (event) => {
   const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
   if (!(event.key in steps)) return;
   event.preventDefault();
-  walk(steps[event.key]);
+  move(steps[event.key]);
 });
 
-byId("previous").addEventListener("click", () => walk(-1));
-byId("next").addEventListener("click", () => walk(1));
+byId("previous").addEventListener("click", () => move(-1));
+byId("next").addEventListener("click", () => move(1));
 byId("close").addEventListener("click", () => view.close());
 
 let touched = null;
@@ -144,6 +144,6 @@ panels.addEventListener("touchend", (event) => {
   if (!touched) return;
   const { clientX, clientY } = event.changedTouches[0];
   const [across, along] = [clientX - touched.x, Math.abs(clientY - touched.y)];
-  if (Math.abs(across) > 60 && along < 40) walk(across < 0 ? 1 : -1);
+  if (Math.abs(across) > 60 && along < 40) move(across < 0 ? 1 : -1);
   touched = null;
 }, { passive: true });

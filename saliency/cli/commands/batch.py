@@ -1,6 +1,6 @@
-"""`saliency batch`: turn a folder of photos into a folder of overlays. `saliency.batch.batch` does it.
+"""`saliency batch`: explain a folder of photos with `saliency.batch.batch`, and print a summary.
 
-Only light modules are imported at once: a finished run is recognised without torch.
+Modules that import torch are imported later, since a finished run needs none of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def print_summary(summary: Summary, screen: Screen) -> None:
-    """Print the failures, how much was done and how fast, and where the page is."""
+    """Print the failures, the number of photos, the speed and the path of the page."""
     if summary.failures and screen.is_terminal and not screen.quiet:
         columns = (Column("photo", style="bold"), Column("method"), Column("reason", style="red"))
         screen.table(columns, [(visible(source), method, visible(why)) for source, method, why in summary.failures])
@@ -80,7 +80,7 @@ def print_summary(summary: Summary, screen: Screen) -> None:
 
 
 def _methods(words: list[str] | None) -> list[str]:
-    """Return the names after --method."""
+    """Return the methods given by --method, without duplicates."""
     names = list(dict.fromkeys(words or [METHOD]))
     if ALL not in names:
         return names

@@ -1,4 +1,4 @@
-"""`saliency explain`: the same run as `saliency batch`, image by image and without a manifest."""
+"""`saliency explain`: explain photos one by one with the functions of `saliency batch`, without a manifest."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Explain the photos, print the results, and return the exit code.
 
     Raises:
-        SaliencyError: The command line asks for something impossible; nothing has been written.
+        SaliencyError: The command line is invalid. Nothing has been written.
     """
     names, more_photos = methods_and_photos(arguments.methods)
     images = with_names(find_images([*arguments.photos, *more_photos], literal=True))
     if not images:
-        raise UsageError("no photo was named; try: saliency explain photo.jpg")
+        raise UsageError("no photo was given; try: saliency explain photo.jpg")
     options = RunOptions(
         model=arguments.model,
         weights=arguments.weights,
@@ -109,7 +109,7 @@ def _protect_photos(images: Sequence[ImageEntry], methods: Sequence[str], argume
 
 
 def _thumb(result: object, loaded: LoadedImage, options: RunOptions) -> Explanation:
-    """Return the explanation on a picture no larger than the sheet needs: any number of them fits into memory."""
+    """Return the explanation with a picture reduced to the size that the contact sheet needs, to save memory."""
     if not isinstance(result, Explanation) or loaded.picture is None:
         raise TypeError("only an explanation of a picture is on the sheet")
     small = loaded.picture.copy()
@@ -121,7 +121,10 @@ def _thumb(result: object, loaded: LoadedImage, options: RunOptions) -> Explanat
 
 
 def _draw_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path) -> Path | None:
-    """Write the contact sheet: methods that succeeded on most photos, photos on which all of these did."""
+    """Write the contact sheet with the methods that succeeded on most photos, and the photos on which all of them did.
+
+    Returns None if there is no such method or photo.
+    """
     rows = [row for row in thumbs if row]
     counts = Counter(method for row in rows for method in row)
     methods = [method for method in options.methods if 2 * counts[method] > len(rows)]
@@ -136,9 +139,10 @@ def _draw_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, o
 
 
 def _print_results(rows: Sequence[Row], expected: str | None, out: Path, sheet: Path | None, screen: Screen) -> int:
-    """Print a table of the rows and where the files are, and return the number of failures.
+    """Print a table of the rows and the paths of the files, and return the number of failures.
 
-    Failures are printed on stderr if no terminal shows the table. An error of the kind `expected` is not a failure.
+    Failures are printed on stderr as well if the output is quiet or not a terminal. An error of the kind `expected` is
+    not a failure.
     """
     failed = [row for row in rows if row["error"] is not None and row["error_kind"] != expected]
     if screen.quiet or not screen.is_terminal:
@@ -149,7 +153,7 @@ def _print_results(rows: Sequence[Row], expected: str | None, out: Path, sheet: 
     cells = []
     for _, group in groupby(rows, itemgetter("index")):
         of_photo = list(group)
-        # A failed method has no target, but those of one photo share it.
+        # The row of a failed method has no target, but all methods explain the same target.
         known = next((row for row in of_photo if row["name"] is not None), of_photo[0])
         share = known["probability"]
         about = (
@@ -174,7 +178,7 @@ def _result(row: Row, out: Path, expected: str | None) -> Text:
 
 
 def _print_by_photo(cells: Sequence[Sequence[Cells]], screen: Screen) -> None:
-    """Print each photo and its class above its methods and files, which fits any width."""
+    """Print each photo and its class above a list of its methods and files, which fits any terminal width."""
     width = max(len(method) for of_photo in cells for *_, method, _ in of_photo)
     for of_photo in cells:
         photo, *target = of_photo[0][:3]

@@ -1,4 +1,4 @@
-"""The command `saliency layers`: tables of layers, activations and gradients, in the terminal and as a page."""
+"""`saliency layers`: print tables of layers, activations and gradients, and write them to an HTML page."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from ..console import GAP, Screen, UsageError, visible
 from ..layers_html import Section, figure_html, image_html, page
 from ..parsing import ready_model
 
-FITTING = 40  # rows that are shown without --all
+DEFAULT_ROWS = 40  # largest number of rows shown by default, unless depth 1 has more
 
 # Columns that are dropped on a narrow terminal, in this order.
 _DISPENSABLE = (
     *("functions", "min", "max", "rms", "mean", "kind", "calls", "call", "grid", "weight norm", "std", "time", "zeros"),
 )
-_LAYERS = "In the order in which they begin; layers inside another layer are indented and included in its numbers."
+_LAYERS = "In the order of execution. Nested layers are indented; the numbers of a layer include its nested layers."
 _STATS = (
-    "The outputs of each layer on this one input. Layers with almost only zeros, and channels that are dead on many "
-    "inputs, are useless; NaN or Inf is an error."
+    "The outputs of each layer for this single input. Layers with mostly zeros, and channels that are dead for many "
+    "inputs, are useless. NaN and Inf are errors."
 )
 _GRADIENTS = (
-    "The gradient of the score of a class at the output of each layer. Norms that fall from layer to layer towards the "
-    "input vanish, those that grow explode."
+    "The gradient of the score of a class at the output of each layer. Gradients vanish if their norms fall towards "
+    "the input, and explode if they grow."
 )
 _PARAMETERS = "The gradient of the same score with respect to each parameter."
 
@@ -52,9 +52,9 @@ _PARAMETERS = "The gradient of the same score with respect to each parameter."
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run `saliency layers`: print the requested tables, and write them to a page."""
     if arguments.target is not None and not arguments.gradients:
-        raise UsageError("--target names the class whose gradients are shown; add --gradients")
+        raise UsageError("--target selects the class whose gradients are shown; add --gradients")
     if arguments.html is not None:
-        _check_place(arguments.html)
+        _check_html_file(arguments.html)
     report = _Report(arguments, screen)
     report.add_layers()
     if arguments.stats:
@@ -94,10 +94,12 @@ class _Report:
         chosen, own = self.scan.chosen, self.table.columns
         output = [column.title for column in own].index("output") + 1
         arrow: Column[LayerRow] = Column("", lambda row: "->" if row.name == chosen else "", "left")
-        grid: Column[LayerRow] = Column("grid", lambda row: grids.get(row.name, ""), hint="rows and columns of its map")
+        grid: Column[LayerRow] = Column(
+            "grid", lambda row: grids.get(row.name, ""), hint="rows and columns of its feature map"
+        )
         text = _LAYERS
         if len(self.rows) < len(self.table):
-            text += f" These are {len(self.rows)} of {len(self.table)}: --all shows all, --depth others."
+            text += f" Shown are {len(self.rows)} of {len(self.table)} layers: use --all for all, or --depth."
         if chosen:
             text += f' The arrow marks "{chosen}", which class activation maps read by default.'
         columns = [arrow, *own[:output], grid, *own[output:]]
@@ -132,11 +134,11 @@ class _Report:
     def summarise(self) -> None:
         size = "x".join(map(str, self.x.shape[-2:]))
         chosen = self.scan.chosen
-        taken = f'"{chosen}" is taken by CAMs (->)' if chosen else "CAMs take no layer by themselves"
+        taken = f'CAMs read "{chosen}" by default (->)' if chosen else "CAMs have no default layer"
         self.screen.say(f"{self.arguments.model} on an input of {size}: {taken}")
         more = len(self.table) - len(self.rows)
         if more:
-            hint = f"--all lists {more} more layers inside these; explain --layer takes any with a grid"
+            hint = f"--all lists {more} more nested layers; explain --layer accepts any layer with a grid"
             self.screen.say(Text(hint, "dim"))
 
     def page(self) -> str:
@@ -146,7 +148,7 @@ class _Report:
             "model": f"{self.table.model.kind}, {self.weights}",
             "input": "x".join(map(str, self.x.shape)) + (f" from {Path(photo).name}" if photo else " of noise"),
             **({"gradients of": self.target.names[0]} if self.arguments.gradients else {}),
-            "made with": f"saliency {version('saliency-toolkit')}, torch {torch.__version__}",
+            "created with": f"saliency {version('saliency-toolkit')}, torch {torch.__version__}",
         }
         frame = self.batch.frames[0] if photo else None
         image = image_html(frame.picture, Path(photo).name) if frame else ""
@@ -158,11 +160,11 @@ def _only(table: Table[Any], names: set[str]) -> Table[Any]:
 
 
 def _depth(rows: tuple[LayerRow, ...], arguments: argparse.Namespace) -> int:
-    """The depth of the rows: as given, or the largest that fits."""
+    """Return the largest depth to show: as given, or the largest with at most `DEFAULT_ROWS` rows."""
     deepest = max(row.depth for row in rows)
     if arguments.depth is not None or arguments.all:
         return deepest if arguments.depth is None else int(arguments.depth)
-    fitting = [depth for depth in range(1, deepest + 1) if sum(row.depth <= depth for row in rows) <= FITTING]
+    fitting = [depth for depth in range(1, deepest + 1) if sum(row.depth <= depth for row in rows) <= DEFAULT_ROWS]
     return max(fitting, default=1)
 
 
@@ -181,14 +183,14 @@ def _print(table: Table[Any], marked: str | None, screen: Screen) -> None:
     )
     notes = list(table.notes)
     if dropped:
-        notes.append(f"no room here for {', '.join(dropped)}: use a wider terminal, a pipe or --html")
+        notes.append(f"columns without room: {', '.join(dropped)}; use a wider terminal, a pipe or --html")
     for note in notes:
         screen.say(Text(note, "dim"))
     screen.say()
 
 
 def _dropped(table: Table[Any], width: int) -> list[str]:
-    """The titles of the columns that a terminal of this width has no room for."""
+    """Return the titles of the columns that do not fit the width of the terminal."""
     texts = [[column.title for column in table.columns], *table.cells()]
     widths = {column[0]: max(map(cell_len, column)) for column in zip(*texts, strict=True)}
     dropped: list[str] = []
@@ -201,29 +203,32 @@ def _dropped(table: Table[Any], width: int) -> list[str]:
 
 
 def _load_model(name: str, weights: str | None, screen: Screen) -> tuple[nn.Module, str]:
-    """The model and the kind of its weights: random if its own are missing, which does not change the layers."""
+    """Return the model and a description of its weights.
+
+    Weights are random if those of the model are not installed, which does not change the layers.
+    """
     try:
         model = ready_model(name, weights, "cpu", screen)
     except ModelError:
         if weights != "default":
             raise
         model = ready_model(name, None, "cpu", screen)
-        screen.say(Text(f"with random weights: those of {name} are not here", "dim"))
-        return model, "random weights: its own are not here"
-    return model, {"default": "its own weights", None: "random weights"}.get(weights, f"weights {weights}")
+        screen.say(Text(f"using random weights: those of {name} are not installed", "dim"))
+        return model, "random weights: those of the model are not installed"
+    return model, {"default": "default weights", None: "random weights"}.get(weights, f"weights {weights}")
 
 
 def _noise() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8))
 
 
-def _check_place(file: Path) -> None:
+def _check_html_file(file: Path) -> None:
     """Raise UsageError if the page cannot be written, before any computation."""
     folder = file.parent
     if file.is_dir():
-        raise UsageError(f"--html {file} is a folder; name a file in it, such as {file / 'layers.html'}")
+        raise UsageError(f"--html {file} is a folder; choose a file in it, such as {file / 'layers.html'}")
     if is_stream(file):
-        raise UsageError(f"--html {file} is a device or a pipe; name a file")
+        raise UsageError(f"--html {file} is a device or a pipe; choose a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         reason = "cannot be written to" if folder.is_dir() else "does not exist"
         raise UsageError(f"--html {file}: the folder {folder} {reason}")

@@ -21,7 +21,7 @@ _WEIGHTS = {"here": "here", "download": "to download", "pip install": "pip insta
 
 
 def methods(_: argparse.Namespace, screen: Screen) -> int:
-    """List all methods: name, description in one sentence, cost and paper."""
+    """List all methods with a one-sentence description, cost and paper."""
     rows = [(name, re.split(r"(?<=\.)\s", summary(cls))[0], cls.cost, *paper(cls)) for name, cls in METHODS.items()]
     if not screen.is_terminal:
         columns = [Column(title) for title in ("method", "cost", "paper", "link", "description")]
@@ -36,7 +36,7 @@ def methods(_: argparse.Namespace, screen: Screen) -> int:
 
 
 def paper(cls: type[Attribution]) -> tuple[str, str]:
-    """Return authors and year of a method's paper, as in "Zhou et al. 2015", and its address."""
+    """Return authors and year of a method's paper, such as "Zhou et al. 2015", and its URL."""
     text = source(cls)
     authors = re.split(r',\s*["“]', text)[0]
     year, link = re.search(r"\b(?:19|20)\d\d\b", text), re.search(r"https?://[^\s,;]+", text)

@@ -1,4 +1,4 @@
-"""`saliency render`: redraw overlays from saved maps. `saliency.batch.redraw` does it."""
+"""`saliency render`: redraw overlays from saved maps with `saliency.batch.saved_maps.redraw`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..options import overlay_style
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Redraw the overlays, print how many there are, and return the exit code."""
+    """Redraw the overlays, print their number, and return the exit code."""
     if arguments.colormap is not None:
         table(arguments.colormap)
     counts: Counter[str] = Counter()
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         return 1
     screen.say(f"{count(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
     if counts["small"]:
-        screen.say(Text(f"{counts['small']} of them on the small preview: the photo is gone or has changed", "dim"))
+        screen.say(Text(f"{counts['small']} of them on the small preview: the photo was removed or has changed", "dim"))
     if counts["failed"]:
         screen.say(Text(count(counts["failed"], "failure"), "red"))
     return 1 if counts["failed"] or not counts.total() else 0
