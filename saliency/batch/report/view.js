@@ -47,7 +47,7 @@ function photoPanel(photo, row) {
     make("figcaption", {}, make("h3", {}, "Photo"), facts({
       file: photo.source,
       size: size(photo.width, photo.height),
-      "network input": input && crop ? `${input}, of what the frame encloses` : input,
+      "network input": input && crop ? `${input}, from the region in the frame` : input,
       class: row && row.error == null ? classText(row) : null,
     })),
   );

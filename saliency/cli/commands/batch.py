@@ -65,9 +65,9 @@ def print_summary(summary: Summary, screen: Screen) -> None:
     done = f"{summary.done} of {summary.images} photos"
     if summary.fresh:
         speed = summary.fresh / max(summary.seconds, 1e-9)
-        screen.say(f"{done}; {summary.fresh} of them now, {speed:.1f} per second, in {_duration(summary.seconds)}")
+        screen.say(f"{done} explained, {summary.fresh} in this run: {_duration(summary.seconds)}, {speed:.1f} per second")
     else:
-        screen.say(f"{done} were done already; nothing was missing")
+        screen.say(f"{done} explained by earlier runs; nothing to do")
     if summary.changed:
         screen.say(f"changed since the last run and explained again: {count(summary.changed, 'photo')}")
     if summary.removed:
