@@ -64,8 +64,8 @@ def print_summary(summary: Summary, screen: Screen) -> None:
             screen.error(f"{visible(source)}{f' by {method}' if method else ''}: {visible(why)}")
     done = f"{summary.done} of {summary.images} photos"
     if summary.fresh:
-        speed = summary.fresh / max(summary.seconds, 1e-9)
-        screen.say(f"{done} explained, {summary.fresh} in this run: {_duration(summary.seconds)}, {speed:.1f} per second")
+        speed = f"{_duration(summary.seconds)}, {summary.fresh / max(summary.seconds, 1e-9):.1f} per second"
+        screen.say(f"{done} explained, {summary.fresh} in this run: {speed}")
     else:
         screen.say(f"{done} explained by earlier runs; nothing to do")
     if summary.changed:
