@@ -4,6 +4,7 @@ from .attribution.base import BatchAttribution as BatchAttribution
 from .attribution.base import TracedAttribution as TracedAttribution
 from .attribution.base import explain_together as explain_together
 from .attribution.explanation import Explanation as Explanation
+from .attribution.options import Option as Option
 from .engine.allocator import keep_memory as keep_memory
 from .engine.estimates import Estimate as Estimate
 from .engine.multi_pass import ImageAttribution as ImageAttribution

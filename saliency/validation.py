@@ -24,10 +24,12 @@ def check_choice(
     return choice
 
 
-def check_integer(option: str, value: object, *, least: int = 1, error: type[SaliencyError] = MethodError) -> int:
+def check_integer(
+    option: str, value: object, *, least: int | None = 1, error: type[SaliencyError] = MethodError
+) -> int:
     """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`."""
     if not is_integer(value, least):
-        raise error(f"{option}={value!r} is not a whole number of at least {least}")
+        raise error(f"{option}={value!r} is not a whole number" + ("" if least is None else f" of at least {least}"))
     return int(value)
 
 
@@ -56,8 +58,13 @@ def check_number(
     return number
 
 
+def check_flag(option: str, value: object) -> bool:
+    """Return `value` if it is True or False; otherwise raise MethodError."""
+    return bool(check_choice(option, value, (True, False)))
+
+
 def is_integer(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
-    """Return whether a value is a Python or NumPy integer of at least `least`. A bool is not an integer here."""
+    """Return whether a value is an integer of Python or NumPy of at least `least`, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return least is None or int(value) >= least

@@ -11,9 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cache
-from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +27,13 @@ from ..hooks.model_state import (
     unwrap,
 )
 from ..hooks.rectifiers import Coverage
-from ..io.inputs import Batch, ImagesLike, read
+from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..targets.class_names import as_categories
 from ..targets.targets import TargetLike
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
-from .options import RunStats
+from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared, signature_of
 from .output_rows import has_batch_statistics, warn_of_coupled_images
 from .resolved_target import ResolvedTarget
 
@@ -56,7 +54,19 @@ class BatchAttribution(NamedTuple):
     effort: tuple[RunStats, ...] = ()
 
 
-class Attribution(ABC):
+def _signature(cls: type[Attribution]) -> inspect.Signature:
+    """The signature of the constructor. In those that a subclass writes, `**keywords` stand for what follows."""
+    own: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__[: cls.__mro__.index(Attribution)]:
+        if "__init__" in vars(base) and issubclass(base, Attribution):
+            _, *parameters = inspect.signature(base.__init__).parameters.values()
+            own = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | own
+            if all(p.kind != p.VAR_KEYWORD for p in parameters):
+                return inspect.Signature(list(own.values()))
+    return signature_of(cls, own.values())
+
+
+class Attribution(HasOptions, ABC):
     """Base class of all methods, which attribute a score to the pixels.
 
     A subclass with a `name` is registered, and so appears in the command line, the tables and the tests.
@@ -80,8 +90,21 @@ class Attribution(ABC):
     quick_options: ClassVar[Mapping[str, Any]] = {}
     """Options for a quick call, if the defaults take many passes: for tests and previews."""
 
+    __signature__: ClassVar[inspect.Signature]
+
+    model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
+        check=lambda method, model: unwrap(model), kw_only=False
+    )
+    preprocess: ConvertedOption[PreprocessLike | None, Prepare] = ConvertedOption(
+        None, lambda name, like: as_preprocess(like)
+    )
+    categories: ConvertedOption[Sequence[str] | None, tuple[str, ...] | None] = ConvertedOption(
+        None, lambda name, like: as_categories(like)
+    )
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.__signature__ = _signature(cls)
         name = cls.__dict__.get("name", "")
         if not name:
             return
@@ -91,20 +114,21 @@ class Attribution(ABC):
             raise TypeError(f'{cls.__qualname__}: the name "{name}" belongs to {known.__module__}.{known.__qualname__}')
         METHODS[name] = cls
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        preprocess: PreprocessLike | None = None,
-        categories: Sequence[str] | None = None,
-    ) -> None:
-        self.model = unwrap(model)
-        if preprocess is None:
-            preprocess = model_attribute("preprocess", is_preprocess, model)
-        self.preprocess = None if preprocess is None else as_preprocess(preprocess)
-        if categories is None:
-            categories = model_attribute("categories", is_categories, model)
-        self.categories = None if categories is None else as_categories(categories)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        try:
+            call = signature_of(type(self)).bind(*arguments, **options)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}() {error}") from None
+        call.apply_defaults()
+        for name, serves in (("preprocess", is_preprocess), ("categories", is_categories)):
+            if call.arguments[name] is None:
+                call.arguments[name] = model_attribute(name, serves, call.arguments["model"])
+        for name, option in declared(type(self)).items():
+            setattr(self, name, call.arguments[option.parameter])
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check options against each other, and derive what they determine; called after all are set."""
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -112,36 +136,15 @@ class Attribution(ABC):
         return {name: _to_json(getattr(self, name)) for name in type(self).options()}
 
     @classmethod
-    @cache
     def options(cls) -> list[str]:
         """Return the names of the options, in the order of the constructor."""
-        about_the_model = ("self", "model", "layer", "layers", "preprocess", "categories")
+        about_the_model = ("model", "layer", "layers", "preprocess", "categories")
         return [name for name in cls.parameters() if name not in about_the_model]
 
     @classmethod
-    @cache
     def parameters(cls) -> list[str]:
-        """Return the names of the constructor's parameters.
-
-        Typed keywords (`**options: Unpack[EngineOptions]`) are expanded; others stand for those of the base class.
-        """
-        names: list[str] = []
-        for name, parameter in inspect.signature(cls.__init__).parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                names += cls._expand_keywords(name)
-            elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-                names.append(name)
-        return list(dict.fromkeys(names))
-
-    @classmethod
-    def _expand_keywords(cls, name: str) -> list[str]:
-        """Return the keywords that the constructor takes as `**name`."""
-        with suppress(NameError):  # an annotation whose name is imported only for type checking
-            typed = get_args(inspect.signature(cls.__init__, eval_str=True).parameters[name].annotation)
-            if typed:
-                return list(get_type_hints(typed[0]))
-        constructors = [base for base in cls.__mro__ if "__init__" in vars(base) and issubclass(base, Attribution)]
-        return constructors[1].parameters() if len(constructors) > 1 else []
+        """Return the names of the constructor's parameters."""
+        return list(cls.__signature__.parameters)
 
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
         """Explain one image or several.

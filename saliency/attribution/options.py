@@ -1,13 +1,12 @@
-"""Options, budget and statistics of methods of many passes."""
+"""Options of methods, and the budget and statistics of methods of many passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypedDict
-
-from ..io.preprocess import PreprocessLike
-from ..validation import check_integer, check_number
+from inspect import Signature
+from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]
@@ -15,57 +14,118 @@ OnInterrupt = Literal["raise", "return"]
 Stopped = Literal["complete", "passes", "seconds", "tolerance", "interrupt"]
 
 
-class ModelOptions(TypedDict, total=False):
-    """The options of every method.
+_Given = TypeVar("_Given", contravariant=True)
+_Stored = TypeVar("_Stored", covariant=True)
+_Same = TypeVar("_Same")
 
-    Attributes:
-        preprocess: The preprocessing of images; see `saliency.Attribution`.
-        categories: The class names in the order of the output.
+
+class ConvertedOption(Generic[_Given, _Stored]):
+    """Option of a method, declared as a class attribute, whose stored value has another type than the given one.
+
+    Args:
+        default: The value if none is given. If it is None, None is never checked.
+        check: A function of the option's name and a value that returns the stored value, or raises MethodError.
+        *arguments: Further arguments of `check`.
+        **keywords: Further keywords of `check`.
     """
 
-    preprocess: PreprocessLike | None
-    categories: Sequence[str] | None
+    is_positional = False
+
+    def __init__(self, default: _Given, check: Callable[..., _Stored], *arguments: Any, **keywords: Any) -> None:
+        self.default: Any = default
+        self._check, self._arguments, self._keywords = check, arguments, keywords
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = self.parameter = name
+
+    @overload
+    def __get__(self, method: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, method: object, owner: type) -> _Stored: ...
+
+    def __get__(self, method: Any, owner: type) -> Any:
+        if method is not None and self.name not in vars(method):
+            raise AttributeError(f"{owner.__name__}.{self.name} is not set; call super().__init__ first")
+        return self if method is None else vars(method)[self.name]
+
+    def __set__(self, method: Any, value: _Given) -> None:
+        vars(method)[self.name] = None if value is None and self.default is None else self.convert(method, value)
+
+    def convert(self, method: Any, value: Any) -> _Stored:
+        """Return the value that a method stores for a given one."""
+        return self._check(self.name, value, *self._arguments, **self._keywords)
 
 
-class EngineOptions(ModelOptions, total=False):
-    """Options of all methods of many passes. None of the first five changes the estimated quantity.
+class Option(ConvertedOption[_Same, _Same]):
+    """Option of a method, declared as a class attribute: `grid: Option[int] = Option(7, check_integer)`.
 
-    Attributes:
-        chunk: The number of passes that run at once; "auto" measures the fastest number and remembers it for the
-            process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
-            a number, calls on one machine agree bit for bit.
-        precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
-            and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for methods that only
-            need forwards. Both are timed on the first passes, and not used if they are slower.
-        progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
-        on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
-            begun, only their first chunk is computed.
-        seed: The seed of all random draws of a call. Every image gets the same draws.
-        preprocess: As for every method.
-        categories: As for every method.
+    Args:
+        default: The value if none is given. If it is None, None is never checked.
+        check: A function of the option's name and a value that returns the value, or raises MethodError.
+        *arguments: Further arguments of `check`.
+        **keywords: Further keywords of `check`.
     """
 
-    chunk: Chunk
-    precision: Precision
-    progress: bool | None
-    on_interrupt: OnInterrupt
-    seed: int
+    def __init__(
+        self, default: _Same, check: Callable[..., _Same] = lambda name, value: value, *arguments: Any, **keywords: Any
+    ) -> None:
+        super().__init__(default, check, *arguments, **keywords)
 
 
-class SamplingOptions(EngineOptions, total=False):
-    """Options of methods that draw samples, and so can stop at any time. The first limit that is met ends the sampling.
+class PositionalOption(ConvertedOption[_Given, _Stored]):
+    """Option that may be given by position: the model, and the layer.
 
-    Attributes:
-        passes: The maximum number of passes per image; by default the method's own number, or 100 000 if a tolerance or
-            a time is set.
-        seconds: The maximum time per image, in seconds.
-        tolerance: The sufficient relative error: the root mean square of the standard errors, divided by that
-            of the values.
+    Args:
+        check: A function of the method and a value that returns the stored value.
+        default: The value if none is given; without it, the option is required.
+        kw_only: For type checkers.
+        alias: The name of the parameter, if it is not that of the attribute.
     """
 
-    passes: int | None
-    seconds: float | None
-    tolerance: float | None
+    is_positional = True
+
+    def __init__(
+        self,
+        *,
+        check: Callable[[Any, Any], _Stored],
+        default: Any = inspect.Parameter.empty,
+        kw_only: Literal[False],
+        alias: str = "",
+    ) -> None:
+        super().__init__(default, check)
+        self._alias = alias
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.parameter = name, self._alias or name
+
+    def convert(self, method: Any, value: Any) -> _Stored:
+        """Return the value that a method stores for a given one."""
+        return self._check(method, value)
+
+
+@dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(PositionalOption,))
+class HasOptions:
+    """Base class that lets type checkers read the declared options as parameters of the constructor."""
+
+
+def declared(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
+    """Return the options of a class by attribute, those of its base classes first."""
+    options: dict[str, ConvertedOption[Any, Any]] = {}
+    for base in reversed(cls.__mro__):
+        options |= {name: option for name, option in vars(base).items() if isinstance(option, ConvertedOption)}
+    return options
+
+
+def signature_of(cls: type, own: Iterable[inspect.Parameter] = ()) -> Signature:
+    """Return the signature of a constructor: its own parameters and the options; the model first, and nearest class."""
+    options = declared(cls)
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = {parameter.name: parameter for parameter in own}
+    for option in (options[name] for base in cls.__mro__ for name in vars(base) if name in options):
+        parameter = inspect.Parameter(option.parameter, kinds[option.is_positional], default=option.default)
+        parameters.setdefault(option.parameter, parameter)
+    return Signature(sorted(parameters.values(), key=lambda p: (p.kind, p.name != "model")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +150,8 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of the computation for one image. Raises MethodError for invalid limits."""
+    """Limits of the computation for one image."""
 
     passes: int | None = None
     seconds: float | None = None
     tolerance: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.passes is not None:
-            object.__setattr__(self, "passes", check_integer("passes", self.passes))
-        for name in ("seconds", "tolerance"):
-            limit = getattr(self, name)
-            if limit is not None:
-                object.__setattr__(self, name, check_number(name, limit, above=0))

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Unpack
+from typing import ClassVar, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attribution.base import Attribution, BatchAttribution
-from ..attribution.options import Budget, Chunk, EngineOptions, RunStats, SamplingOptions
+from ..attribution.options import Budget, Chunk, OnInterrupt, Option, Precision, RunStats
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import MethodError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
-from ..validation import check_choice, is_integer
+from ..validation import check_choice, check_integer, check_number, is_integer
 from .estimates import Estimate
 from .runner import PassRunner, no_autocast
 
@@ -37,29 +37,39 @@ class ImageAttribution(NamedTuple):
     layer: str | None = None
 
 
+def check_chunk(option: str, value: object) -> Chunk:
+    """Return the checked option `chunk`. Raises MethodError if it is neither "auto" nor a number of passes."""
+    if value != "auto" and not is_integer(value):
+        raise MethodError(f'{option}={value!r} is neither "auto" nor a whole number of at least 1')
+    return int(value) if is_integer(value) else "auto"
+
+
 class MultiPassAttribution(Attribution):
     """Base of the methods that run many passes of each image, one image after the other.
 
+    None of the options but the seed changes the estimated quantity.
+
     Args:
         model: As for every method.
-        **running: See `saliency.attribution.options.EngineOptions`.
+        chunk: The number of passes that run at once; "auto" measures the fastest number and remembers it for the
+            process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
+            a number, calls on one machine agree bit for bit.
+        precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
+            and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for methods that only
+            need forwards. Both are timed on the first passes, and not used if they are slower.
+        progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
+        on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
+            begun, only their first chunk is computed.
+        seed: The seed of all random draws of a call. Every image gets the same draws.
+        preprocess: As for every method.
+        categories: As for every method.
     """
 
-    def __init__(self, model: nn.Module, **running: Unpack[EngineOptions]) -> None:
-        super().__init__(model, preprocess=running.get("preprocess"), categories=running.get("categories"))
-        self.precision = check_choice("precision", running.get("precision", "exact"), ("exact", "fast", "bf16"))
-        self.progress = running.get("progress")
-        self.on_interrupt = check_choice("on_interrupt", running.get("on_interrupt", "raise"), ("raise", "return"))
-        chunk, seed = running.get("chunk", "auto"), running.get("seed", 0)
-        if chunk != "auto" and not is_integer(chunk):
-            raise MethodError(f'chunk={chunk!r} is neither "auto" nor a whole number of at least 1')
-        if not is_integer(seed, least=None):
-            raise MethodError(f"seed={seed!r} is not a whole number")
-        self.chunk: Chunk = "auto" if chunk == "auto" else int(chunk)
-        self.seed = int(seed)
-        unknown = sorted(set(running) - set(self.parameters()))
-        if unknown:
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+    chunk: Option[Chunk] = Option("auto", check_chunk)
+    precision: Option[Precision] = Option("exact", check_choice, get_args(Precision))
+    progress: Option[bool | None] = Option(None)
+    on_interrupt: Option[OnInterrupt] = Option("raise", check_choice, get_args(OnInterrupt))
+    seed: Option[int] = Option(0, check_integer, least=None)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Explain the images of a batch one by one."""
@@ -102,18 +112,23 @@ class MultiPassAttribution(Attribution):
 class SampledAttribution(MultiPassAttribution):
     """Base of the methods that draw samples, and can stop after any number of them.
 
+    The first limit that is met ends the sampling.
+
     Args:
         model: As for every method.
-        **sampling: See `saliency.attribution.options.SamplingOptions`.
+        passes: The maximum number of passes per image; by default the method's own number, or 100 000 if a tolerance or
+            a time is set.
+        seconds: The maximum time per image, in seconds.
+        tolerance: The sufficient relative error: the root mean square of the standard errors, divided by that
+            of the values.
+        **options: As for `MultiPassAttribution`.
     """
 
+    passes: Option[int | None] = Option(None, check_integer)
+    seconds: Option[float | None] = Option(None, check_number, above=0)
+    tolerance: Option[float | None] = Option(None, check_number, above=0)
     samples: ClassVar[int] = 50
     """The number of passes if no limit is set."""
-
-    def __init__(self, model: nn.Module, **sampling: Unpack[SamplingOptions]) -> None:
-        limits = Budget(sampling.get("passes"), sampling.get("seconds"), sampling.get("tolerance"))
-        super().__init__(model, **sampling)  # type: ignore[misc] # SamplingOptions extend EngineOptions
-        self.passes, self.seconds, self.tolerance = limits.passes, limits.seconds, limits.tolerance
 
     def limits(self) -> Budget:
         """Return the limits that were set, with `MOST_PASSES` if only a tolerance or a time was set."""

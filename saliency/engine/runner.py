@@ -59,7 +59,7 @@ class PassRunner(ExitStack):
         image: The image's index in the batch.
         budget: When to stop.
         chunk: The number of passes that run at once, or "auto".
-        precision: See `saliency.attribution.options.EngineOptions`.
+        precision: As for `saliency.MultiPassAttribution`.
         progress: See there.
         on_interrupt: See there.
         label: The text of the progress bar.

@@ -21,7 +21,7 @@ from .autograd_graph import unique_modules as unique_modules
 from .pytree import tree_tensors
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: object) -> nn.Module:
     """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
 
     Raises:

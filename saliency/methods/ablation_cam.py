@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attribution.options import EngineOptions
+from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution
 from ..engine.partial.tail import TailForward
 from ..engine.runner import MakeInputs, PassRunner
@@ -16,10 +16,9 @@ from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
-from ..layers.find import LayerLike
-from ..validation import check_choice
+from ..validation import check_flag, check_integer
 from .cam import linear_head
-from .layer_passes import LayerOutput, LayerPasses, channel_count, strongest
+from .layer_passes import LayerOutput, LayerPasses, strongest
 
 
 class _TailCAM(LayerPasses):
@@ -55,7 +54,7 @@ class AblationCAM(_TailCAM):
         model: As for every method.
         layer: As for `GradCAM`.
         channels: How many channels to remove, by falling energy; None for all.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
 
@@ -74,16 +73,7 @@ class AblationCAM(_TailCAM):
     cost = "2 forwards, 1 pass from the layer on for each channel; 3 forwards before pooling and a linear layer"
     units = "score times activation"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: LayerLike = None,
-        *,
-        channels: int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.channels = channel_count(channels)
+    channels: Option[int | None] = Option(None, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
@@ -160,7 +150,7 @@ class ReciproCAM(_TailCAM):
         layer: As for `GradCAM`.
         alone: Whether to show each location unscaled and without its neighbours. If only pooling and one linear layer
             follow, the values are then those of `CAM` divided by the number of locations.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), signed, in score units.
 
@@ -178,11 +168,7 @@ class ReciproCAM(_TailCAM):
     quick_options: ClassVar = {"chunk": 16}
     assumes_unsigned = False
 
-    def __init__(
-        self, model: nn.Module, layer: LayerLike = None, *, alone: bool = False, **options: Unpack[EngineOptions]
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.alone = bool(check_choice("alone", alone, (True, False)))
+    alone: Option[bool] = Option(False, check_flag)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""

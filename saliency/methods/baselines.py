@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..attribution.options import ConvertedOption
 from ..engine.multi_pass import generator
 from ..errors import MethodError, did_you_mean
 from ..io.image_io import ImageLike
@@ -87,6 +88,18 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
     shape = "x".join(map(str, values.shape))
     name = os.fsdecode(like) if isinstance(like, str | os.PathLike) else f"{type(like).__name__} {shape}"
     return GivenImages(name, values.clone())
+
+
+class BaselineOption(ConvertedOption[BaselineLike, ResolvedBaseline | list[ResolvedBaseline]]):
+    """Option for one or several baselines."""
+
+    def __init__(self, default: str) -> None:
+        super().__init__(default, resolve_baseline)
+
+    def convert(self, method: Any, value: Any) -> ResolvedBaseline | list[ResolvedBaseline]:
+        """Return the checked baselines; the default as it is."""
+        is_default = isinstance(value, str) and value == self.default
+        return self.default if is_default else resolve_baseline(self.name, value, method.preprocess)
 
 
 def baselines(
@@ -168,6 +181,13 @@ def resolve_fill(like: FillLike, *, partial: str = "") -> Fill:
         f"fill={fill} is invalid; expected a finite number, one number per channel, one of {', '.join(FILLS)}, or a "
         "finite float tensor (C, H, W) as the model takes it"
     )
+
+
+class FillOption(ConvertedOption[FillLike, Fill]):
+    """Option for the value of hidden pixels."""
+
+    def __init__(self, default: FillLike = 0.0, *, partial: str = "") -> None:
+        super().__init__(default, lambda name, like: resolve_fill(like, partial=partial))
 
 
 class Filler:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.base import BatchAttribution, TracedAttribution
+from ..attribution.base import Attribution, BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients
-from ..attribution.options import ModelOptions
+from ..attribution.options import PositionalOption
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..layers.default_layer import scan_layers
 from ..layers.find import LayerLike, find
@@ -30,6 +30,11 @@ CERTAIN_CORRELATION = 0.5
 """The sign of a principal component is certain from this correlation with the strength of the activations."""
 
 
+def layer_name(method: Attribution, layer: str | nn.Module) -> str:
+    """Return the name of a layer of a method's model. Raises LayerError if there is none."""
+    return find(method.model, layer)[0]
+
+
 class LayerAttribution(TracedAttribution):
     """Base class of methods that read one layer.
 
@@ -39,16 +44,14 @@ class LayerAttribution(TracedAttribution):
             gradient. One forward of noise finds it; if the scores depend on the target (a detector), forwards of the
             images do. The last call of a module counts. Tokens (vision transformers with any number of leading tokens)
             and channels-last layouts (Swin) are read as maps.
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
     """
 
     gradients = "layers"
     sign: ClassVar[Sign] = "positive"
     cost = "1 forward, 1 backward to the layer"
 
-    def __init__(self, model: nn.Module, layer: LayerLike = None, **options: Unpack[ModelOptions]) -> None:
-        super().__init__(model, **options)
-        self.layer = None if layer is None else find(self.model, layer)[0]
+    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layer, or the default one."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attribution.base import BatchAttribution, TracedAttribution
+from ..attribution.base import Attribution, BatchAttribution, TracedAttribution
 from ..attribution.forward import SharedForward, TargetGradients, no_gradient_message
-from ..attribution.options import ModelOptions
+from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..layers.default_layer import scan_layers
-from ..layers.find import LayerLike, find
+from ..layers.find import find
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
 from ..validation import check_choice, check_number, is_integer
@@ -38,7 +39,7 @@ class GuidedGradCAM(LayerAttribution):
         model: As for every method.
         layer: As for `GradCAM`.
         smooth: As for `GuidedBackprop`.
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in the product of both methods' units.
 
@@ -57,13 +58,11 @@ class GuidedGradCAM(LayerAttribution):
     backwards = 2
     sign = "absolute"
 
-    def __init__(
-        self, model: nn.Module, layer: LayerLike = None, *, smooth: Smooth = "leave", **options: Unpack[ModelOptions]
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.smooth = smooth
-        self._guided = GuidedBackprop(model, smooth=smooth)
-        self._cam = GradCAM(model)
+    smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
+
+    def __post_init__(self) -> None:
+        self._guided = GuidedBackprop(self.model, smooth=self.smooth)
+        self._cam = GradCAM(self.model)
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Multiply the guided gradient by the CAM, resized to the input."""
@@ -73,53 +72,26 @@ class GuidedGradCAM(LayerAttribution):
         return BatchAttribution(guided * cam, evidence.scores, coverage, layers[0])
 
 
-class FusedCAM(TracedAttribution):
-    """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep ones.
+def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
+    if isinstance(layers, str) or not layers:
+        raise LayerError(f"{method.name} takes a list of layers, got {layers!r}")
+    return tuple(find(method.model, layer)[0] for layer in layers)
 
-    Each layer's positive map M becomes tanh(gamma * M / max M) and is resized bilinearly to the finest of the layers.
-    The largest value at each location counts. All layers share one forward and one backward.
 
-    Args:
-        model: As for every method.
-        layers: Names or modules; None for the last layer of each of the last three resolutions, found by one forward.
-        cam: The CAM to fuse: "layer_cam" as in the paper, "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam".
-        gamma: How strongly weak values are raised; 2 in the paper.
-        **options: See `saliency.attribution.options.ModelOptions`.
+class _LayerFusion(TracedAttribution):
+    """Base class of methods that combine the maps of one CAM at several layers."""
 
-    Values: (N, 1, h, w), 0 to tanh(gamma), without a unit: each layer is scaled by its own maximum, image by image.
-
-    Raises:
-        MethodError: The CAM does not exist, or gamma is not positive.
-        LayerError: A layer does not exist, is not run, or has no spatial output.
-        TargetError: The target does not fit the model's output.
-
-    Source: Jiang et al., "LayerCAM" (2021), https://doi.org/10.1109/TIP.2021.3089943, section III-C.
-    """
-
-    name = "fused_cam"
-    units = "share of each layer's largest"
     cost = "1 forward, 1 backward to the first layer"
     gradients = "layers"
     backwards = 1
     sign = "positive"
-    gamma: float
+    fused: PositionalOption[Sequence[str | nn.Module] | None, tuple[str, ...] | None] = PositionalOption(
+        check=_layer_names, default=None, kw_only=False, alias="layers"
+    )
+    cam: Option[str] = Option("layer_cam", check_choice, tuple(_CAMS))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[str | nn.Module] | None = None,
-        *,
-        cam: str = "layer_cam",
-        gamma: float = 2.0,
-        **options: Unpack[ModelOptions],
-    ) -> None:
-        super().__init__(model, **options)
-        if isinstance(layers, str) or (layers is not None and not layers):
-            raise LayerError(f"{self.name} takes a list of layers, got {layers!r}")
-        self.fused = None if layers is None else tuple(find(self.model, layer)[0] for layer in layers)
-        self.cam = check_choice("cam", cam, tuple(_CAMS))
-        self._cam = _CAMS[cam](model)
-        self.gamma = check_number("gamma", gamma, above=0)
+    def __post_init__(self) -> None:
+        self._cam = _CAMS[self.cam](self.model)
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layers, or the last layer of each of the last three resolutions."""
@@ -142,16 +114,52 @@ class FusedCAM(TracedAttribution):
         resized = [F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in scaled]
         return BatchAttribution(self.combine(torch.stack(resized)), evidence.scores, layer=", ".join(layers))
 
+    @abstractmethod
     def scaled(self, shares: Tensor) -> Tensor:
         """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum."""
+
+    @abstractmethod
+    def combine(self, maps: Tensor) -> Tensor:
+        """Combine the scaled maps (L, N, 1, h, w) of the layers."""
+
+
+class FusedCAM(_LayerFusion):
+    """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep ones.
+
+    Each layer's positive map M becomes tanh(gamma * M / max M) and is resized bilinearly to the finest of the layers.
+    The largest value at each location counts. All layers share one forward and one backward.
+
+    Args:
+        model: As for every method.
+        layers: Names or modules; None for the last layer of each of the last three resolutions, found by one forward.
+        cam: The CAM to fuse: "layer_cam" as in the paper, "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam".
+        gamma: How strongly weak values are raised; 2 in the paper.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), 0 to tanh(gamma), without a unit: each layer is scaled by its own maximum, image by image.
+
+    Raises:
+        MethodError: The CAM does not exist, or gamma is not positive.
+        LayerError: A layer does not exist, is not run, or has no spatial output.
+        TargetError: The target does not fit the model's output.
+
+    Source: Jiang et al., "LayerCAM" (2021), https://doi.org/10.1109/TIP.2021.3089943, section III-C.
+    """
+
+    name = "fused_cam"
+    units = "share of each layer's largest"
+    gamma: Option[float] = Option(2.0, check_number, above=0)
+
+    def scaled(self, shares: Tensor) -> Tensor:
+        """Return the hyperbolic tangent of the shares times gamma."""
         return torch.tanh(self.gamma * shares)
 
     def combine(self, maps: Tensor) -> Tensor:
-        """Combine the scaled maps (L, N, 1, h, w) of the layers."""
+        """Return the maximum of the maps."""
         return maps.amax(0)
 
 
-class RefineCAM(FusedCAM):
+class RefineCAM(_LayerFusion):
     """The product of one CAM over several layers: where all of them agree, at the finest resolution.
 
     Each layer's positive map is divided by its maximum and resized bilinearly to the finest of the layers. All layers
@@ -163,7 +171,7 @@ class RefineCAM(FusedCAM):
         cam: "layer_cam", "grad_cam", "grad_cam_plus_plus", "xgrad_cam" or "hires_cam". The authors' code uses
             "grad_cam_plus_plus", which is not defined for the signed channels at the end of many stages. On the bundled
             network and photos it puts 47 % of the map into the objects' boxes, "layer_cam" 77 %.
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), 0 to 1, without a unit: each layer is scaled by its own maximum, image by image. Zero
         everywhere if a layer has no positive value.
@@ -179,16 +187,6 @@ class RefineCAM(FusedCAM):
     name = "refine_cam"
     units = "product of the shares of each layer's largest"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[str | nn.Module] | None = None,
-        *,
-        cam: str = "layer_cam",
-        **options: Unpack[ModelOptions],
-    ) -> None:
-        super().__init__(model, layers, cam=cam, **options)
-
     def scaled(self, shares: Tensor) -> Tensor:
         """Return the shares as they are."""
         return shares
@@ -196,6 +194,15 @@ class RefineCAM(FusedCAM):
     def combine(self, maps: Tensor) -> Tensor:
         """Return the product of the maps."""
         return maps.prod(0)
+
+
+def _checked_references(option: str, references: object) -> int | list[int | str]:
+    if is_integer(references):
+        return int(references)
+    names = list(references) if isinstance(references, list | tuple) else []
+    if not names or not all(isinstance(name, str) or is_integer(name, least=0) for name in names):
+        raise MethodError(f"{option}={references!r} is neither a number of classes nor a list of classes")
+    return names
 
 
 class FinerCAM(LayerAttribution):
@@ -210,7 +217,7 @@ class FinerCAM(LayerAttribution):
         references: How many of the closest classes to compare with, or a list of classes by index or name.
         gamma: The weight of the references: 0 is the plain CAM; 0.6 in the paper.
         cam: "grad_cam", "hires_cam", "layer_cam", "grad_cam_plus_plus" or "xgrad_cam".
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), signed, in the units of the CAM.
 
@@ -226,21 +233,14 @@ class FinerCAM(LayerAttribution):
     name = "finer_cam"
     backwards = 1
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: LayerLike = None,
-        *,
-        references: int | Sequence[int | str] = 3,
-        gamma: float = 0.6,
-        cam: str = "grad_cam",
-        **options: Unpack[ModelOptions],
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.gamma = check_number("gamma", gamma, least=0)
-        self.cam = check_choice("cam", cam, tuple(_CAMS))
-        self._cam = _CAMS[cam](model)
-        self.references = _checked_references(references)
+    references: ConvertedOption[int | Sequence[int | str], int | list[int | str]] = ConvertedOption(
+        3, _checked_references
+    )
+    gamma: Option[float] = Option(0.6, check_number, least=0)
+    cam: Option[str] = Option("grad_cam", check_choice, tuple(_CAMS))
+
+    def __post_init__(self) -> None:
+        self._cam = _CAMS[self.cam](self.model)
         classes = [] if isinstance(self.references, int) else self.references
         self._classes = [class_index(reference, self.categories) for reference in classes]
 
@@ -281,15 +281,6 @@ class FinerCAM(LayerAttribution):
         return shares / count
 
 
-def _checked_references(references: object) -> int | list[int | str]:
-    if is_integer(references):
-        return int(references)
-    names = list(references) if isinstance(references, list | tuple) else []
-    if not names or not all(isinstance(name, str) or is_integer(name, least=0) for name in names):
-        raise MethodError(f"references={references!r} is neither a number of classes nor a list of classes")
-    return names
-
-
 class ShapleyCAM(LayerAttribution):
     """Activations weighted by the Shapley value of their channel, from the gradient and curvature of the score.
 
@@ -302,7 +293,7 @@ class ShapleyCAM(LayerAttribution):
         layer: As for `GradCAM`.
         utility: What is expanded. "rest", the authors' choice: for a class, its score plus the logarithm of its
             probability; for any other target, and a model of one class, the score. "score": the score itself.
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), signed, in units of the utility.
 
@@ -318,11 +309,7 @@ class ShapleyCAM(LayerAttribution):
     cost = "1 forward, 2 backwards to the layer"
     units = "score and log probability"
 
-    def __init__(
-        self, model: nn.Module, layer: LayerLike = None, *, utility: str = "rest", **options: Unpack[ModelOptions]
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.utility = check_choice("utility", utility, ("rest", "score"))
+    utility: Option[str] = Option("rest", check_choice, ("rest", "score"))
 
     def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Weight the activations by the means of g - H A / 2."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from typing import Literal, Unpack
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.forward import TargetGradients
-from ..attribution.options import ModelOptions
+from ..attribution.options import Option
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import Rule
 from ..hooks.rectifiers import Coverage, Site, Sites, output_of, saturation_of
@@ -80,15 +80,13 @@ class RectifiedGradient(TracedAttribution):
         smooth: The rule of LeakyReLU, PReLU, ELU, GELU, SiLU, Hardswish, Mish and Softplus, for which the paper has
             none: "leave" keeps their derivative, "positive" passes only a positive incoming gradient, times the true
             derivative. In both cases the explanation's coverage counts them.
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
     """
 
     cost = "1 forward, 1 backward"
     backwards = 1
 
-    def __init__(self, model: nn.Module, *, smooth: Smooth = "leave", **options: Unpack[ModelOptions]) -> None:
-        super().__init__(model, **options)
-        self.smooth = check_choice("smooth", smooth, ("leave", "positive"))
+    smooth: Option[Smooth] = Option("leave", check_choice, get_args(Smooth))
 
     @abstractmethod
     def rule_for(self, site: Site, images: int) -> Rule:
@@ -195,7 +193,7 @@ class RectGrad(RectifiedGradient):
         model: As for every method.
         percentile: The percentage of blocked units, 0 to 100; 98 in the authors' code.
         smooth: As for `GuidedBackprop`.
-        **options: See `saliency.attribution.options.ModelOptions`.
+        **options: As for `saliency.Attribution`.
 
     Values: (N, C, H, W), signed, in score units.
 
@@ -210,11 +208,7 @@ class RectGrad(RectifiedGradient):
 
     name = "rectgrad"
 
-    def __init__(
-        self, model: nn.Module, *, percentile: float = 98.0, smooth: Smooth = "leave", **options: Unpack[ModelOptions]
-    ) -> None:
-        super().__init__(model, smooth=smooth, **options)
-        self.percentile = check_number("percentile", percentile, least=0, most=100)
+    percentile: Option[float] = Option(98.0, check_number, least=0, most=100)
 
     def rule_for(self, site: Site, images: int) -> Rule:
         """Return the incoming gradient where activation times gradient exceeds the layer's threshold."""

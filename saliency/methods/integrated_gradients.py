@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attribution.options import Budget, EngineOptions, SamplingOptions
+from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
@@ -16,7 +16,7 @@ from ..engine.runner import MakeInputs, PassRunner
 from ..targets.class_names import class_scores
 from ..targets.targets import ClassScore, OutputTarget, Probability
 from ..validation import check_choice, check_integer, check_number
-from .baselines import BaselineLike, Diffusion, ResolvedBaseline, baselines, resolve_baseline
+from .baselines import BaselineOption, Diffusion, baselines
 
 Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
 
@@ -31,6 +31,14 @@ NEW_NODES = 4
 
 CLOSE = 1e-9
 """The error of a step of Guided IG, as a share of the whole path."""
+
+
+class NodesOption(Option[int]):
+    """Option for the number of nodes, declared after the option `rule`, which determines the least number."""
+
+    def convert(self, method: Any, value: Any) -> int:
+        """Return the checked number."""
+        return len(quadrature(method.rule, value).at)
 
 
 class IntegratedGradients(MultiPassAttribution):
@@ -58,7 +66,7 @@ class IntegratedGradients(MultiPassAttribution):
         steps: The number of nodes on each path.
         tolerance: The residual, relative to the difference of the score and the baseline's score, at which the nodes
             suffice. They are then chosen as described above; `rule` and `steps` are not used.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
@@ -75,21 +83,10 @@ class IntegratedGradients(MultiPassAttribution):
     cost = "50 forwards and backwards, 1 forward; with a tolerance of 1 % about 13"
     quick_options: ClassVar = {"steps": 3}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        baseline: BaselineLike = "mean",
-        rule: Rule = "gauss_legendre",
-        steps: int = 50,
-        tolerance: float | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, **options)
-        self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
-        self.rule, self.steps = rule, steps
-        self.tolerance = Budget(tolerance=tolerance).tolerance
-        quadrature(rule, steps)
+    baseline: BaselineOption = BaselineOption("mean")
+    rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
+    steps: NodesOption = NodesOption(50)
+    tolerance: Option[float | None] = Option(None, check_number, above=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the baselines of the integrals on their paths."""
@@ -117,7 +114,7 @@ class IDGI(MultiPassAttribution):
         model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
@@ -134,12 +131,8 @@ class IDGI(MultiPassAttribution):
     cost = "51 forwards and backwards"
     quick_options: ClassVar = {"steps": 3}
 
-    def __init__(
-        self, model: nn.Module, *, baseline: BaselineLike = "mean", steps: int = 50, **options: Unpack[EngineOptions]
-    ) -> None:
-        super().__init__(model, **options)
-        self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
-        self.steps = check_integer("steps", steps)
+    baseline: BaselineOption = BaselineOption("mean")
+    steps: Option[int] = Option(50, check_integer)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the probability of a class instead of its logit."""
@@ -195,7 +188,7 @@ class ExpectedGradients(SampledAttribution):
         model: As for every method.
         references: "colours", or what baselines are drawn from: a float tensor (K, C, H, W), or a list of images,
             paths, or baselines as for `IntegratedGradients`. For "noise", each sample has its own.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, C, H, W), signed, in score units; their expectation sums to the score less the baselines' mean score.
 
@@ -212,14 +205,7 @@ class ExpectedGradients(SampledAttribution):
     samples = 200
     quick_options: ClassVar = {"passes": 4}
 
-    def __init__(
-        self, model: nn.Module, *, references: BaselineLike = "colours", **options: Unpack[SamplingOptions]
-    ) -> None:
-        super().__init__(model, **options)
-        is_default = isinstance(references, str) and references == "colours"
-        self.references: ResolvedBaseline | list[ResolvedBaseline] = (
-            "colours" if is_default else resolve_baseline("references", references, self.preprocess)
-        )
+    references: BaselineOption = BaselineOption("colours")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the samples."""
@@ -266,7 +252,7 @@ class GuidedIG(MultiPassAttribution):
         fraction: The share of values that move together, above 0 and at most 1.
         max_distance: The largest distance of a value from the straight path, 0 to 1 as a share of it. 0 gives
             integrated gradients, 1 a free path.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
@@ -281,21 +267,10 @@ class GuidedIG(MultiPassAttribution):
     cost = "200 forwards and backwards, one by one, 1 forward"
     quick_options: ClassVar = {"steps": 3}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        baseline: BaselineLike = "mean",
-        steps: int = 200,
-        fraction: float = 0.25,
-        max_distance: float = 0.02,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, **options)
-        self.baseline = resolve_baseline("baseline", baseline, self.preprocess)
-        self.steps = check_integer("steps", steps)
-        self.fraction = check_number("fraction", fraction, above=0, most=1)
-        self.max_distance = check_number("max_distance", max_distance, least=0, most=1)
+    baseline: BaselineOption = BaselineOption("mean")
+    steps: Option[int] = Option(200, check_integer)
+    fraction: Option[float] = Option(0.25, check_number, above=0, most=1)
+    max_distance: Option[float] = Option(0.02, check_number, least=0, most=1)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the paths."""
@@ -359,7 +334,7 @@ class BlurIG(MultiPassAttribution):
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
         rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
         steps: The number of nodes.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
     residual.
@@ -376,18 +351,9 @@ class BlurIG(MultiPassAttribution):
     cost = "100 forwards and backwards, 1 forward"
     quick_options: ClassVar = {"steps": 3}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_sigma: float = 50.0,
-        rule: Rule = "gauss_legendre",
-        steps: int = 100,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, **options)
-        quadrature(rule, steps)
-        self.max_sigma, self.rule, self.steps = check_number("max_sigma", max_sigma, above=0), rule, steps
+    max_sigma: Option[float] = Option(50.0, check_number, above=0)
+    rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
+    steps: NodesOption = NodesOption(100)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attribution.forward import at_least_float32
+from ..attribution.options import PositionalOption
 from ..engine.multi_pass import MultiPassAttribution
 from ..engine.runner import PassRunner
 from ..errors import LayerError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
-from ..layers.find import LayerLike, find, layout_of
+from ..layers.find import LayerLike, layout_of
 from ..layers.layout import Layout
-from ..validation import check_integer
-from .cam import default_layer, warn_if_signed
+from .cam import default_layer, layer_name, warn_if_signed
 
 
 class LayerOutput:
@@ -69,9 +69,7 @@ class LayerPasses(MultiPassAttribution):
     assumes_unsigned: ClassVar[bool] = True
     """Whether large activations count as evidence, so that signed ones need a warning."""
 
-    def __init__(self, model: nn.Module, layer: LayerLike = None, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.layer = None if layer is None else find(self.model, layer)[0]
+    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
     def read_layer(self, passes: PassRunner) -> LayerOutput:
         """Read the layer in one forward of the image.
@@ -98,8 +96,3 @@ class LayerPasses(MultiPassAttribution):
 def strongest(strength: Tensor, limit: int | None) -> Tensor:
     """Return the channels by falling strength (K,), at most `limit` of them; ties by number."""
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
-
-
-def channel_count(channels: int | None) -> int | None:
-    """Return the checked option `channels`. Raises MethodError if it is not a number of channels."""
-    return None if channels is None else check_integer("channels", channels)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attribution.options import Budget, EngineOptions, SamplingOptions
+from ..attribution.options import Budget, Option
 from ..engine.estimates import Estimate, rank_correlation
 from ..engine.multi_pass import MOST_PASSES, ImageAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import PassRunner
-from ..layers.find import LayerLike
-from ..validation import check_choice, check_integer, check_number
-from .layer_passes import LayerOutput, LayerPasses, channel_count, strongest
+from ..validation import check_flag, check_integer, check_number
+from .layer_passes import LayerOutput, LayerPasses, strongest
 
 
 class ChannelMasks:
@@ -91,7 +90,7 @@ class _MaskCAM(LayerPasses):
 
     units = "activation"
     cost = "2 forwards, 10 forwards for each channel that is not constant"
-    channels: int | None
+    channels: Option[int | None] = Option(None, check_integer)
     align_corners = False
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -135,7 +134,7 @@ class ScoreCAM(_MaskCAM):
         channels: How many channels to use, by falling standard deviation; None for all.
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
             in pytorch-grad-cam. By default the corners of the cells do, as in drawn maps and in the authors' code.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -153,18 +152,7 @@ class ScoreCAM(_MaskCAM):
     name = "score_cam"
     cost = "2 forwards, 1 forward for each channel that is not constant"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: LayerLike = None,
-        *,
-        channels: int | None = None,
-        align_corners: bool = False,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.channels = channel_count(channels)
-        self.align_corners = bool(check_choice("align_corners", align_corners, (True, False)))
+    align_corners: Option[bool] = Option(False, check_flag)
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
         """Compute the map from one score per mask."""
@@ -183,7 +171,7 @@ class ISCAM(_MaskCAM):
         layer: As for `GradCAM`.
         steps: N.
         channels: How many channels to use, by falling standard deviation; None for all.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -201,18 +189,7 @@ class ISCAM(_MaskCAM):
     name = "is_cam"
     quick_options: ClassVar = {"steps": 2}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: LayerLike = None,
-        *,
-        steps: int = 10,
-        channels: int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.steps = check_integer("steps", steps)
-        self.channels = channel_count(channels)
+    steps: Option[int] = Option(10, check_integer)
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
         """Compute the map from the mean over the steps of the scores of each mask."""
@@ -241,7 +218,7 @@ class SSCAM(_MaskCAM, SampledAttribution):
         noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper uses 2.
         draws: The number of noisy masks of each channel, if no limit is set.
         channels: How many channels to use, by falling standard deviation; None for all.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -259,20 +236,8 @@ class SSCAM(_MaskCAM, SampledAttribution):
     name = "ss_cam"
     quick_options: ClassVar = {"draws": 2}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer: LayerLike = None,
-        *,
-        noise: float = 2.0,
-        draws: int = 10,
-        channels: int | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.noise = check_number("noise", noise, above=0, hint="; without noise it is score_cam")
-        self.draws = check_integer("draws", draws)
-        self.channels = channel_count(channels)
+    noise: Option[float] = Option(2.0, check_number, above=0, hint="; without noise it is score_cam")
+    draws: Option[int] = Option(10, check_integer)
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
         """Compute the map from the mean scores, in rounds over all masks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,26 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution, BatchAttribution, get_method
 from ..attribution.explanation import Explanation, Setting
 from ..attribution.forward import SharedForward, at_least_float32
-from ..attribution.options import SamplingOptions
+from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, precise_type, rank_correlation
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import PassRunner
 from ..errors import MethodError
+from ..hooks.model_state import unwrap
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
-from ..layers.find import LayerLike
 from ..validation import check_number
 from .gradient import VanillaGradient
 from .layer_passes import LayerPasses
 
 MethodOptions = Mapping[str, Setting] | Sequence[Sequence[Setting]]
 """Options of a method by name, or pairs of a name and an option."""
+
+
+def check_noise(option: str, noise: object) -> float:
+    """Return the checked option `noise`. Raises MethodError if it is negative or not finite."""
+    return check_number(option, noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
 
 
 class NoisyAttribution(SampledAttribution):
@@ -38,21 +43,21 @@ class NoisyAttribution(SampledAttribution):
         inner: The name of the wrapped method, if a model is given.
         inner_options: Its options, if a model is given; a layer by name is among them.
         noise: The standard deviation of the noise, as a share of the range of the image's values.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
     """
 
     cost = "50 times the wrapped method: 50 forwards, 50 backwards"
     quick_options: ClassVar = {"passes": 6}
 
-    def __init__(
-        self,
-        model: nn.Module | Attribution,
-        *,
-        inner: str = VanillaGradient.name,
-        inner_options: MethodOptions = (),
-        noise: float = 0.15,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
+    model: PositionalOption[nn.Module | Attribution, nn.Module] = PositionalOption(
+        check=lambda method, model: unwrap(model), kw_only=False
+    )
+    inner: Option[str] = Option(VanillaGradient.name)
+    inner_options: ConvertedOption[MethodOptions, list[list[Setting]]] = ConvertedOption((), lambda name, pairs: pairs)
+    noise: Option[float] = Option(0.15, check_noise)
+
+    def __init__(self, model: nn.Module | Attribution, **options: Any) -> None:
+        inner, inner_options = options.get("inner", VanillaGradient.name), options.get("inner_options", ())
         if not isinstance(model, Attribution):
             wrapped = get_method(inner)(model, **_by_name(inner_options))
         elif inner_options or inner not in (VanillaGradient.name, _name_of(model)):
@@ -62,12 +67,9 @@ class NoisyAttribution(SampledAttribution):
             )
         else:
             wrapped = model
-            options.setdefault("preprocess", wrapped.preprocess)
-            options.setdefault("categories", None if wrapped.categories is None else list(wrapped.categories))
+            options = {"preprocess": wrapped.preprocess, "categories": wrapped.categories} | options
+        options |= {"inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
         super().__init__(wrapped.model, **options)
-        self.inner = _name_of(wrapped)
-        self.inner_options = _options_of(wrapped)
-        self.noise = checked_noise(noise)
         self._wrapped = wrapped
         self._coverages: list[Coverage | None] | None = None
 
@@ -138,7 +140,7 @@ class SmoothGrad(NoisyAttribution):
         inner_options: Its options, if a model is given; a layer by name is among them.
         noise: The standard deviation of the noise, as a share of the range of the image's values; 0.1 to 0.2 in the
             paper.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: as for the wrapped method; for the gradient (N, C, H, W), in score units per unit of the normalised input.
     They are drawn (signed, positive, absolute) as for the wrapped method. The error is that of the mean.
@@ -167,7 +169,7 @@ class SmoothGradSquared(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: of the wrapped method's shape, not negative, in its units squared. The error is that of the mean of squares.
 
@@ -199,7 +201,7 @@ class VarGrad(NoisyAttribution):
         inner: As for `SmoothGrad`.
         inner_options: As for `SmoothGrad`.
         noise: As for `SmoothGrad`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: of the wrapped method's shape, not negative, in its units squared: the unbiased variance. The error is that
     of a variance, from the second and fourth moments: sqrt((m4 - (n - 3) / (n - 1) * s^4) / n).
@@ -300,11 +302,6 @@ def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> T
     return x + noise * (x.max() - x.min()) * drawn.to(x)
 
 
-def checked_noise(noise: float) -> float:
-    """Return the checked option `noise`. Raises MethodError if it is negative or not finite."""
-    return check_number("noise", noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
-
-
 def _name_of(method: Attribution) -> str:
     return method.name or type(method).__name__
 
@@ -339,7 +336,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
         model: As for every method.
         layer: As for `GradCAM`.
         noise: The standard deviation of the noise, as a share of the range of the image's values.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, h, w), in score units up to a factor: the coefficients have no unit. The error is that of a jackknife
     over ten groups of samples.
@@ -360,11 +357,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     cost = "51 forwards, 50 backwards to the layer"
     quick_options: ClassVar = {"passes": 6}
 
-    def __init__(
-        self, model: nn.Module, layer: LayerLike = None, *, noise: float = 0.15, **options: Unpack[SamplingOptions]
-    ) -> None:
-        super().__init__(model, layer, **options)
-        self.noise = checked_noise(noise)
+    noise: Option[float] = Option(0.15, check_noise)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Weight the clean activations by the noisy gradients."""

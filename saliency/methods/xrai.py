@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Unpack
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attribution.options import EngineOptions
+from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ..engine.runner import PassRunner
 from ..errors import MethodError
-from .integrated_gradients import Rule, mean_gradients, quadrature, wide
+from ..validation import check_choice
+from .integrated_gradients import RULES, NodesOption, Rule, mean_gradients, wide
 
 AREA = 224 * 224
 """The number of pixels of the images that the authors' numbers are for. Areas and scales grow with the number of pixels
@@ -40,7 +41,7 @@ class XRAI(MultiPassAttribution):
         model: As for every method.
         rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), in score units per pixel, constant within a region; their order is what counts.
 
@@ -58,12 +59,8 @@ class XRAI(MultiPassAttribution):
     sign = "positive"
     quick_options: ClassVar = {"steps": 2}
 
-    def __init__(
-        self, model: nn.Module, *, rule: Rule = "gauss_legendre", steps: int = 50, **options: Unpack[EngineOptions]
-    ) -> None:
-        super().__init__(model, **options)
-        quadrature(rule, steps)
-        self.rule, self.steps = rule, steps
+    rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
+    steps: NodesOption = NodesOption(50)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the means of the regions."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import nn
 
 import saliency
 from saliency import METHODS, MethodError, SaliencyError
+from saliency.attribution.options import Option
 from saliency.errors import RenderError
 from saliency.validation import check_choice, check_integer, check_number, is_integer
 
@@ -115,3 +119,66 @@ def test_numbers_of_numpy_count_as_pythons_do(made: str, tmp_path: Path) -> None
     found = MADE[made](model).attribute(torch.rand(1, 3, 16, 16), 2)
     assert found.values.isfinite().all()
     assert torch.equal(saliency.Explanation.load(found.save(tmp_path / "kept")).values, found.values)
+
+
+class Shifted(saliency.VanillaGradient):
+    """The gradient with two options."""
+
+    name = ""
+    shift: Option[int] = Option(2, check_integer)
+    limit: Option[float | None] = Option(None, check_number, above=0)
+
+    def __post_init__(self) -> None:
+        self.sum = self.shift + (self.limit or 0)
+
+
+class Written(Shifted):
+    """A subclass with a constructor of its own."""
+
+    def __init__(self, model: nn.Module, *, own: int = 1, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.own = own
+
+
+def test_declared_options_are_the_keywords_of_the_constructor() -> None:
+    assert str(inspect.signature(Shifted)) == "(model, *, shift=2, limit=None, preprocess=None, categories=None)"
+    assert Shifted.options() == ["shift", "limit"]
+    method = Shifted(SMALL, shift=np.int64(3).item(), limit=0.5)
+    assert (method.shift, method.limit, method.sum) == (3, 0.5, 3.5)
+    assert dict(method.settings) == {"shift": 3, "limit": 0.5}
+    assert "shift=3, limit=0.5" in repr(method)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda method: pickle.loads(pickle.dumps(method))])
+def test_copies_keep_the_options(duplicate: Callable[[Any], Any]) -> None:
+    method = duplicate(Shifted(SMALL, shift=3))
+    assert (method.shift, method.limit, method.sum) == (3, None, 3)
+
+
+def test_wrong_options_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"Shifted\(\) got an unexpected keyword argument 'shfit'"):
+        Shifted(SMALL, shfit=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Shifted\(\) missing a required argument: 'model'"):
+        Shifted()  # type: ignore[call-arg]
+    with pytest.raises(MethodError, match="shift=0 is not a whole number"):
+        Shifted(SMALL, shift=0)
+    with pytest.raises(MethodError, match="limit=0 is not a finite number above 0"):
+        Shifted(SMALL, limit=0)
+
+
+def test_a_constructor_of_a_subclass_passes_keywords_on() -> None:
+    assert Written.options() == ["own", "shift", "limit"]
+    method = Written(SMALL, own=5, shift=7)
+    assert (method.own, method.shift, method.sum) == (5, 7, 7)
+    with pytest.raises(MethodError, match="shift=0"):
+        Written(SMALL, shift=0)
+
+
+def test_an_option_without_its_constructor_names_the_cause() -> None:
+    class Forgetful(Shifted):
+        def __init__(self, model: nn.Module) -> None:
+            self.anything = 1
+
+    assert Forgetful.options() == []
+    with pytest.raises(AttributeError, match=r"call super\(\).__init__"):
+        Forgetful(SMALL).shift  # noqa: B018

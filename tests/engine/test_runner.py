@@ -12,14 +12,14 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
-from saliency.attribution.options import Budget, RunStats, SamplingOptions
+from saliency.attribution.options import Budget, Option, RunStats
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.engine.chunk_tuner import MAX_CHUNK_CPU, ChunkTuner, chunk_tuner_for
 from saliency.engine.estimates import Estimate
@@ -37,9 +37,7 @@ class Noisy(SampledAttribution):
 
     samples = 24
 
-    def __init__(self, model: nn.Module, *, level: float = 0.3, **sampling: Unpack[SamplingOptions]) -> None:
-        super().__init__(model, **sampling)
-        self.level = level
+    level: Option[float] = Option(0.3)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         estimate, x = Estimate(), passes.x

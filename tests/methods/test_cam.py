@@ -272,7 +272,7 @@ def transformer() -> nn.Module:
 @pytest.mark.parametrize("layer", ["encoder.layers.encoder_layer_0", None])
 def test_what_takes_activations_for_evidence_warns_at_the_tokens_of_a_transformer(name: str, layer: str | None) -> None:
     with pytest.warns(SaliencyWarning, match=rf"^{name}: .*signed.*use grad_cam") as caught:
-        found = METHODS[name](transformer(), layer=layer, **SMALL[name]).attribute(torch.randn(1, 3, 32, 32), 1)  # type: ignore[call-arg]
+        found = METHODS[name](transformer(), layer=layer, **SMALL[name]).attribute(torch.randn(1, 3, 32, 32), 1)
     assert len(caught) == 1
     assert found.values.isfinite().all()
 
@@ -285,7 +285,7 @@ def test_slightly_negative_activations_of_a_convolution_are_not_worth_a_warning(
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with torch.no_grad():
         model[1].weight.fill_(3)  # type: ignore[operator]
-    METHODS[name](model, layer="2", **SMALL[name]).attribute(torch.randn(1, 3, 9, 9), 1)  # type: ignore[call-arg]
+    METHODS[name](model, layer="2", **SMALL[name]).attribute(torch.randn(1, 3, 9, 9), 1)
 
 
 def test_xgrad_cam_is_the_gradient_weighted_by_the_share_of_the_activation(x: Tensor) -> None:
@@ -405,7 +405,7 @@ def test_a_cam_equals_grad_cam_the_package(ours: type[Attribution], theirs: str,
             )  # so that their absolute constants are small beside the gradients
         with getattr(peer, theirs)(model=model, target_layers=[model.features]) as cam:
             wanted = cam(x, [targets.ClassifierOutputTarget(c) for c in CLASSES])  # (N, H, W), each 0 to 1
-    map_ = ours(model, layer=model.features).attribute(x, CLASSES).values[:, 0].clamp(min=0)  # type: ignore[call-arg]
+    map_ = ours(model, layer=model.features).attribute(x, CLASSES).values[:, 0].clamp(min=0)
     low, high = map_.amin((1, 2), keepdim=True), map_.amax((1, 2), keepdim=True)
     assert (high > 0).all()
     assert np.abs(((map_ - low) / (high - low)).numpy() - wanted).max() < tolerance

@@ -224,7 +224,7 @@ def test_the_residual_is_what_the_values_miss(name: str) -> None:
     model, x = tiny_model().double(), image(count=2)
     with torch.no_grad():
         rise = (model(x) - model(torch.full_like(x, 0.3)))[:, 1]
-    found = METHODS[name](model, baseline=0.3, steps=7).attribute(x, 1)  # type: ignore[call-arg] # these two have both
+    found = METHODS[name](model, baseline=0.3, steps=7).attribute(x, 1)
     assert found.residual is not None
     torch.testing.assert_close(found.residual, rise - found.values.sum((1, 2, 3)), atol=1e-12, rtol=0)
 

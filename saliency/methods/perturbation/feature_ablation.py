@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...attribution.options import EngineOptions
+from ...attribution.options import ConvertedOption
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ...engine.runner import PassRunner
-from ..baselines import Filler, FillLike, resolve_fill
-from .segments import Segments, SegmentsLike, resolve_segments, segmented
+from ..baselines import Filler, FillOption
+from .segments import ResolvedSegments, Segments, SegmentsLike, resolve_segments, segmented
 
 SUPERPIXELS = 50
 
@@ -29,12 +29,10 @@ class SegmentAttribution(MultiPassAttribution):
     units = "score per pixel"
     sign = "signed"
 
-    def __init__(
-        self, model: nn.Module, *, segments: SegmentsLike = SUPERPIXELS, fill: FillLike = 0.0, **options: Any
-    ) -> None:
-        super().__init__(model, **options)
-        self.segments = resolve_segments(segments)
-        self.fill = resolve_fill(fill)
+    segments: ConvertedOption[SegmentsLike, ResolvedSegments] = ConvertedOption(
+        SUPERPIXELS, lambda name, like: resolve_segments(like)
+    )
+    fill: FillOption = FillOption()
 
     def segmented(self, passes: PassRunner) -> tuple[Segments, Filler]:
         """Return the segments of the image, and what hides its pixels."""
@@ -56,7 +54,7 @@ class FeatureAblation(SegmentAttribution):
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: f(x) less the score without the segment, divided evenly
     among the segment's pixels, so that the sum over a segment is the fall of the score.
@@ -72,16 +70,6 @@ class FeatureAblation(SegmentAttribution):
     name = "feature_ablation"
     cost = f"about {SUPERPIXELS} forwards, one for each segment"
     quick_options: ClassVar = {"segments": (3, 3)}
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        segments: SegmentsLike = SUPERPIXELS,
-        fill: FillLike = 0.0,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, segments=segments, fill=fill, **options)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the fall of the score for each segment; 0 for those that an interrupt left out."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Unpack
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...attribution.options import SamplingOptions
+from ...attribution.options import Option
 from ...engine.estimates import Estimate, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
 from ...engine.runner import PassRunner
 from ...errors import warn
 from ...validation import check_number
-from ..baselines import Filler, FillLike
-from .feature_ablation import SUPERPIXELS, SegmentAttribution
-from .segments import Segments, SegmentsLike
+from ..baselines import Filler
+from .feature_ablation import SegmentAttribution
+from .segments import Segments
 
 
 class Regression(NamedTuple):
@@ -150,18 +150,8 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        segments: SegmentsLike = SUPERPIXELS,
-        fill: FillLike = 0.0,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
-        super().__init__(model, segments=segments, fill=fill, **options)
 
     def result(self, estimate: Coalitions, passes: PassRunner, least: int, *, is_complete: bool) -> ImageAttribution:
         """Return the attribution of an estimate; warn of fewer than the `least` passes that determine the values.
@@ -208,7 +198,7 @@ class LIME(CoalitionSampling):
         penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
             shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
             uses 1; with 0, the default, an additive model is recovered exactly.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the coefficient of a segment, divided evenly among its
     pixels.
@@ -225,19 +215,8 @@ class LIME(CoalitionSampling):
     samples = 1000
     quick_options: ClassVar = {"segments": (2, 2), "passes": 16}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        segments: SegmentsLike = SUPERPIXELS,
-        fill: FillLike = 0.0,
-        width: float = 0.25,
-        penalty: float = 0.0,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
-        super().__init__(model, segments=segments, fill=fill, **options)
-        self.width = check_number("width", width, least=1e-3)
-        self.penalty = check_number("penalty", penalty, least=0)
+    width: Option[float] = Option(0.25, check_number, least=1e-3)
+    penalty: Option[float] = Option(0.0, check_number, least=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the coefficients of the regression."""
@@ -304,7 +283,7 @@ class KernelSHAP(CoalitionSampling):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
     They sum to f(x) - f(x').
@@ -408,7 +387,7 @@ class ShapleySampling(CoalitionSampling):
         model: As for every method.
         segments: As for `FeatureAblation`.
         fill: As for `FeatureAblation`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the value of a segment, divided evenly among its pixels.
     They sum to f(x) - f(x').

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...attribution.forward import at_least_float32
-from ...attribution.options import EngineOptions
+from ...attribution.options import ConvertedOption, Option
 from ...attribution.resolved_target import ResolvedTarget
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution, generator
 from ...engine.runner import PassRunner
 from ...errors import MethodError
 from ...hooks.model_state import leaf
 from ...validation import check_choice, check_integer, check_number
-from ..baselines import Filler, FillLike, resolve_fill
+from ..baselines import Filler, FillOption
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
@@ -39,17 +39,14 @@ class OptimisedMask(MultiPassAttribution):
     Args:
         model: As for every method.
         steps: The number of steps of gradient descent for each mask.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
     """
 
     sign = "positive"
     quick_options: ClassVar = {"steps": 2}
-    rate: float
+    rate = 0.1
     """The most that a step changes the numbers of a mask."""
-
-    def __init__(self, model: nn.Module, *, steps: int, **options: Unpack[EngineOptions]) -> None:
-        super().__init__(model, **options)
-        self.steps = check_integer("steps", steps)
+    steps: Option[int] = Option(300, check_integer)
 
     def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
         """Return the passes of one image, one at a time: each step starts where the previous one ended."""
@@ -133,7 +130,7 @@ class MeaningfulPerturbation(OptimisedMask):
         sparsity: The cost of hiding, as above; the paper's 0.08 is for probabilities.
         smoothness: The cost of edges; 0.01 in the paper.
         fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`, without "inpaint".
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), 0 to 1: how far each pixel was hidden.
 
@@ -148,22 +145,10 @@ class MeaningfulPerturbation(OptimisedMask):
     name = "meaningful_perturbation"
     units = "share that is hidden"
     cost = "302 forwards, 300 backwards"
-    rate = 0.1
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        steps: int = 300,
-        sparsity: float = 1.0,
-        smoothness: float = 0.01,
-        fill: FillLike = "blur",
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, steps=steps, **options)
-        self.sparsity = check_number("sparsity", sparsity, least=0)
-        self.smoothness = check_number("smoothness", smoothness, least=0)
-        self.fill = resolve_fill(fill, partial=self.name)
+    sparsity: Option[float] = Option(1.0, check_number, least=0)
+    smoothness: Option[float] = Option(0.01, check_number, least=0)
+    fill: FillOption = FillOption("blur", partial="meaningful_perturbation")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the final mask."""
@@ -218,6 +203,13 @@ _TEMPERATURE = 1 / 20
 _GROWTH = 1.0035**800
 
 
+def _checked_areas(option: str, areas: Any) -> list[float]:
+    shares = areas if isinstance(areas, list | tuple) else (areas,)
+    if not shares:
+        raise MethodError(f"{option} is empty; expected at least one share of the image, such as 0.1")
+    return [check_number(option, share, above=0, below=1) for share in shares]
+
+
 class ExtremalPerturbation(OptimisedMask):
     """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
@@ -237,7 +229,7 @@ class ExtremalPerturbation(OptimisedMask):
         steps: Steps of gradient descent, which are larger if there are fewer; 800 in the paper.
         weight: The cost of a wrong area at the first step.
         keep: "best" finds the part that suffices; "worst" the part whose loss lowers the score the most.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
     everywhere if the score does not depend on the mask.
@@ -255,24 +247,13 @@ class ExtremalPerturbation(OptimisedMask):
     rate = 0.02
     cost = "802 forwards, 800 backwards, for each area"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        areas: Sequence[float] = (0.1,),
-        steps: int = 800,
-        weight: float = 10.0,
-        keep: Keep = "best",
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, steps=steps, **options)
+    areas: ConvertedOption[Sequence[float], list[float]] = ConvertedOption((0.1,), _checked_areas)
+    steps: Option[int] = Option(800, check_integer)
+    weight: Option[float] = Option(10.0, check_number, above=0)
+    keep: Option[Keep] = Option("best", check_choice, get_args(Keep))
+
+    def __post_init__(self) -> None:
         self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
-        shares = areas if isinstance(areas, list | tuple) else (areas,)
-        self.areas = [check_number("areas", share, above=0, below=1) for share in shares]
-        if not self.areas:
-            raise MethodError("areas is empty; expected at least one share of the image, such as 0.1")
-        self.weight = check_number("weight", weight, above=0)
-        self.keep = check_choice("keep", keep, ("best", "worst"))
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean of the masks of all areas."""

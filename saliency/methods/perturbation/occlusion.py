@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...attribution.options import EngineOptions
+from ...attribution.options import ConvertedOption
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ...engine.partial.window import WindowForward
 from ...engine.runner import PassRunner
 from ...errors import MethodError
 from ...validation import is_integer, is_pair
-from ..baselines import Filler, FillLike, resolve_fill
+from ..baselines import Filler, FillOption
 
 FEW = 16
 """From this number of windows on, only what a window reaches is computed again; for fewer, preparation takes longer."""
+
+
+def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
+    """One number of pixels, or two. Raises MethodError for anything else."""
+    if is_pair(edges):
+        return int(edges[0]), int(edges[1])
+    if is_integer(edges):
+        return int(edges)
+    raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor two of them")
 
 
 class Occlusion(MultiPassAttribution):
@@ -36,7 +45,7 @@ class Occlusion(MultiPassAttribution):
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
-        **options: See `saliency.attribution.options.EngineOptions`.
+        **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), signed, in score units: the fall of the score, positive where the window hides support.
 
@@ -53,19 +62,12 @@ class Occlusion(MultiPassAttribution):
     sign = "signed"
     quick_options: ClassVar = {"window": 7, "stride": 5}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        window: int | Sequence[int] = 32,
-        stride: int | Sequence[int] = 16,
-        fill: FillLike = 0.0,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, **options)
-        self.window = _checked_edges("window", window)
-        self.stride = _checked_edges("stride", stride)
-        self.fill = resolve_fill(fill)
+    window: ConvertedOption[int | Sequence[int], int | tuple[int, int]] = ConvertedOption(32, _checked_edges)
+    stride: ConvertedOption[int | Sequence[int], int | tuple[int, int]] = ConvertedOption(16, _checked_edges)
+    fill: FillOption = FillOption()
+
+    def __post_init__(self) -> None:
+        """Check that the windows leave no pixel out."""
         for edge, step in zip(_pair(self.window), _pair(self.stride), strict=True):
             if step > edge:
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
@@ -121,15 +123,6 @@ def _starts(length: int, window: int, stride: int) -> list[int]:
     """The first pixels of the windows along one edge; the last window ends with the image."""
     last = length - window
     return [*range(0, last, stride), last]
-
-
-def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
-    """One number of pixels, or two. Raises MethodError for anything else."""
-    if is_pair(edges):
-        return int(edges[0]), int(edges[1])
-    if is_integer(edges):
-        return int(edges)
-    raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor two of them")
 
 
 def _pair(edges: int | tuple[int, int]) -> tuple[int, int]:

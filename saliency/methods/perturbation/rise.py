@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...attribution.options import SamplingOptions
+from ...attribution.options import Option
 from ...engine.estimates import Estimate, precise_type, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
 from ...engine.runner import PassRunner
-from ...validation import check_choice, check_integer, check_number
-from ..baselines import Filler, FillLike, resolve_fill
+from ...validation import check_flag, check_integer, check_number
+from ..baselines import Filler, FillOption
 
 TOGETHER = 16
 """The number of masks that are added up at once: a single one would take as long."""
@@ -43,7 +43,7 @@ class RISE(SampledAttribution):
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0, the mean
             colour of its training images, as in the paper), "mean" (of the image), "blur", or an image (C, H, W) as the
             model takes it.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are those of a mean over independent
     masks. If debiased, they take the mean score as known, which is correct to first order in 1 / N.
@@ -63,20 +63,10 @@ class RISE(SampledAttribution):
     samples = 4000
     quick_options: ClassVar = {"passes": 12, "grid": 3}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        grid: int = 7,
-        shown: float = 0.5,
-        debiased: bool = True,
-        fill: FillLike = 0.0,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
-        super().__init__(model, **options)
-        self.grid, self.shown = check_integer("grid", grid), check_number("shown", shown, above=0, below=1)
-        self.debiased = bool(check_choice("debiased", debiased, (True, False)))
-        self.fill = resolve_fill(fill, partial=self.name)
+    grid: Option[int] = Option(7, check_integer)
+    shown: Option[float] = Option(0.5, check_number, above=0, below=1)
+    debiased: Option[bool] = Option(True, check_flag)
+    fill: FillOption = FillOption(partial="rise")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the weighted sum of the masks."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...attribution.forward import at_least_float32
-from ...attribution.options import Budget, SamplingOptions
+from ...attribution.options import Budget, Option
 from ...engine.estimates import Estimate, rank_correlation
 from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
 from ...engine.runner import CHECK_INTERVAL, PassRunner
 from ...errors import MethodError
 from ...validation import check_integer
-from ..baselines import Filler, FillLike, resolve_fill
+from ..baselines import Filler, FillOption
 
 _BLOCK = 1024  # rows of a kernel matrix that are computed at once, and scores that its width is taken from
 
@@ -191,19 +191,15 @@ class GridAttribution(SampledAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
     """
 
     sign = "positive"
     interpolation: ClassVar[str]
     """How cells are enlarged to pixels: see `torch.nn.functional.interpolate`."""
 
-    def __init__(
-        self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **options: Unpack[SamplingOptions]
-    ) -> None:
-        super().__init__(model, **options)
-        self.grid = check_integer("grid", grid)
-        self.fill = resolve_fill(fill)
+    grid: Option[int] = Option(8, check_integer)
+    fill: FillOption = FillOption()
 
     def cells_of(self, x: Tensor) -> tuple[int, int]:
         """Return the number of cells down and across; a cell has at least one pixel."""
@@ -241,7 +237,7 @@ class Sobol(GridAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: What an image fades into: see `saliency.methods.baselines.FillLike`, without "inpaint".
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated like the masks. The error is
     that of a ratio of means over the rows, by the delta method, as if rows were independent. Sobol points are more
@@ -262,10 +258,7 @@ class Sobol(GridAttribution):
     quick_options: ClassVar = {"grid": 2, "passes": 24}
     interpolation = "bilinear"  # as by the authors; the model would see hard edges
 
-    def __init__(
-        self, model: nn.Module, *, grid: int = 8, fill: FillLike = 0.0, **options: Unpack[SamplingOptions]
-    ) -> None:
-        super().__init__(model, grid=grid, fill=resolve_fill(fill, partial=self.name), **options)
+    fill: FillOption = FillOption(partial="sobol")
 
     def limits(self) -> Budget:
         """Return the limits that were set. Without any, the number of passes depends on the image."""
@@ -310,7 +303,7 @@ class HSIC(GridAttribution):
         model: As for every method.
         grid: The number of cells along each edge.
         fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`.
-        **options: See `saliency.attribution.options.SamplingOptions`.
+        **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), without a unit: the criterion less its expectation by chance, so it is about 0, of either
     sign, for a cell that does not affect the score. The error is that of a U-statistic, from the first two terms of its
@@ -331,10 +324,7 @@ class HSIC(GridAttribution):
     quick_options: ClassVar = {"grid": 3, "passes": 16}
     interpolation = "nearest-exact"
 
-    def __init__(
-        self, model: nn.Module, *, grid: int = 7, fill: FillLike = 0.0, **options: Unpack[SamplingOptions]
-    ) -> None:
-        super().__init__(model, grid=grid, fill=fill, **options)
+    grid: Option[int] = Option(7, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the dependence of the score on each cell."""
