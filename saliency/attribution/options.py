@@ -33,6 +33,7 @@ class ConvertedOption(Generic[_Given, _Stored]):
 
     def __init__(self, default: _Given, check: Callable[..., _Stored], *arguments: Any, **keywords: Any) -> None:
         self.default: Any = default
+        self.__doc__ = f"Option of the constructor, by default {default!r}."
         self._check, self._arguments, self._keywords = check, arguments, keywords
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -94,6 +95,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
         alias: str = "",
     ) -> None:
         super().__init__(default, check)
+        self.__doc__ = "Parameter of the constructor, also by position."
         self._alias = alias
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -81,6 +81,11 @@ def test_the_area_is_what_was_asked_for() -> None:
         assert float(((found.values > 0.2) & (found.values < 0.8)).double().mean()) < 0.35
 
 
+def test_fewer_steps_are_larger() -> None:
+    rates = [ExtremalPerturbation(torch.nn.Identity(), steps=steps).rate for steps in (800, 15, 2)]
+    assert rates == [0.02, 0.1, 0.25]
+
+
 @pytest.mark.slow
 def test_several_areas_are_the_mean_of_their_masks() -> None:
     model, x = tiny_model().double(), picture()
