@@ -242,7 +242,7 @@ class Attribution(HasOptions, ABC):
 class TracedAttribution(Attribution):
     """Base class of methods that read one forward, which several methods and targets can share.
 
-    A subclass declares what it needs in `gradients` and `layers`, and reads it in `read_evidence`.
+    A subclass declares what it needs in `gradients` and `layers`, and reads it in `explain_gradients`.
     """
 
     gradients: ClassVar[str] = "input"
@@ -255,7 +255,7 @@ class TracedAttribution(Attribution):
         return ()
 
     @abstractmethod
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the result for one target, from the gradients of one forward."""
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
@@ -281,10 +281,10 @@ def read_one_forward(
     forward = SharedForward(methods[0].model, x, (name for names in layers for name in names), deepest, most)
     results = []
     for target in targets:
-        evidence = forward.evidence(target)
+        grads = forward.target_gradients(target)
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
-            results.append([m.read_evidence(evidence, names) for m, names in zip(methods, layers, strict=True)])
+            results.append([m.explain_gradients(grads, names) for m, names in zip(methods, layers, strict=True)])
     return results
 
 

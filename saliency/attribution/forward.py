@@ -83,7 +83,7 @@ class SharedForward:
             raise
         return [next(grads) if tensor.requires_grad else None for tensor in at]
 
-    def evidence(self, selection: ResolvedTarget) -> TargetGradients:
+    def target_gradients(self, selection: ResolvedTarget) -> TargetGradients:
         """Return the scores and gradients of one target."""
         return TargetGradients(self, selection)
 

@@ -76,14 +76,14 @@ class LayerCombination(LayerAttribution):
     assumes_unsigned: ClassVar[bool] = False
     """Whether large activations count as evidence, so that signed ones need a warning."""
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the map of the layer."""
         (layer,) = layers
-        activation = evidence.activation(layer)
+        activation = grads.activation(layer)
         if self.assumes_unsigned:
             warn_if_signed(self.name, activation)
-        gradient = activation if self.gradients == "none" else evidence.gradient(layer)
-        return BatchAttribution(self.combine(activation, gradient), evidence.scores, layer=layer)
+        gradient = activation if self.gradients == "none" else grads.gradient(layer)
+        return BatchAttribution(self.combine(activation, gradient), grads.scores, layer=layer)
 
     @abstractmethod
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
@@ -380,17 +380,17 @@ class CAM(LayerAttribution):
     backwards = 0
     cost = "1 forward"
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Weight the activations by the head's weights for the class."""
         (layer,) = layers
-        activation = evidence.activation(layer)
-        weight = linear_head(self.model, activation, evidence.forward.output, layer)
-        if None in evidence.target.indices:
+        activation = grads.activation(layer)
+        weight = linear_head(self.model, activation, grads.forward.output, layer)
+        if None in grads.target.indices:
             raise NotApplicableError(
                 "cam explains classes; for another target use grad_cam, which is the same for a logit"
             )
-        class_weight = weight[torch.tensor(evidence.target.indices, device=weight.device)]  # (N, K)
-        return BatchAttribution(weighted_sum(class_weight, activation), evidence.scores, layer=layer)
+        class_weight = weight[torch.tensor(grads.target.indices, device=weight.device)]  # (N, K)
+        return BatchAttribution(weighted_sum(class_weight, activation), grads.scores, layer=layer)
 
 
 def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -> Tensor:

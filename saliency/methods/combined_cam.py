@@ -64,12 +64,12 @@ class GuidedGradCAM(LayerAttribution):
         self._guided = GuidedBackprop(self.model, smooth=self.smooth)
         self._cam = GradCAM(self.model)
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Multiply the guided gradient by the CAM, resized to the input."""
-        cam = self._cam.read_evidence(evidence, layers).values.clamp(min=0)
-        guided, coverage = self._guided.signal(evidence)
+        cam = self._cam.explain_gradients(grads, layers).values.clamp(min=0)
+        guided, coverage = self._guided.signal(grads)
         cam = F.interpolate(cam, guided.shape[-2:], mode="bilinear", align_corners=False)
-        return BatchAttribution(guided * cam, evidence.scores, coverage, layers[0])
+        return BatchAttribution(guided * cam, grads.scores, coverage, layers[0])
 
 
 def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
@@ -102,9 +102,9 @@ class _LayerFusion(TracedAttribution):
             )
         return layers
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Combine the scaled maps of the layers."""
-        maps = [self._cam.read_evidence(evidence, (layer,)).values.clamp(min=0) for layer in layers]
+        maps = [self._cam.explain_gradients(grads, (layer,)).values.clamp(min=0) for layer in layers]
         peaks = [values.amax((1, 2, 3), keepdim=True) for values in maps]
         scaled = [
             self.scaled(values / torch.where(peak == 0, torch.ones_like(peak), peak))
@@ -112,7 +112,7 @@ class _LayerFusion(TracedAttribution):
         ]
         finest = max((values.shape[-2:] for values in maps), key=lambda size: size[0] * size[1])
         resized = [F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in scaled]
-        return BatchAttribution(self.combine(torch.stack(resized)), evidence.scores, layer=", ".join(layers))
+        return BatchAttribution(self.combine(torch.stack(resized)), grads.scores, layer=", ".join(layers))
 
     @abstractmethod
     def scaled(self, shares: Tensor) -> Tensor:
@@ -244,12 +244,12 @@ class FinerCAM(LayerAttribution):
         classes = [] if isinstance(self.references, int) else self.references
         self._classes = [class_index(reference, self.categories) for reference in classes]
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the CAM of the contrast with the references."""
-        classes = evidence.target.indices
-        if not isinstance(evidence.target.target, ClassScore) or None in classes:
+        classes = grads.target.indices
+        if not isinstance(grads.target.target, ClassScore) or None in classes:
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
-        scores = class_scores(evidence.forward.output)
+        scores = class_scores(grads.forward.output)
         own = torch.tensor(classes, device=scores.device)[:, None]
         shares = self._reference_shares(scores.detach(), own)
 
@@ -257,8 +257,8 @@ class FinerCAM(LayerAttribution):
             scores = class_scores(output)
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
-        target = ResolvedTarget(contrast, evidence.target.images, evidence.target.categories)
-        return self._cam.read_evidence(evidence.forward.evidence(target), layers)._replace(scores=evidence.scores)
+        target = ResolvedTarget(contrast, grads.target.images, grads.target.categories)
+        return self._cam.explain_gradients(grads.forward.target_gradients(target), layers)._replace(scores=grads.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
         """The share of each class (N, classes) in the mean of the references, for the explained classes (N, 1)."""
@@ -311,26 +311,26 @@ class ShapleyCAM(LayerAttribution):
 
     utility: Option[str] = Option("rest", check_choice, ("rest", "score"))
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Weight the activations by the means of g - H A / 2."""
         (layer,) = layers
-        activation = evidence.activation(layer)
-        slopes = evidence.forward.layout(layer)(self._slopes(evidence, layer)).to(activation)
-        return BatchAttribution(weighted_sum(slopes.mean((2, 3)), activation), evidence.scores, layer=layer)
+        activation = grads.activation(layer)
+        slopes = grads.forward.layout(layer)(self._slopes(grads, layer)).to(activation)
+        return BatchAttribution(weighted_sum(slopes.mean((2, 3)), activation), grads.scores, layer=layer)
 
-    def _slopes(self, evidence: TargetGradients, layer: str) -> Tensor:
+    def _slopes(self, grads: TargetGradients, layer: str) -> Tensor:
         """The slopes g - H A / 2, as the layer's output lies in memory."""
-        evidence.require_gradient()
+        grads.require_gradient()
         try:
-            return self._slopes_of(evidence.forward, evidence.target, layer)
+            return self._slopes_of(grads.forward, grads.target, layer)
         except (RuntimeError, NotImplementedError) as error:
             if "derivative" not in str(error) and "double backward" not in str(error):
                 raise
         # Fused attention has no second derivative, the plain operations have.
         with sdpa_kernel(SDPBackend.MATH):
-            forward = SharedForward(self.model, evidence.x, [layer], "layers")
+            forward = SharedForward(self.model, grads.x, [layer], "layers")
             try:
-                return self._slopes_of(forward, evidence.target, layer)
+                return self._slopes_of(forward, grads.target, layer)
             except (RuntimeError, NotImplementedError) as error:
                 raise NotApplicableError(
                     f"shapley_cam needs second derivatives after the layer; {error}. Use grad_cam"

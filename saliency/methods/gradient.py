@@ -40,9 +40,9 @@ class VanillaGradient(TracedAttribution):
     cost = "1 forward, 1 backward"
     sign = "absolute"
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the gradient at the input."""
-        return BatchAttribution(evidence.input_gradient(), evidence.scores)
+        return BatchAttribution(grads.input_gradient(), grads.scores)
 
 
 class InputXGradient(TracedAttribution):
@@ -64,9 +64,9 @@ class InputXGradient(TracedAttribution):
     backwards = 1
     cost = "1 forward, 1 backward"
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the input times the gradient at the input."""
-        return BatchAttribution(evidence.x * evidence.input_gradient(), evidence.scores)
+        return BatchAttribution(grads.x * grads.input_gradient(), grads.scores)
 
 
 class RectifiedGradient(TracedAttribution):
@@ -92,20 +92,20 @@ class RectifiedGradient(TracedAttribution):
     def rule_for(self, site: Site, images: int) -> Rule:
         """Return the rule that replaces the derivative at a rectifier, in a batch of so many images."""
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the gradient that arrives at the input."""
-        values, coverage = self.signal(evidence)
-        return BatchAttribution(values, evidence.scores, coverage)
+        values, coverage = self.signal(grads)
+        return BatchAttribution(values, grads.scores, coverage)
 
-    def signal(self, evidence: TargetGradients) -> tuple[Tensor, Coverage]:
+    def signal(self, grads: TargetGradients) -> tuple[Tensor, Coverage]:
         """Return the gradient (N, C, H, W) under the rules, and the number of sites with a rule."""
-        sites = evidence.sites()
+        sites = grads.sites()
         rewritten = sites.rectifiers + (sites.others if self.smooth == "positive" else [])
         self._require_sites(sites, rewritten)
         rectifiers = {id(site.node) for site in sites.rectifiers}
-        values = evidence.rewritten_gradient(
+        values = grads.rewritten_gradient(
             rewritten,
-            lambda site: self.rule_for(site, len(evidence.x)) if id(site.node) in rectifiers else _positive_signal,
+            lambda site: self.rule_for(site, len(grads.x)) if id(site.node) in rectifiers else _positive_signal,
         )
         passed = [] if self.smooth == "positive" else sites.others
         return values, Coverage(_by_kind(rewritten), _by_kind(passed), dict(sites.hidden))
@@ -224,10 +224,10 @@ class RectGrad(RectifiedGradient):
 
         return rule
 
-    def read_evidence(self, evidence: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the gradient that arrives at the input, times the input."""
-        values, coverage = self.signal(evidence)
-        return BatchAttribution(evidence.x * values, evidence.scores, coverage)
+        values, coverage = self.signal(grads)
+        return BatchAttribution(grads.x * values, grads.scores, coverage)
 
 
 def _positive_gradient_in_place(grad_input: Tensor, grad_output: Tensor) -> Tensor:

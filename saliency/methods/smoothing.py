@@ -366,7 +366,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
         def compute(start: int, stop: int) -> Tensor:
             noisy = noisy_copies(passes.x, self.noise, self.seed, start, stop)
             forward = SharedForward(self.model, noisy, [layer.layer], "layers", 1)
-            return forward.evidence(passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
+            return forward.target_gradients(passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(layer.maps)
         for gradients in passes.chunks(compute, self.most_passes, f"gradient at {layer.layer}"):

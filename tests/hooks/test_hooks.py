@@ -351,8 +351,8 @@ def test_recording_from_the_layer_gives_the_same_values_bit_for_bit() -> None:
     found = {}
     for gradients in ("layers", "input"):
         with prepared_for_attribution(model):
-            evidence = SharedForward(model, x, ["body"], gradients).evidence(ResolvedTarget([1, 2], 2))
-            found[gradients] = evidence.scores, evidence.activation("body"), evidence.gradient("body")
+            grads = SharedForward(model, x, ["body"], gradients).target_gradients(ResolvedTarget([1, 2], 2))
+            found[gradients] = grads.scores, grads.activation("body"), grads.gradient("body")
     assert all(torch.equal(*pair) for pair in zip(found["layers"], found["input"], strict=True))
 
 

@@ -52,9 +52,9 @@ def test_more_backward_passes_than_declared_are_named() -> None:
         name = "two_backwards"
         backwards = 1
 
-        def read_evidence(self, evidence: Any, layers: tuple[str, ...]) -> Any:
-            evidence.rewritten_gradient([], None)
-            return saliency.BatchAttribution(evidence.input_gradient(), evidence.scores)
+        def explain_gradients(self, grads: Any, layers: tuple[str, ...]) -> Any:
+            grads.rewritten_gradient([], None)
+            return saliency.BatchAttribution(grads.input_gradient(), grads.scores)
 
     with pytest.raises(AssertionError, match=r"result: RuntimeError: more backward passes than .*`backwards`"):
         check_method(TwoBackwards)
