@@ -213,6 +213,7 @@ def test_names_are_thinned_out_until_they_can_be_read_the_first_and_the_last_sta
         assert min(np.diff(places)) >= max(np.diff(places)) / 2
 
 
+@pytest.mark.slow
 def test_measures_and_parameters_are_those_of_the_statistics() -> None:
     statistics = gradient_statistics(tiny_model(), images(2), 0)
     weights = ("stem", "down", "last", "head")

@@ -531,6 +531,7 @@ def scaled(model: Any, x: Tensor, scale: Any = 1) -> Any:
     return model.f(x) * scale
 
 
+@pytest.mark.slow
 def test_wrapped_models_and_examples_of_several_kinds() -> None:
     inner = Net(scaled, f=nn.Linear(3, 4))
     expected = table(inner, (2, 3)).rows

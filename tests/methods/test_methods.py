@@ -48,6 +48,7 @@ def test_every_method_keeps_every_promise(check: Callable[[], None]) -> None:
         (saliency.HiResCAM, {"layer": "down"}),
     ],
 )
+@pytest.mark.slow
 def test_the_promises_hold_for_other_options_too(cls: type[Attribution], options: dict[str, Any]) -> None:
     for _, check in checks(cls, **options):
         check()
@@ -535,6 +536,7 @@ def test_a_process_wide_setting_that_moved_is_found() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_all_broken_promises_are_listed_at_once_with_their_tracebacks() -> None:
     with pytest.raises(AssertionError) as caught:
         check_method(named(LeavesAHook))
@@ -546,11 +548,13 @@ def test_all_broken_promises_are_listed_at_once_with_their_tracebacks() -> None:
     assert f"{len(cause.exceptions)} broken promises" in lines[0]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_methods_own_is_listed_by_its_name() -> None:
     with pytest.raises(AssertionError, match="constant_image: ZeroDivisionError"):
         check_method(named(NeedsNoise))
 
 
+@pytest.mark.slow
 def test_a_method_that_does_not_apply_to_the_model_is_told_so() -> None:
     def headless() -> nn.Module:
         model = tiny_model()
@@ -563,6 +567,7 @@ def test_a_method_that_does_not_apply_to_the_model_is_told_so() -> None:
         saliency.CAM(headless()).attribute(torch.ones(1, 3, 16, 16))
 
 
+@pytest.mark.slow
 def test_the_checks_do_not_move_the_random_state_themselves() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]  # noqa: NPY002
     check_method(saliency.VanillaGradient)

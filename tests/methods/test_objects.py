@@ -78,6 +78,7 @@ def test_the_mass_of_the_map_lies_on_the_object(
     assert mass / area > (least_fused if name in FUSIONS else least)
 
 
+@pytest.mark.slow
 def test_the_default_of_refine_cam_lies_on_the_objects_better_than_the_authors_choice() -> None:
     """Measured over the photos with a box: 0.77 of the map for layer_cam, 0.73 grad_cam, 0.47 grad_cam_plus_plus."""
 
@@ -120,6 +121,7 @@ def test_the_first_component_of_signed_activations_is_high_on_what_the_class_is_
 
 
 @pytest.mark.parametrize("name", ["score_cam", "ablation_cam", "grad_cam_plus_plus", "xgrad_cam"])
+@pytest.mark.slow
 def test_the_default_layer_is_not_signed_and_the_last_block_is(name: str) -> None:
     options: dict[str, Any] = {"channels": 1} if "channels" in METHODS[name].options() else {}
     method: Any = METHODS[name]

@@ -116,6 +116,7 @@ def test_the_error_of_the_mean_is_right_on_a_network() -> None:
     assert 0.9 <= float(torch.stack(covered).double().mean()) <= 0.99
 
 
+@pytest.mark.slow
 def test_the_mean_is_that_of_captum() -> None:
     peer = pytest.importorskip("captum.attr")
     model = tiny_model().double()
@@ -174,6 +175,7 @@ def test_a_layer_is_an_option_of_the_wrapped_method() -> None:
     assert wrapped.attribute(x, 0).layer == "down"
 
 
+@pytest.mark.slow
 def test_a_smoothed_method_can_be_smoothed() -> None:
     x = picture()
     found = SmoothGrad(SmoothGrad(Square(), noise=0.1, passes=8), noise=0.2, passes=400).attribute(x, 0)
