@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.registry import restored_registry
+
 # A quick environment has no Jupyter.
 collect_ignore = [] if find_spec("nbformat") else ["test_notebooks.py"]
 
@@ -43,6 +45,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seeded() -> None:
     """The same random weights in each run, whatever tests came before in this process."""
     torch.manual_seed(20_261_120)
+
+
+@pytest.fixture
+def _registry_restored() -> Iterator[None]:
+    """Methods that a test defines do not reach the other tests."""
+    with restored_registry():
+        yield
 
 
 @pytest.fixture

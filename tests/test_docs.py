@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,9 @@ from benchmarks.methods_table import PAGE, with_table
 from saliency import Attribution
 from saliency.methods import METHODS
 from saliency.testing import check_method
+from tests.registry import restored_registry
+
+pytestmark = pytest.mark.usefixtures("_registry_restored")
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -24,15 +26,6 @@ EXTENDING = ROOT / "docs" / "extending.md"
 def blocks(page: Path) -> list[str]:
     """The blocks of Python code of a page, in order."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(autouse=True)
-def _registry_restored() -> Iterator[None]:
-    """Pages define methods of their own, which the other tests need not know."""
-    before = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(before)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
@@ -92,13 +85,11 @@ def test_the_two_commands_are_targets_of_the_makefile() -> None:
 
 def methods_of_the_page() -> dict[str, type[Attribution]]:
     """The classes that the page on extending defines, one for each family."""
-    before, session = dict(METHODS), dict[str, object]()
-    for block in blocks(EXTENDING):
-        exec(block, session)  # noqa: S102
-    own = {name: cls for name, cls in METHODS.items() if name not in before}
-    METHODS.clear()
-    METHODS.update(before)
-    return own
+    before, session = set(METHODS), dict[str, object]()
+    with restored_registry():
+        for block in blocks(EXTENDING):
+            exec(block, session)  # noqa: S102
+        return {name: cls for name, cls in METHODS.items() if name not in before}
 
 
 @pytest.mark.parametrize("name", sorted(methods_of_the_page()))

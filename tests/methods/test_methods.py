@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,17 +21,11 @@ from saliency.hooks.model_state import leaf, run_model
 from saliency.methods.cam import WeightedCAM
 from saliency.testing import check_method, checks, tiny_model
 
+pytestmark = pytest.mark.usefixtures("_registry_restored")
+
 CASES = [
     pytest.param(check, id=f"{name}-{check_name}") for name in METHODS for check_name, check in checks(METHODS[name])
 ]
-
-
-@pytest.fixture(autouse=True)
-def _the_registry_as_it_was() -> Iterator[None]:
-    before = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(before)
 
 
 @pytest.mark.parametrize("check", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -10,16 +9,9 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS
 from saliency.testing import check_method, checks
 
-
-@pytest.fixture(autouse=True)
-def _registry_restored() -> Iterator[None]:
-    before = dict(METHODS)
-    yield
-    METHODS.clear()
-    METHODS.update(before)
+pytestmark = pytest.mark.usefixtures("_registry_restored")
 
 
 def test_inputs_drawn_from_a_generator_that_moves_are_found_without_a_lack_of_memory() -> None:
