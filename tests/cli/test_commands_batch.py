@@ -66,12 +66,12 @@ def render(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path: Path) -> None:
     code, out, err = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--batch-size", "2")
     assert (code, err) == (0, "")
-    assert "5 of 5 photos explained, 5 in this run" in out
+    assert "5 of 5 photos done, 5 in this run" in out
     assert f"the page: {tmp_path}/out/index.html" in out
     assert len(rows(tmp_path / "out")) == 10
     code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--resume")
     assert code == 0
-    assert "5 of 5 photos explained by earlier runs" in out
+    assert "5 of 5 photos done by earlier runs" in out
 
 
 def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_photos_that_changed_or_were_removed_are_told(run: Run, source: Path, tm
     (source / "03.png").unlink()
     code, out, err = run(source, "--out", tmp_path / "out")
     assert (code, err) == (0, "")
-    assert "5 of 5 photos explained, 1 in this run" in out
+    assert "5 of 5 photos done, 1 in this run" in out
     assert "changed since the last run and explained again: 1 photo" in out
     assert f"removed since the last run, overlays kept: 1 photo, {source}/03.png" in out
     assert "changed since" not in run(source, "--out", tmp_path / "out")[1]

@@ -65,9 +65,9 @@ def print_summary(summary: Summary, screen: Screen) -> None:
     done = f"{summary.done} of {summary.images} photos"
     if summary.fresh:
         speed = f"{_duration(summary.seconds)}, {summary.fresh / max(summary.seconds, 1e-9):.1f} per second"
-        screen.say(f"{done} explained, {summary.fresh} in this run: {speed}")
+        screen.say(f"{done} done, {summary.fresh} in this run: {speed}")
     else:
-        screen.say(f"{done} explained by earlier runs; nothing to do")
+        screen.say(f"{done} done by earlier runs; nothing to do")
     if summary.changed:
         screen.say(f"changed since the last run and explained again: {count(summary.changed, 'photo')}")
     if summary.removed:
