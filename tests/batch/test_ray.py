@@ -9,12 +9,12 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -101,24 +101,9 @@ def on_cluster(source: Path, out: Path, model: Any, **options: Any) -> Run:
     return run
 
 
-def processes() -> set[int]:
-    """Return the processes of Ray's workers."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if (path / "cmdline").read_bytes().startswith(b"ray::"):
-                found.add(int(path.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_until_gone(before: set[int]) -> set[int]:
-    """Return the new processes that still run after 20 seconds."""
-    end = time.monotonic() + 20
-    while (left := processes() - before) and time.monotonic() < end:
-        time.sleep(0.05)
-    return left
+def child_processes() -> set[Any]:
+    """Return the processes that this one has started, with theirs; other tests may run Ray at the same time."""
+    return set(psutil.Process().children(recursive=True))
 
 
 # The same files ------------------------------------------------------------------------------------------------------
@@ -130,12 +115,18 @@ def test_ray_writes_the_files_of_the_local_engine_and_is_unchanged(ray: Any, tmp
         shutil.copyfile(path, tmp_path / "in" / f"{number}.jpg")
     (tmp_path / "in" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
     batch(tmp_path / "in", tmp_path / "local", "efficientnet_lite0", METHODS, maps=True, batch_size=4, workers=2)
-    before, handler = processes(), signal.getsignal(signal.SIGTERM)
+    before, handler = child_processes(), signal.getsignal(signal.SIGTERM)
+    workers: set[Any] = set()
     assert not ray.is_initialized()
-    on_cluster(tmp_path / "in", tmp_path / "out", "efficientnet_lite0", maps=True)
+
+    def watch(progress: Progress) -> None:
+        workers.update(child_processes() - before)
+
+    on_cluster(tmp_path / "in", tmp_path / "out", "efficientnet_lite0", maps=True, on_progress=watch)
     assert not ray.is_initialized()
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert wait_until_gone(before) == set()
+    assert len(workers) > 2
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
     assert_same(tmp_path / "out", tmp_path / "local")
     assert [row["error_kind"] for row in rows(tmp_path / "out")].count("ImageError") == 1
 
