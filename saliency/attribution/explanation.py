@@ -19,8 +19,7 @@ from torch import Tensor
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import save_tensors
-from ..io.crop_detection import Box
-from ..io.preprocess import Frame
+from ..io.preprocess import Box, Frame
 from .options import RunStats
 
 Sign = Literal["positive", "signed", "absolute"]

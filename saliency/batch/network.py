@@ -18,7 +18,7 @@ from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
 from ..hooks.model_state import is_out_of_memory, reference_tensor
-from ..io.crop_detection import Box
+from ..io.preprocess import Box
 from ..targets.class_names import Categories, class_index, class_scores
 from ..targets.targets import ClassScore
 from ..zoo import load

@@ -75,25 +75,18 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
 def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
     name = os.fsdecode(path)
     try:
-        # Check before opening, since a FIFO would block and a device may have side effects; then check the open file.
-        _require_regular(name, Path(name).stat().st_mode)
-        with open(name, "rb", opener=_open_nonblocking) as file:
-            _require_regular(name, os.fstat(file.fileno()).st_mode)
+        # Check before opening, since a FIFO would block and a device may have side effects.
+        path = Path(name)
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise ImageError(f"{name!r} is {kind}; expected an image file")
+        with path.open("rb") as file:
             return decode(file, name, max_pixels)
     except (OSError, ValueError) as error:
         if isinstance(error, ImageError):
             raise
         raise ImageError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _open_nonblocking(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def _require_regular(name: str, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        raise ImageError(f"{name!r} is {kind}; expected an image file")
 
 
 def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -185,33 +178,25 @@ def _scale_16_to_8_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
-    label = f"an array of shape {array.shape} and type {array.dtype}"
-    if array.dtype not in (np.uint8, np.uint16):
+    has_image_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
+    if not has_image_shape or array.dtype not in (np.uint8, np.uint16):
         raise ImageError(
-            f"{label} is not an image; expected uint8 in 0..255 or uint16 in 0..65535: scale and round it, or pass the "
+            f"an array of shape {array.shape} and type {array.dtype} is not an image; expected uint8 in 0..255 or "
+            "uint16 in 0..65535, of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4). Move the channels with "
+            "array.transpose(1, 2, 0), pass several images as list(array), scale and round other types, or pass the "
             "model's own normalised input as a float tensor (C, H, W)"
         )
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
-        raise ImageError(f"{label} looks like (C, H, W); expected (H, W, C): pass array.transpose(1, 2, 0)")
-    if array.ndim == 4:
-        raise ImageError(f"{label} looks like several images; pass list(array)")
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
-        raise ImageError(f"{label} is not an image; expected (H, W, 3), (H, W, 4), (H, W, 1) or (H, W)")
-    if array.size == 0:
-        raise ImageError(f"{label} has no pixels")
     array = _scale_16_to_8_bits(array) if array.dtype == np.uint16 else array
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2:] == (1,) else array))
 
 
 def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a uint8 tensor (C, H, W) as an array (H, W, C)."""
-    label = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-    if tensor.dtype != torch.uint8:
-        hint = "a float tensor is the model's own normalised input" if tensor.is_floating_point() else "convert it"
-        raise ImageError(f"{label} is not an image, expected uint8 (C, H, W) in 0..255; {hint}")
-    if tensor.ndim == 3 and tensor.shape[2] in (1, 3, 4) and tensor.shape[0] not in (1, 3, 4):
-        raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): pass tensor.permute(2, 0, 1)")
-    if tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4):
-        raise ImageError(f"{label} is not an image; expected (3, H, W), (4, H, W) or (1, H, W)")
+    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4):
+        raise ImageError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is not an image; expected uint8 in 0..255, of "
+            "shape (1, H, W), (3, H, W) or (4, H, W). Move the channels with tensor.permute(2, 0, 1), convert other types, "
+            "or pass the model's own normalised input as a float tensor"
+        )
     array: np.ndarray[Any, Any] = tensor.detach().cpu().permute(1, 2, 0).numpy()
     return array

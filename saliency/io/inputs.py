@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
-from .crop_detection import TransformPreprocess
 from .image_io import ImageLike, open_picture
-from .preprocess import Frame, Preprocess, PreprocessLike, as_preprocess
+from .preprocess import Frame, Preprocess, PreprocessLike, TransformPreprocess, as_preprocess
 
 ImagesLike = ImageLike | Sequence[ImageLike]
 Prepare = Preprocess | TransformPreprocess | None
@@ -107,15 +106,15 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label} is empty; expected at least one image of at least one pixel")
     if image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
         raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): permute its axes")
-    if image.layout != torch.strided or image.is_meta or image.itemsize == 1:
-        raise ImageError(f"{label}, {image.layout} on {image.device}; expected an ordinary tensor with values")
-    if type(image).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise ImageError(f"{label} is a {type(image).__name__}; expected a plain torch.Tensor")
+    is_plain = type(image).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not is_plain or image.layout != torch.strided or image.is_meta or image.itemsize == 1:
+        kind = f"{type(image).__name__}, {image.layout}, on {image.device}"
+        raise ImageError(f"{label} ({kind}); expected an ordinary torch.Tensor with values")
     # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
     tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]
     # NaN and infinity appear in the minimum or maximum, which need only one transfer from the device for all images.
-    extremes = torch.stack([torch.stack(torch.aminmax(_axes_in_memory_order(each))) for each in tensor]).tolist()
+    extremes = torch.stack([torch.stack(torch.aminmax(_axes_in_memory_order(row))) for row in tensor]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")

@@ -1,22 +1,28 @@
-"""Preprocess an image for the model, and locate the model's input on the image."""
+"""Preprocess an image for the model, and locate the model's input on the image.
+
+A `Preprocess` describes resizing, cropping and normalisation. Any other callable from an image to a tensor becomes a
+`TransformPreprocess`, whose crop is detected.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from ..errors import ImageError
 from ..validation import check_choice, is_integer, is_pair, is_real
-from .crop_detection import Box, TransformPreprocess
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
 Fit = Literal["stretch", "cover", "contain"]
 
 _FILTERS = {
@@ -28,6 +34,7 @@ _FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
+_TIMM_FITS: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}  # by timm's crop_mode
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be enlarged to 256 x 15 million
 
@@ -69,32 +76,27 @@ class Preprocess:
     std: tuple[float, ...] = _IMAGENET_STD
     interpolation: str = "bilinear"
     fit: Fit = "stretch"
-    fill: tuple[int, int, int] = (0, 0, 0)
+    fill: tuple[int, ...] = (0, 0, 0)
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):
             values = getattr(self, name)
-            if isinstance(values, np.ndarray | Tensor):
-                values = values.tolist()
-            if _are_three(values, is_real):
-                object.__setattr__(self, name, _three_floats(values))
-            else:
-                raise ImageError(f"{name}={values!r}: expected three finite numbers, one per channel of RGB")
+            values = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
+            if not _are_three(values, is_real):
+                raise ImageError(f"{name}={values}: expected three finite numbers, one per channel of RGB")
+            object.__setattr__(self, name, tuple(map(float, values)))
         if 0 in self.std:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
-        if not _are_three(self.fill, partial(is_integer, least=0)) or max(self.fill) > 255:
+        if not _are_three(self.fill, lambda value: is_integer(value, least=0)) or max(self.fill) > 255:
             raise ImageError(f"fill={self.fill!r}: expected three whole numbers from 0 to 255, a colour in RGB")
         check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
         check_choice("fit", self.fit, get_args(Fit), error=ImageError)
-        if not (self.size is None or is_pair(self.size)):
-            raise ImageError(f"size={self.size!r}: expected (height, width), both of at least one pixel, or None")
-        if is_integer(self.resize):
-            object.__setattr__(self, "resize", int(self.resize))  # NumPy's integers are not int
-        elif not (self.resize is None or is_pair(self.resize)):
-            raise ImageError(
-                f"resize={self.resize!r}: expected the length of the shorter edge or (height, width), both of at "
-                "least one pixel, or None"
-            )
+        for name, edge in (("size", ""), ("resize", "the length of the shorter edge, or ")):
+            edges = getattr(self, name)
+            if edge and is_integer(edges):
+                object.__setattr__(self, name, int(edges))  # NumPy's integers are not int
+            elif edges is not None and not is_pair(edges):
+                raise ImageError(f"{name}={edges!r}: expected {edge}(height, width), at least one pixel each, or None")
 
     @classmethod
     def from_torchvision(cls, transform: Any) -> Preprocess:
@@ -103,21 +105,19 @@ class Preprocess:
         Raises:
             ImageError: `transform` is not one of these presets.
         """
-        if type(transform).__name__ == "ObjectDetection":  # only scales to 0..1
-            return cls(None, None, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
         if not _is_torchvision_preset(transform):
             raise ImageError(
                 f"{type(transform).__name__} is not a torchvision image preset; pass weights.transforms(), or "
                 "any callable from an image to a tensor as preprocess="
             )
-        crop = getattr(transform, "crop_size", None)
-        resize = transform.resize_size
+        resize, crop = getattr(transform, "resize_size", None), getattr(transform, "crop_size", None)
         return cls(
-            size=None if crop is None else _pair(crop),
-            resize=None if resize is None else _edges(resize),
-            mean=_three_floats(transform.mean),
-            std=_three_floats(transform.std),
-            interpolation=_filter_name(transform.interpolation),
+            size=None if crop is None else (crop[0], crop[-1]),
+            resize=resize[0] if resize is not None and len(resize) == 1 else resize,
+            # A detection preset only scales to 0..1.
+            mean=getattr(transform, "mean", (0.0, 0.0, 0.0)),
+            std=getattr(transform, "std", (1.0, 1.0, 1.0)),
+            interpolation=_filter_name(getattr(transform, "interpolation", "bilinear")),
         )
 
     @classmethod
@@ -130,30 +130,23 @@ class Preprocess:
             ImageError: The config is not for RGB, or has no `input_size`.
         """
         if config.get("input_size") is None:
-            raise ImageError(
-                f'the timm config has no "input_size" (only {", ".join(map(str, config)) or "nothing"}); '
-                "pass model.pretrained_cfg"
-            )
+            raise ImageError(f'the timm config {dict(config)} has no "input_size"; pass model.pretrained_cfg')
         channels, *size = (3, *config["input_size"])[-3:]
         if channels != 3:
             raise ImageError(f"the model takes {channels} channels, an image has 3; pass a float tensor")
         crop = config.get("crop_pct") or 0.875
         scaled = (math.floor(size[0] / crop), math.floor(size[1] / crop))
-        mode = config.get("crop_mode") or "center"
-        if mode not in ("center", "squash", "border"):
-            raise ImageError(f'unknown crop_mode "{mode}" in the timm config; expected center, squash or border')
-        mean = _three_floats(config.get("mean") or _IMAGENET_MEAN)
-        red, green, blue = (round(255 * value) for value in mean)
-        fits: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}
+        mode = check_choice("crop_mode", config.get("crop_mode") or "center", tuple(_TIMM_FITS), error=ImageError)
+        mean = config.get("mean") or _IMAGENET_MEAN
         square = mode == "center" and scaled[0] == scaled[1]
         return cls(
             size=(size[0], size[1]),
             resize=scaled[0] if square else scaled,
             mean=mean,
-            std=_three_floats(config.get("std") or _IMAGENET_STD),
+            std=config.get("std") or _IMAGENET_STD,
             interpolation=_filter_name(config.get("interpolation") or "bicubic"),
-            fit="stretch" if square else fits[mode],
-            fill=(red, green, blue) if mode == "border" else (0, 0, 0),
+            fit="stretch" if square else _TIMM_FITS[mode],
+            fill=tuple(round(255 * value) for value in mean) if mode == "border" else (0, 0, 0),
         )
 
     @property
@@ -232,6 +225,62 @@ class Preprocess:
         return resized
 
 
+_box_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class TransformPreprocess:
+    """Any callable from a PIL image to a tensor, used as preprocessing.
+
+    Its crop is detected once per image size, by transforming coordinate ramps: images whose grey value is a coordinate
+    of the pixel. Therefore a callable that resizes, crops, pads and normalises needs no description.
+
+    Args:
+        transform: Takes an RGB image and returns a float tensor (C, H, W). It must be deterministic.
+    """
+
+    transform: Callable[[Image.Image], Tensor]
+    _boxes: dict[tuple[int, int], Box] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """Return the model's input for one image: (C, H, W), floating point.
+
+        Raises:
+            ImageError: The callable returned something else.
+        """
+        tensor: object = self.transform(picture)
+        if not isinstance(tensor, Tensor):
+            raise ImageError(
+                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); append "
+                'ToTensor to it, or extract the tensor: lambda p: processor(p, return_tensors="pt")'
+                '["pixel_values"][0]'
+            )
+        if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
+            raise ImageError(
+                f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
+                "expected floating-point values of shape (C, H, W)"
+            )
+        return tensor.detach()
+
+    @cached_property
+    def input_range(self) -> tuple[float, float]:
+        """Lowest and highest value of transformed black and white images."""
+        ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
+        return float(ends.min()), float(ends.max())
+
+    def box(self, picture_size: tuple[int, int]) -> Box:
+        """Return the box of the model's input on an image of (w, h) pixels, accurate to one pixel.
+
+        Raises:
+            ImageError: The callable is random, flips, rotates or warps the image, or changes its colours other than by
+                a scale and an offset.
+        """
+        with _box_lock:
+            if picture_size not in self._boxes:
+                self._boxes[picture_size] = _find_box(self, picture_size)
+            return self._boxes[picture_size]
+
+
 PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tensor] | Mapping[str, Any]
 
 
@@ -263,23 +312,9 @@ def _is_torchvision_preset(transform: object) -> bool:
     )
 
 
-def _are_three(values: object, fits: Callable[[object], bool]) -> bool:
+def _are_three(values: object, is_valid: Callable[[object], bool]) -> bool:
     """Return whether these are three valid values, one per channel of RGB."""
-    return isinstance(values, list | tuple) and len(values) == 3 and all(map(fits, values))
-
-
-def _three_floats(values: Any) -> tuple[float, float, float]:
-    numbers = tuple(float(value) for value in values)
-    red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
-    return red, green, blue
-
-
-def _pair(edges: Any) -> tuple[int, int]:
-    return (int(edges[0]), int(edges[-1]))
-
-
-def _edges(edges: Any) -> int | tuple[int, int]:
-    return int(edges[0]) if len(edges) == 1 else _pair(edges)
+    return isinstance(values, list | tuple) and len(values) == 3 and all(map(is_valid, values))
 
 
 def _filter_name(interpolation: Any) -> str:
@@ -290,3 +325,110 @@ def _filter_name(interpolation: Any) -> str:
 def _offset(resized: int, crop: int) -> int:
     """Return where a centred crop begins, negative for padding, rounded as torchvision and timm round."""
     return -((crop - resized) // 2) if crop > resized else round((resized - crop) / 2.0)
+
+
+# The crop of a callable
+
+_Array = NDArray[np.floating[Any]]
+_NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding can be detected"
+
+
+def _find_box(preprocess: TransformPreprocess, picture_size: tuple[int, int]) -> Box:
+    """Return the box, from the coordinate that each output pixel has in transformed grey ramps."""
+    _require_repeatable(preprocess, picture_size)
+    probe = _Probe(preprocess, picture_size)
+    (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
+    return (left, top, right, bottom)
+
+
+def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[int, int]) -> _Array:
+    """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w)."""
+    grey = np.round(255 * np.asarray(values, np.float64)).astype(np.uint8)
+    picture = np.ascontiguousarray(np.broadcast_to(grey[..., None], (size[1], size[0], 3)))
+    return np.asarray(preprocess(Image.fromarray(picture)).to(device="cpu", dtype=torch.float64).numpy())
+
+
+def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int]) -> None:
+    """Raise ImageError if eight transforms of one asymmetric image differ.
+
+    A random flip with probability 1/2 is missed once in 128 times.
+    """
+    edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
+    ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
+    first, *others = (_transform_grey(preprocess, ramp, edges) for _ in range(8))
+    if not all(np.array_equal(other, first, equal_nan=True) for other in others):
+        raise ImageError(
+            "the preprocessing is random: it gives different tensors for one image; pass the transform for evaluation, "
+            "without random crops, flips or colours"
+        )
+
+
+class _Probe:
+    """Transformed grey images of one size, denormalised.
+
+    A black and a white image give the offset and the scale of each output value. Both are equal in the padding. The
+    images are grey, so neither the order of the channels nor a conversion to grey matters.
+    """
+
+    def __init__(self, preprocess: TransformPreprocess, picture_size: tuple[int, int]) -> None:
+        self.preprocess, self.picture_size = preprocess, picture_size
+        self.black = _transform_grey(preprocess, [[0]], picture_size)
+        self.scale = _transform_grey(preprocess, [[1]], picture_size) - self.black
+        if not np.isfinite(self.scale).all() or not self.scale.any():
+            raise ImageError(
+                "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; "
+                "describe it with saliency.Preprocess, or pass float tensors"
+            )
+        usual = [np.median(channel[channel != 0]) for channel in self.scale]
+        deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
+        self.content = (deviation < 0.02).all(axis=0)  # (h, w)
+
+    def span(self, axis: int) -> tuple[float, float]:
+        """Return where the output begins and ends on the image, along one axis of (C, h, w)."""
+        length = self.picture_size[2 - axis]
+        centres = (np.arange(length) + 0.5) / length
+        positions = length * self._profile(centres, axis)  # in the image, of the centre of each output pixel
+        start, step = _fit_line(positions, length)
+        folds = int(min(0.05 * length / step, length / 64))
+        if length > 256 and folds > 1:
+            # A zigzag of n folds is n times steeper than a ramp, so 256 grey levels resolve single pixels.
+            zigzag = self._profile(np.abs((centres * folds + 1) % 2 - 1), axis)
+            start, step = _fit_line(_unfold(zigzag, start + step * np.arange(len(positions)), length / folds), length)
+        return (start - step / 2, start + step * (len(positions) - 0.5))
+
+    def _profile(self, ramp: _Array, axis: int) -> _Array:
+        """Return the denormalised values of a transformed ramp along an axis; NaN in the padding."""
+        values = ramp[:, None] if axis == 1 else ramp[None, :]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            restored = (_transform_grey(self.preprocess, values, self.picture_size) - self.black) / self.scale
+        lines = np.ma.masked_array(restored, np.broadcast_to(~self.content, restored.shape))
+        if np.ma.max(np.ma.ptp(lines, axis=(0, 3 - axis))) > 0.03:
+            raise ImageError(_NO_BOX.format("rotates or warps"))
+        return np.asarray(lines.mean(axis=(0, 3 - axis)).filled(np.nan))
+
+
+def _unfold(zigzag: _Array, guess: _Array, fold: float) -> _Array:
+    """Return the positions that a zigzag encodes, NaN near its corners. A guess of them identifies the fold."""
+    fold_index = np.floor(guess / fold)
+    inside = np.abs(guess / fold - fold_index - 0.5) < 0.35
+    positions = fold * (fold_index + np.where(fold_index % 2 == 0, zigzag, 1 - zigzag))
+    return np.asarray(np.where(inside, positions, np.nan))
+
+
+def _fit_line(positions: _Array, length: int) -> tuple[float, float]:
+    """Return the start and the step of positions, fitted by least squares."""
+    index = np.flatnonzero(np.isfinite(positions))
+    if length == 1:  # the content covers the only pixel on this axis
+        return (float((0.5 - index[0]) / len(index)), 1 / len(index))
+    position = positions[index]
+    rise = position[-1] - position[0]
+    if rise <= 0:
+        raise ImageError(_NO_BOX.format("flips or rotates, or keeps a single pixel of"))
+    # Resampling bends a ramp near the edges of the image.
+    margin = min(3 * max(rise / len(index), 1) + 0.5, 0.3 * length)
+    inner = np.abs(position - length / 2) < length / 2 - margin
+    index, position = (index[inner], position[inner]) if inner.sum() > 1 else (index, position)
+    step, start = np.polyfit(index, position, 1)
+    if np.abs(position - start - step * index).max() > 1 + length / 128 + step or step <= 0:
+        raise ImageError(_NO_BOX.format("warps"))
+    return (float(start), float(step))

@@ -13,9 +13,8 @@ from PIL import Image
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError, warn
-from ..io.crop_detection import Box
 from ..io.image_io import ImageLike, open_picture
-from ..io.preprocess import Frame
+from ..io.preprocess import Box, Frame
 from ..methods import METHODS
 from ..validation import check_number
 from .colors import CENTRE, DIVERGING, SEQUENTIAL, table

@@ -17,8 +17,7 @@ from torchvision import models
 from torchvision.transforms import InterpolationMode, v2
 
 from saliency.errors import ImageError
-from saliency.io.crop_detection import Box, TransformPreprocess
-from saliency.io.preprocess import Preprocess, as_preprocess
+from saliency.io.preprocess import Box, Preprocess, TransformPreprocess, as_preprocess
 
 TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -227,7 +226,7 @@ def test_a_resolved_test_size_is_taken() -> None:
         (lambda: Preprocess((4, 4), (4, 4), fit="crop"), "'stretch', 'cover', 'contain'"),  # type: ignore[arg-type]
         (lambda: Preprocess.from_timm({"mean": 1}), 'has no "input_size"'),
         (lambda: Preprocess.from_timm({"input_size": (1, 28, 28)}), "takes 1 channels"),
-        (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), 'unknown crop_mode "middle"'),
+        (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), "crop_mode='middle' is not one of"),
         (lambda: Preprocess.from_torchvision(torch.nn.Identity()), "Identity is not a torchvision image preset"),
         (lambda: as_preprocess(7), "preprocess is a int"),  # type: ignore[arg-type]
     ],

@@ -12,8 +12,7 @@ from torch import Tensor
 from torchvision import transforms
 
 from saliency.errors import MethodError
-from saliency.io.crop_detection import TransformPreprocess
-from saliency.io.preprocess import Preprocess
+from saliency.io.preprocess import Preprocess, TransformPreprocess
 from saliency.methods.baselines import Diffusion, baselines, blurred, resolve_baseline
 
 PREPROCESS = Preprocess(size=(16, 16), resize=18)

@@ -17,8 +17,7 @@ from torch.nn.functional import interpolate
 import saliency
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
-from saliency.io.crop_detection import Box
-from saliency.io.preprocess import Frame, Preprocess
+from saliency.io.preprocess import Box, Frame, Preprocess
 from saliency.render.blending import Opacity, spread, window
 from saliency.render.colors import CENTRE, table
 from saliency.render.heatmap import shared_limit
