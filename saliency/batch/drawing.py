@@ -17,8 +17,17 @@ from PIL import Image
 from ..attribution.explanation import Explanation
 from ..io.atomic_write import atomic_write
 from ..io.preprocess import Frame
-from ..render.blending import Shade, paint, shade, spread, units, window
-from ..render.colors import CENTRE, DIVERGING, SEQUENTIAL
+from ..render.blending import (
+    DIVERGING,
+    SEQUENTIAL,
+    ScaledMap,
+    box_pixels,
+    paint,
+    resize_to_pixels,
+    scale_map,
+    table_entries,
+    units,
+)
 from ..render.overlay import save_picture
 from .errors import Failure, printable, stops_run, unwritable
 from .manifest import Row, make_row
@@ -104,7 +113,7 @@ def _write_method(
     frame = explanation.frames[0]
     if frame is None:
         raise ValueError("there is no picture to draw on")
-    shading = shade(explanation, style.sign, style.percentile)
+    scaled = scale_map(explanation, style.sign, style.percentile)
     probabilities = explanation.probabilities
     facts = {
         **facts,
@@ -117,13 +126,13 @@ def _write_method(
         "input_width": explanation.input_size[1],
         "input_height": explanation.input_size[0],
         "settings": dict(explanation.settings),
-        "sign": shading.sign,
+        "sign": scaled.sign,
         "units": units(explanation),
-        "limit": shading.limit,
-        "colormap": style.colormap or (DIVERGING if shading.sign == "signed" else SEQUENTIAL),
+        "limit": scaled.limit,
+        "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
     names = file_names(task.image, method, style.format)
-    overlay = paint(frame, shading, style.colormap, style.opacity)
+    overlay = paint(frame, scaled, style.colormap, style.opacity)
     if preview is None:
         name = f"{task.image.name}.{method}"
         save_picture(overlay, out / f"{name}.{style.format}")
@@ -133,7 +142,7 @@ def _write_method(
     (out / names["overlay"]).parent.mkdir(parents=True, exist_ok=True)
     save_picture(overlay, out / names["overlay"])
     facts |= {"overlay": names["overlay"], "overlay_bytes": (out / names["overlay"]).stat().st_size}
-    files = {"heat": (names["heat"], _heat_image(shading, frame, preview.size, style))}
+    files = {"heat": (names["heat"], _heat_image(scaled, frame, preview.size, style))}
     if options.maps:
         about = {name: facts[name] for name in FACTS} | {"entry": task.image.to_json()}
         files["map"] = (names["map"], SavedMap.of(explanation, about).encode())
@@ -151,7 +160,7 @@ def _write(out: Path, files: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
     return facts
 
 
-def _heat_image(shading: Shade, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:
+def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:
     """Encode the heatmap without the picture: opaque inside the crop, transparent outside.
 
     The image has the proportions of the preview, and a half or a third of its size if the map cells are large enough.
@@ -159,19 +168,19 @@ def _heat_image(shading: Shade, frame: Frame, preview: tuple[int, int], style: O
     import cv2
 
     left, top, right, bottom = frame.box
-    cells = (right - left) / shading.values.shape[1], (bottom - top) / shading.values.shape[0]
+    cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
     pitch = min(cells) * preview[0] / frame.picture.width
     coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
     width, height = (math.ceil(side / coarseness) for side in preview)
     across, down = width / frame.picture.width, height / frame.picture.height
     plane = Frame(Image.new("L", (width, height)), (left * across, top * down, right * across, bottom * down))
-    inside = window(plane)
-    shares = spread(shading.values, plane, inside)  # (rows, columns)
-    base, gain = (CENTRE, 127) if shading.sign == "signed" else (0, 255)
-    entries = (shares * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
+    area = box_pixels(plane)
+    shares = resize_to_pixels(scaled.values, plane, area)  # (rows, columns)
     pixels: NDArray[np.uint8] = np.zeros((height, width, 4), np.uint8)
-    pixels[inside.area][..., :3] = cv2.applyColorMap(entries, shading.table(style.colormap)[:, None])
-    pixels[inside.area][..., 3] = 255 if style.opacity != "map" else np.rint(255 * np.abs(shares))
+    pixels[area][..., :3] = cv2.applyColorMap(
+        table_entries(shares, scaled.sign), scaled.colors(style.colormap)[:, None]
+    )
+    pixels[area][..., 3] = 255 if style.opacity != "map" else np.rint(255 * np.abs(shares))
     return _encode(Image.fromarray(pixels), "WEBP", quality=HEAT_QUALITY, method=0)
 
 

@@ -152,9 +152,9 @@ class Run:
     def _check_and_describe(self, network: Any) -> None:
         """Check the colormap, and add the methods and the number of classes to the head."""
         if self.options.style.colormap is not None:
-            from ..render.colors import table
+            from ..render.blending import color_table
 
-            table(self.options.style.colormap)
+            color_table(self.options.style.colormap)
         self.head["methods"] = [
             {"name": method.name, "settings": dict(method.settings), "sign": method.sign, "units": method.units}
             for method in network.methods

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -12,17 +13,23 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..attribution.explanation import Explanation, Sign
-from ..errors import RenderError, warn
+from ..errors import RenderError, did_you_mean, warn
 from ..io.image_io import ImageLike, open_picture
-from ..io.preprocess import Box, Frame
+from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..validation import check_number
-from .colors import CENTRE, DIVERGING, SEQUENTIAL, table
-from .heatmap import Percentile, apply_sign, limits, reduce_channels, require_explanation, resolve_percentile
+from .heatmap import Percentile, limits, reduced_maps, require_explanation, resolve_percentile
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
 Plane = NDArray[np.float32]
+Area = tuple[slice, slice]
+"""Rows and columns, as an index into an array of an image."""
+
+SEQUENTIAL = "inferno"
+DIVERGING = "RdBu_r"
+
+CENTRE = 128  # the entry of zero in a centred table
 
 PER_UNIT = "score per unit of normalised input"
 IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
@@ -30,21 +37,45 @@ IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 STRIP = 64  # rows resized at once: the weights of a strip cover few cells, and the strip stays in the cache
 
 
+@cache
+def color_table(name: str, centred: bool = False) -> Pixels:
+    """Return 256 colours of a matplotlib colour map, from the lowest value to the highest: (256, 3) RGB, read-only.
+
+    In a centred table, entry 128 is the middle of the colour map, and entries 1 and 255 are its ends. Entry 0 equals
+    entry 1: a table of even length has no middle entry otherwise.
+
+    Raises:
+        RenderError: matplotlib has no such colour map; the message has the closest names.
+    """
+    import matplotlib as mpl
+
+    if name not in mpl.colormaps:
+        raise RenderError(
+            f'no colour map "{name}"; use the name of a matplotlib colour map, such as {SEQUENTIAL} or {DIVERGING}'
+            f"{did_you_mean(name, sorted(mpl.colormaps))}"
+        )
+    steps = np.arange(256)
+    positions = np.maximum(steps - 1, 0) / 254 if centred else steps / 255
+    colors: Pixels = mpl.colormaps[name](positions, bytes=True)[:, :3].copy()
+    colors.setflags(write=False)
+    return colors
+
+
 @dataclass(frozen=True, slots=True)
-class Shade:
-    """Map divided by its limit: -1..1 if it is signed, else 0..1."""
+class ScaledMap:
+    """Map of one image, divided by its limit: -1..1 if it is signed, else 0..1."""
 
     values: Plane  # (h, w)
     sign: Sign
     limit: float  # the map value at full colour, in the map's units
-    saturated: bool  # whether a value exceeds the limit
+    is_saturated: bool  # whether a value exceeds the limit
 
-    def table(self, colormap: str | None) -> Pixels:
-        """Return the 256 colours of this shade: (256, 3)."""
-        signed = self.sign == "signed"
+    def colors(self, colormap: str | None) -> Pixels:
+        """Return the 256 colours of this map: (256, 3)."""
+        is_signed = self.sign == "signed"
         if not isinstance(colormap, str | None):
             raise RenderError(f"colormap={colormap!r} is not the name of a colour map, such as {SEQUENTIAL}")
-        return table(colormap or (DIVERGING if signed else SEQUENTIAL), centred=signed)
+        return color_table(colormap or (DIVERGING if is_signed else SEQUENTIAL), centred=is_signed)
 
 
 def require_one(explanation: Explanation, name: str) -> None:
@@ -68,12 +99,12 @@ def frame_of(explanation: Explanation, picture: ImageLike | None = None) -> Fram
     return frame
 
 
-def shade(
+def scale_map(
     explanation: Explanation,
     sign: Sign | None = None,
     percentile: Percentile = "auto",
     limit: float | None = None,
-) -> Shade:
+) -> ScaledMap:
     """Return the map of one image, divided by its limit and clipped.
 
     Raises:
@@ -84,23 +115,27 @@ def shade(
         SaliencyWarning: The map is constant, so the drawing shows nothing; or its values are below the rounding error.
             Such values are drawn as zero, except for gradients. The warning states the reason.
     """
-    used_sign = explanation.sign if sign is None else sign
-    reduced = reduce_channels(explanation, None, sign)
-    maps = apply_sign(reduced, used_sign)
+    sign = explanation.sign if sign is None else sign
+    maps = reduced_maps(explanation, sign)
     low, high = map(float, maps.aminmax())
     if limit is not None:
         limit = check_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
     if low == high:
-        warn(_why_flat(explanation, high, bool((reduced < 0).any())))
+        warn(_why_flat(explanation, high, sign))
     elif max(-low, high) <= _rounding(explanation):
+        # A gradient depends on the units and the size of the input, so a small one may be correct.
         is_zeroed = units(explanation) != PER_UNIT
-        warn(_why_rounding(explanation, max(-low, high), is_zeroed=is_zeroed))
+        warn(
+            f"{_map_label(explanation)} {'is drawn as zero' if is_zeroed else 'may show rounding errors only'}: its "
+            f"values, {max(-low, high):.2g} at most, are below the rounding error of a score of "
+            f"{float(explanation.scores[0]):.4g}"
+        )
         maps = torch.zeros_like(maps) if is_zeroed else maps
     if limit is None:
         limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
     shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
-    return Shade(shares.astype(np.float32), used_sign, limit, bool((np.abs(values) > limit).any()))
+    return ScaledMap(shares.astype(np.float32), sign, limit, bool((np.abs(values) > limit).any()))
 
 
 def _rounding(explanation: Explanation) -> float:
@@ -122,58 +157,29 @@ def _map_label(explanation: Explanation) -> str:
     return f"the {explanation.method} map for {explanation.target_names[0]}"
 
 
-def _why_rounding(explanation: Explanation, largest: float, *, is_zeroed: bool) -> str:
-    # A gradient depends on the units and the size of the input, so a small one may be correct.
-    verdict = "is drawn as zero" if is_zeroed else "may show rounding errors only"
-    return (
-        f"{_map_label(explanation)} {verdict}: its values, {largest:.2g} at most, are below the rounding error of a "
-        f"score of {float(explanation.scores[0]):.4g}"
-    )
-
-
-def _why_flat(explanation: Explanation, value: float, has_negative: bool) -> str:
-    where = _map_label(explanation)
-    if has_negative:
-        return f'{where} is zero everywhere: all values are negative; sign="signed" shows them'
+def _why_flat(explanation: Explanation, value: float, sign: Sign) -> str:
+    label = _map_label(explanation)
+    if sign == "positive" and (reduced_maps(explanation, "signed") < 0).any():
+        return f'{label} is zero everywhere: all values are negative; sign="signed" shows them'
     if explanation.values.shape[-2:].numel() == 1:
-        return f"{where} is a single cell, like the output of the layer; choose an earlier layer"
+        return f"{label} is a single cell, like the output of the layer; choose an earlier layer"
     if value == 0:
-        return f"{where} is zero everywhere: by this method, nothing in the image changes the score"
-    return f"{where} is constant ({value:.3g}), so it highlights nothing"
+        return f"{label} is zero everywhere: by this method, nothing in the image changes the score"
+    return f"{label} is constant ({value:.3g}), so it highlights nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Pixels of an image whose centres lie in a frame's box; at least the one under the middle of the box."""
-
-    left: int
-    top: int
-    right: int
-    bottom: int
-
-    @property
-    def area(self) -> tuple[slice, slice]:
-        """Rows and columns, as an index into an array of the image."""
-        return slice(self.top, self.bottom), slice(self.left, self.right)
-
-    @property
-    def box(self) -> Box:
-        """Outline as the box of a frame."""
-        return float(self.left), float(self.top), float(self.right), float(self.bottom)
-
-
-def window(frame: Frame) -> Window:
-    """Return the window in which the map is drawn.
+def box_pixels(frame: Frame) -> Area:
+    """Return the pixels whose centres lie in the frame's box; at least the one under the middle of the box.
 
     Raises:
         RenderError: The box is outside the image.
     """
     left, top, right, bottom = frame.box
-    columns, rows = _pixel_range(left, right, frame.picture.width), _pixel_range(top, bottom, frame.picture.height)
-    if not columns or not rows:
-        width, height = frame.picture.size
+    width, height = frame.picture.size
+    rows, columns = _pixel_range(top, bottom, height), _pixel_range(left, right, width)
+    if not rows or not columns:
         raise RenderError(f"the box {frame.box} is outside the image of {width}x{height} pixels")
-    return Window(columns.start, rows.start, columns.stop, rows.stop)
+    return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
 
 def _pixel_range(low: float, high: float, length: int) -> range:
@@ -185,22 +191,22 @@ def _pixel_range(low: float, high: float, length: int) -> range:
     return range(max(first, 0), min(last, length))
 
 
-def spread(values: Plane, frame: Frame, inside: Window) -> Plane:
-    """Resize the map to the pixels of the window, bilinearly between the centres of cells: (rows, columns).
+def resize_to_pixels(values: Plane, frame: Frame, area: Area) -> Plane:
+    """Resize the map to the pixels of an area, bilinearly between the centres of cells: (rows, columns).
 
     Beyond the centres of the outermost cells the map is constant. If cells are smaller than pixels, all cells under a
     pixel are averaged, so no cell is skipped. OpenCV's affine warp is not used: its older versions round
     positions to 1/32 of a cell, which is visible as steps on 7 x 7 maps.
     """
     left, top, right, bottom = frame.box
-    wide = _resize_rows(np.ascontiguousarray(values.T), left, right, inside.left, inside.right)
-    return _resize_rows(np.ascontiguousarray(wide.T), top, bottom, inside.top, inside.bottom)
+    wide = _resize_rows(np.ascontiguousarray(values.T), left, right, area[1])
+    return _resize_rows(np.ascontiguousarray(wide.T), top, bottom, area[0])
 
 
-def _resize_rows(cells: Plane, low: float, high: float, first: int, last: int) -> Plane:
-    """Return rows `first` to `last` of an image on which the rows of `cells` cover `low` to `high`."""
+def _resize_rows(cells: Plane, low: float, high: float, rows: slice) -> Plane:
+    """Return some rows of an image on which the rows of `cells` cover `low` to `high`."""
     pitch = len(cells) / (high - low)  # cells per pixel
-    centres = (np.arange(first, last) + (0.5 - low)) * pitch - 0.5
+    centres = (np.arange(rows.start, rows.stop) + (0.5 - low)) * pitch - 0.5
     if pitch > 1:
         return _average_cells(cells, centres, pitch)
     centres = np.clip(centres, 0, len(cells) - 1)
@@ -227,7 +233,7 @@ def _average_cells(cells: Plane, centres: NDArray[np.floating[Any]], reach: floa
 
 
 def paint(
-    frame: Frame, shading: Shade, colormap: str | None, opacity: Opacity, visibility: Plane | None = None
+    frame: Frame, scaled: ScaledMap, colormap: str | None, opacity: Opacity, visibility: Plane | None = None
 ) -> Image.Image:
     """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
@@ -235,19 +241,20 @@ def paint(
     """
     import cv2
 
-    strength = _check_opacity(opacity)
-    inside = window(frame)
-    shares = spread(shading.values, frame, inside)
+    if not isinstance(opacity, str) or opacity != "map":
+        opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
+    area = box_pixels(frame)
+    shares = resize_to_pixels(scaled.values, frame, area)
     pixels: Pixels = np.array(rgb(frame.picture))
-    photo = pixels[inside.area]
-    colors = cv2.applyColorMap(_table_entries(shares, shading.sign), shading.table(colormap)[:, None])
-    if strength is None or visibility is not None:
-        weight = np.abs(shares) if strength is None else np.full_like(shares, strength)
+    photo = pixels[area]
+    colors = cv2.applyColorMap(table_entries(shares, scaled.sign), scaled.colors(colormap)[:, None])
+    if isinstance(opacity, str) or visibility is not None:
+        weight = np.abs(shares) if isinstance(opacity, str) else np.full_like(shares, opacity)
         if visibility is not None:
-            weight *= spread(visibility, frame, inside)
-        pixels[inside.area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
+            weight *= resize_to_pixels(visibility, frame, area)
+        pixels[area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
     else:
-        pixels[inside.area] = cv2.addWeighted(photo, 1 - strength, colors, strength, 0)
+        pixels[area] = cv2.addWeighted(photo, 1 - opacity, colors, opacity, 0)
     return Image.fromarray(pixels)
 
 
@@ -256,17 +263,10 @@ def rgb(picture: Image.Image) -> Image.Image:
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
-def _table_entries(shares: Plane, sign: Sign) -> Pixels:
+def table_entries(shares: Plane, sign: Sign) -> Pixels:
     """Return the nearest table entry of each share; zero is the centre of a signed table."""
     base, gain = (CENTRE, 127) if sign == "signed" else (0, 255)
     return (shares * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
-
-
-def _check_opacity(opacity: object) -> float | None:
-    """Return the opacity as a number; None if the map determines it."""
-    if isinstance(opacity, str) and opacity == "map":
-        return None
-    return check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
 
 
 def probability(explanation: Explanation) -> list[str]:

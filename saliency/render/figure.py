@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..attribution.explanation import Explanation
-from .blending import Opacity, Shade, frame_of, method_title, paint, shade, title, units
+from .blending import Opacity, ScaledMap, frame_of, method_title, paint, scale_map, title, units
 from .heatmap import several, shared_limit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 DPI = 100
@@ -22,15 +20,9 @@ PANEL = 3.6  # inches: the width of a panel, and its largest height
 
 def new_figure(width: float, height: float) -> Figure:
     """Create an empty figure of a size in inches. It needs no display, and is not registered in pyplot."""
-    figure: Figure = _figure_class()(figsize=(width, height), layout="constrained", dpi=DPI)
-    return figure
-
-
-@cache
-def _figure_class() -> Any:
     import matplotlib.figure
 
-    class Figure(matplotlib.figure.Figure):
+    class NotebookFigure(matplotlib.figure.Figure):
         """Figure that a notebook shows without pyplot."""
 
         def _repr_png_(self) -> bytes:
@@ -38,7 +30,7 @@ def _figure_class() -> Any:
             self.savefig(png, format="png", bbox_inches="tight")
             return png.getvalue()
 
-    return Figure
+    return NotebookFigure(figsize=(width, height), layout="constrained", dpi=DPI)
 
 
 def figure(
@@ -72,54 +64,35 @@ def figure(
     """
     images = [image for explanation in several(explanations, "figure") for image in explanation]
     limit = shared_limit(images) if shared else None
-    pictures = [frame_of(image).picture for image in images]
-    heights = [PANEL * min(1.0, picture.height / picture.width) + 0.5 for picture in pictures]
+    frames = [frame_of(image) for image in images]
+    heights = [PANEL * min(1.0, frame.picture.height / frame.picture.width) + 0.5 for frame in frames]
     drawing = new_figure(2 * PANEL + 1.2, sum(heights))
     panels = drawing.subplots(len(images), 2, squeeze=False, height_ratios=heights)
-    for (left, right), image in zip(panels, images, strict=True):
-        _draw_row(drawing, left, right, image, shade(image, limit=limit), colormap, opacity, label or units(image))
+    for (left, right), image, frame in zip(panels, images, frames, strict=True):
+        scaled = scale_map(image, limit=limit)
+        left.imshow(frame.picture)
+        left.set_title(title(image))
+        right.imshow(paint(frame, scaled, colormap, opacity))
+        right.set_title(method_title(image))
+        left.set_axis_off()
+        right.set_axis_off()
+        _add_bar(drawing, right, scaled, colormap, label or units(image))
     return drawing
 
 
-def _draw_row(
-    drawing: Figure,
-    left: Axes,
-    right: Axes,
-    image: Explanation,
-    shading: Shade,
-    colormap: str | None,
-    opacity: Opacity,
-    label: str,
-) -> None:
-    from matplotlib.ticker import ScalarFormatter
-
-    frame = frame_of(image)
-    left.imshow(frame.picture)
-    left.set_title(title(image))
-    right.imshow(paint(frame, shading, colormap, opacity))
-    right.set_title(method_title(image))
-    for axes in (left, right):
-        axes.set_axis_off()
-    bar_axes = right.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the image, for any aspect ratio
-    numbers = ScalarFormatter()
-    numbers.set_powerlimits((-3, 4))
-    bar = drawing.colorbar(
-        _color_scale(shading, colormap), cax=bar_axes, extend=_bar_extension(shading), format=numbers
-    )
-    bar.set_label(label)
-    bar.outline.set_visible(False)
-
-
-def _color_scale(shading: Shade, colormap: str | None) -> ScalarMappable:
+def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | None, label: str) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.ticker import ScalarFormatter
 
-    limit = shading.limit or 1.0  # a map of zeros has no scale of its own, and a bar needs one
-    colors = shading.table(colormap)[1 if shading.sign == "signed" else 0 :]
-    return ScalarMappable(Normalize(-limit if shading.sign == "signed" else 0.0, limit), ListedColormap(colors / 255))
-
-
-def _bar_extension(shading: Shade) -> str:
-    if not shading.saturated:
-        return "neither"
-    return "both" if shading.sign == "signed" else "max"
+    is_signed = scaled.sign == "signed"
+    limit = scaled.limit or 1.0  # a map of zeros has no scale of its own, and a bar needs one
+    colors = scaled.colors(colormap)[int(is_signed) :]
+    scale = ScalarMappable(Normalize(-limit if is_signed else 0.0, limit), ListedColormap(colors / 255))
+    extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
+    numbers = ScalarFormatter()
+    numbers.set_powerlimits((-3, 4))
+    bar_axes = axes.inset_axes((1.04, 0.0, 0.045, 1.0))  # as high as the image, for any aspect ratio
+    bar = drawing.colorbar(scale, cax=bar_axes, extend=extend, format=numbers)
+    bar.set_label(label)
+    bar.outline.set_visible(False)

@@ -5,7 +5,7 @@ Nothing is normalised. All drawing takes its maps and limits from here. The defa
 
     sign        `Explanation.sign`, as in the paper of the method
     channels    their sum; for magnitudes the largest of them (Simonyan 2013)
-    saturation  `usual_percentile`: 99.5 with a value per colour channel, otherwise none
+    saturation  `resolve_percentile`: 99.5 with a value per colour channel, otherwise none
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def heatmap(
         RenderError: `explanation` is not an explanation, or an option is invalid.
     """
     require_explanation(explanation, "heatmap")
-    maps = apply_sign(reduce_channels(explanation, channels, sign), explanation.sign if sign is None else sign)
+    maps = reduced_maps(explanation, sign, channels)
     if percentile is not None:
         limit = limits(maps, percentile)[:, None, None]
         maps = maps.clamp(-limit, limit)
@@ -73,16 +73,17 @@ def require_explanation(given: object, name: str) -> None:
         raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(given).__name__}")
 
 
-def reduce_channels(explanation: Explanation, channels: Channels | None, sign: Sign | None) -> Tensor:
-    """Return the values with their channels reduced, before the sign is applied: (N, h, w).
+def reduced_maps(explanation: Explanation, sign: Sign | None, channels: Channels | None = None) -> Tensor:
+    """Return the values with their channels reduced and the sign applied: (N, h, w).
 
     Raises:
         NonFiniteError: A value, or the sum of finite ones, is NaN or infinite.
+        RenderError: An option is unknown.
     """
-    sign = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
+    used = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
     if channels is None:
-        channels = "max_abs" if sign == "absolute" else "sum"
-    channels = check_choice("channels", channels, CHANNELS, error=RenderError)
+        channels = _usual_channels(used)
+    check_choice("channels", channels, CHANNELS, error=RenderError)
     values = explanation.values.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
@@ -92,14 +93,13 @@ def reduce_channels(explanation: Explanation, channels: Channels | None, sign: S
     else:
         maps = values.sum(dim=1) if channels == "sum" else values.mean(dim=1)
     _require_finite(maps, explanation)
-    return maps
-
-
-def apply_sign(maps: Tensor, sign: Sign) -> Tensor:
-    """Apply a sign to maps: keep values above zero, all values, or magnitudes."""
-    if sign == "positive":
+    if used == "positive":
         return maps.clamp(min=0)
-    return maps.abs() if sign == "absolute" else maps
+    return maps.abs() if used == "absolute" else maps
+
+
+def _usual_channels(sign: Sign) -> Channels:
+    return "max_abs" if sign == "absolute" else "sum"
 
 
 def limits(maps: Tensor, percentile: float | None) -> Tensor:
@@ -123,15 +123,6 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     return torch.where(limit > 0, limit, largest)
 
 
-def usual_percentile(explanation: Explanation) -> float | None:
-    """Return the default percentile of drawing: 99.5 for values per colour channel, None for smooth maps.
-
-    Gradients at the input are far larger at a few pixels, which would leave all others dark. Maps with one
-    channel (CAMs, occlusion) are smooth, and their peak is significant.
-    """
-    return INPUT_GRADIENT_PERCENTILE if explanation.values.shape[1] > 1 else None
-
-
 def shared_limit(
     explanations: Explanation | Iterable[Explanation],
     *,
@@ -145,13 +136,16 @@ def shared_limit(
     Args:
         explanations: Any number of explanations, of one or more images.
         sign: As in `heatmap`; by default each explanation's own.
-        percentile: As in `heatmap`; "auto" is the default of drawing, `usual_percentile`.
+        percentile: As in `heatmap`; "auto" is the default of drawing, `resolve_percentile`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
         RenderError: There is no explanation, or an option is unknown.
     """
-    return max(_limit(explanation, sign, percentile) for explanation in several(explanations, "shared_limit"))
+    return max(
+        float(limits(reduced_maps(explanation, sign), resolve_percentile(explanation, percentile)).max())
+        for explanation in several(explanations, "shared_limit")
+    )
 
 
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
@@ -165,17 +159,16 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
     return items
 
 
-def _limit(explanation: Explanation, sign: Sign | None, percentile: Percentile) -> float:
-    maps = apply_sign(reduce_channels(explanation, None, sign), explanation.sign if sign is None else sign)
-    return float(limits(maps, resolve_percentile(explanation, percentile)).max())
-
-
 def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
-    """Return the percentile itself, or the default for this explanation if it is "auto"."""
-    if isinstance(percentile, str):
-        check_choice("percentile", percentile, ("auto",), error=RenderError)
-        return usual_percentile(explanation)
-    return percentile
+    """Return the percentile; for "auto", 99.5 for values per colour channel, and None for maps with one channel.
+
+    Gradients at the input are far larger at a few pixels, which would leave all others dark. Maps with one
+    channel (CAMs, occlusion) are smooth, and their peak is significant.
+    """
+    if not isinstance(percentile, str):
+        return percentile
+    check_choice("percentile", percentile, ("auto",), error=RenderError)
+    return INPUT_GRADIENT_PERCENTILE if explanation.values.shape[1] > 1 else None
 
 
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:
@@ -196,9 +189,8 @@ def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
     if tuple(maps.shape[-2:]) == (height, width):
         return maps
     shrinks = height < maps.shape[-2] or width < maps.shape[-1]
-    return interpolate(maps[:, None], size=(height, width), mode="bilinear", align_corners=False, antialias=shrinks)[
-        :, 0
-    ]
+    resized = interpolate(maps[:, None], (height, width), mode="bilinear", align_corners=False, antialias=shrinks)
+    return resized[:, 0]
 
 
 def standard_error(explanation: Explanation) -> Explanation:
@@ -239,16 +231,14 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
         RenderError: The explanation has no standard error, or an option is unknown.
     """
     error = _require_error(explanation, "significance").to(explanation.values.dtype)
-    read = explanation.sign if sign is None else sign
     if channels is None:
-        channels = "max_abs" if read == "absolute" else "sum"
-    maps = reduce_channels(explanation, channels, sign)
+        channels = _usual_channels(explanation.sign if sign is None else sign)
+    shown = reduced_maps(explanation, sign, channels).abs()
     if channels == "max_abs":
-        at = explanation.values.abs().argmax(1, keepdim=True)
-        errors = error.gather(1, at)[:, 0]
+        strongest = explanation.values.abs().argmax(1, keepdim=True)
+        errors = error.gather(1, strongest)[:, 0]
     else:
         errors = error.sum(1) if channels == "sum" else error.mean(1)
-    shown = apply_sign(maps, read).abs()
     distance = shown / errors.to(shown.dtype)
     return torch.where(shown == 0, torch.zeros_like(distance), distance)
 

@@ -21,7 +21,7 @@ from ..errors import RenderError
 from ..io.atomic_write import atomic_write
 from ..io.image_io import ImageLike
 from ..validation import check_number
-from .blending import Opacity, Plane, frame_of, paint, require_one, rgb, shade, spread, window
+from .blending import Area, Opacity, Plane, box_pixels, frame_of, paint, require_one, resize_to_pixels, rgb, scale_map
 from .figure import figure
 from .heatmap import Percentile, shared_limit, significance
 from .sheet import contact_sheet
@@ -68,25 +68,13 @@ def overlay(
         SaliencyWarning: The map is constant, or below the rounding error, which is drawn as zero.
     """
     require_one(explanation, "overlay")
-    shading = shade(explanation, sign, percentile, limit)
-    return paint(
-        frame_of(explanation, picture), shading, colormap, opacity, _visibility(explanation, sign, min_significance)
-    )
-
-
-def _visibility(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
-    """Return the factor of each cell's opacity, 0 to 1 (h, w); None without `min_significance`."""
-    if min_significance is None:
-        return None
-    min_significance = check_number(
-        "min_significance",
-        min_significance,
-        above=0,
-        hint="; it is a number of standard errors, such as 2",
-        error=RenderError,
-    )
-    share = (significance(explanation, sign=sign)[0] / min_significance).clamp(max=1)
-    return share.float().cpu().numpy()
+    scaled = scale_map(explanation, sign, percentile, limit)
+    visibility = None
+    if min_significance is not None:
+        hint = "; it is a number of standard errors, such as 2"
+        errors = check_number("min_significance", min_significance, above=0, hint=hint, error=RenderError)
+        visibility = (significance(explanation, sign=sign)[0] / errors).clamp(max=1).float().cpu().numpy()
+    return paint(frame_of(explanation, picture), scaled, colormap, opacity, visibility)
 
 
 def cutout(
@@ -120,16 +108,16 @@ def cutout(
     if keep is not None:
         keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
     frame = frame_of(explanation, picture)
-    shading = shade(explanation, sign, "auto" if keep is None else None)
-    inside = window(frame)
-    weight = np.abs(spread(shading.values, frame, inside))
+    scaled = scale_map(explanation, sign, "auto" if keep is None else None)
+    area = box_pixels(frame)
+    weight = np.abs(resize_to_pixels(scaled.values, frame, area))
     if keep is not None:
-        place = weight.size - max(1, round(weight.size * keep))
-        weight = ((weight >= np.partition(weight, place, axis=None)[place]) & (weight > 0)).astype(np.float32)
-    return _on_background(frame.picture, inside.area, weight, background)
+        hidden = weight.size - max(1, round(weight.size * keep))
+        weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
+    return _on_background(frame.picture, area, weight, background)
 
 
-def _on_background(picture: Image.Image, area: tuple[slice, slice], weight: Plane, background: str) -> Image.Image:
+def _on_background(picture: Image.Image, area: Area, weight: Plane, background: str) -> Image.Image:
     """Return the image where the weight is 1, the background where it is 0 and outside `area`."""
     import cv2
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +18,16 @@ from ..io.preprocess import Frame
 from ..validation import check_integer
 from .blending import (
     Opacity,
-    Shade,
+    ScaledMap,
+    box_pixels,
     frame_of,
     method_title,
     paint,
     probability,
     require_one,
+    resize_to_pixels,
     rgb,
-    shade,
-    spread,
-    window,
+    scale_map,
 )
 from .heatmap import Percentile, limits, resolve_percentile
 
@@ -38,56 +39,6 @@ SMALLEST_THUMB = 32
 ELLIPSIS = "…"
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Dimensions of a sheet, in proportion to its thumbnails."""
-
-    thumb: int
-    gutter: int  # the width to the left of the images
-
-    @property
-    def gap(self) -> int:
-        return max(4, self.thumb // 20)
-
-    @property
-    def margin(self) -> int:
-        return max(8, self.thumb // 9)
-
-    @property
-    def line(self) -> int:
-        return round(_font_size(self.thumb) * 1.35)
-
-    @property
-    def head(self) -> int:
-        return self.margin + self.line + self.gap
-
-    def left(self, column: int) -> int:
-        """Return the left edge of a column of thumbnails; column 0 is the image."""
-        return self.margin + self.gutter + column * (self.thumb + self.gap)
-
-    def centre(self, column: int) -> int:
-        return self.left(column) + self.thumb // 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Explanations of one image, and the thumbnails of the image and the overlays."""
-
-    explanations: Sequence[Explanation]
-    thumbs: Sequence[Image.Image]
-
-    @property
-    def one_class(self) -> bool:
-        return len({explanation.target_names[0] for explanation in self.explanations}) == 1
-
-    @property
-    def drawn_height(self) -> int:
-        return max(thumb.height for thumb in self.thumbs)
-
-    def height(self, layout: _Layout) -> int:
-        return self.drawn_height + (0 if self.one_class else layout.gap // 2 + 2 * layout.line)
 
 
 def contact_sheet(
@@ -121,23 +72,16 @@ def contact_sheet(
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[_make_drawing(explanation, thumb, percentile) for explanation in row] for row in rows]
-    column_limits = [max(drawing.limit for drawing in column) for column in zip(*table, strict=True)]
+    table = [[_small_map(explanation, thumb, percentile) for explanation in row] for row in rows]
+    column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
     drawn = []
-    for explanations, drawings in zip(rows, table, strict=True):
-        limits_ = column_limits if shared else [drawing.limit for drawing in drawings]
-        thumbs = [drawing.painted(limit, colormap, opacity) for drawing, limit in zip(drawings, limits_, strict=True)]
-        drawn.append(_Row(explanations, [drawings[0].frame.picture, *thumbs]))
-    layout = _Layout(thumb, _gutter(drawn, thumb))
-    sheet = Image.new("RGB", _size(drawn, layout), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    _write_heads(pen, layout, ["photo", *map(method_title, rows[0])])
-    top = layout.head
-    for row in drawn:
-        _paste_thumbs(sheet, layout, top, row)
-        _write_captions(pen, layout, top, row)
-        top += row.height(layout) + layout.gap
-    return sheet
+    for explanations, cells in zip(rows, table, strict=True):
+        thumbs = [cells[0].frame.picture]
+        for cell, limit in zip(cells, column_limits, strict=True):
+            scaled = _rescaled(cell.map, limit if shared else cell.limit)
+            thumbs.append(paint(cell.frame, scaled, colormap, opacity))
+        drawn.append(_Row(explanations, thumbs))
+    return _Sheet(drawn, thumb).draw(["photo", *map(method_title, rows[0])])
 
 
 def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
@@ -157,28 +101,30 @@ def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """Map at the pixels of its thumbnail, and the limit of its own scale."""
+class _SmallMap(NamedTuple):
+    """Map at the pixels of its thumbnail."""
 
-    frame: Frame
-    shading: Shade  # the share of its largest value at each pixel of the window
-    limit: float  # in the map's units
-
-    def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
-        gain = self.shading.limit / limit if limit else 1.0
-        values = np.clip(self.shading.values * np.float32(gain), -1, 1)
-        return paint(self.frame, replace(self.shading, values=values), colormap, opacity)
+    frame: Frame  # of the thumbnail
+    map: ScaledMap  # divided by the largest value
+    limit: float  # the map value at full colour on its own scale
 
 
-def _make_drawing(explanation: Explanation, thumb: int, percentile: Percentile) -> _Drawing:
-    """Return the drawing of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
+def _small_map(explanation: Explanation, thumb: int, percentile: Percentile) -> _SmallMap:
+    """Return the map of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
     frame = _shrink(frame_of(explanation), thumb)
-    inside = window(frame)
-    largest = shade(explanation, percentile=None)
-    shares = spread(largest.values, frame, inside)
+    area = box_pixels(frame)
+    largest = scale_map(explanation, percentile=None)
+    shares = resize_to_pixels(largest.values, frame, area)
     limit = largest.limit * float(limits(torch.from_numpy(shares)[None], resolve_percentile(explanation, percentile)))
-    return _Drawing(Frame(frame.picture, inside.box), replace(largest, values=shares), limit)
+    rows, columns = area
+    box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
+    return _SmallMap(Frame(frame.picture, box), replace(largest, values=shares), limit)
+
+
+def _rescaled(scaled: ScaledMap, limit: float) -> ScaledMap:
+    """Return a map divided by another limit."""
+    gain = scaled.limit / limit if limit else 1.0
+    return replace(scaled, values=np.clip(scaled.values * np.float32(gain), -1, 1))
 
 
 def _shrink(frame: Frame, thumb: int) -> Frame:
@@ -192,73 +138,80 @@ def _shrink(frame: Frame, thumb: int) -> Frame:
     return Frame(small, (left * across, top * down, right * across, bottom * down))
 
 
-def _font_size(thumb: int) -> float:
-    return max(10, thumb / 15)
+class _Row:
+    """Explanations of one image, and the thumbnails of the image and the overlays."""
+
+    def __init__(self, explanations: Sequence[Explanation], thumbs: Sequence[Image.Image]) -> None:
+        self.explanations, self.thumbs = explanations, thumbs
+        self.thumb_height = max(thumb.height for thumb in thumbs)
+        self.has_one_class = len({explanation.target_names[0] for explanation in explanations}) == 1
 
 
-def _font(thumb: int) -> Font:
-    return ImageFont.load_default(size=_font_size(thumb))
+class _Sheet:
+    """Contact sheet with dimensions in proportion to its thumbnails."""
 
+    def __init__(self, rows: Sequence[_Row], thumb: int) -> None:
+        self.rows, self.thumb = rows, thumb
+        font_size = max(10, thumb / 15)
+        self.font = ImageFont.load_default(size=font_size)
+        self.line = round(font_size * 1.35)
+        self.gap, self.margin, self.indent = max(4, thumb // 20), max(8, thumb // 9), thumb // 12
+        titles = [row.explanations[0].target_names[0] for row in rows if row.has_one_class]
+        longest = max(map(self.font.getlength, [*titles, "100.0 %"]))
+        # The width of the class names to the left of the images.
+        self.gutter = min(math.ceil(longest), thumb * 3 // 4) + self.indent if titles else 0
+        self.head = self.margin + self.line + self.gap
+        width = self._left(len(rows[0].thumbs)) - self.gap + self.margin
+        height = self.head + sum(self._height(row) + self.gap for row in rows) - self.gap + self.margin
+        self.picture = Image.new("RGB", (width, height), PAPER)
+        self.pen = ImageDraw.Draw(self.picture)
 
-def _gutter(rows: Sequence[_Row], thumb: int) -> int:
-    """Return the width of the row titles: that of the longest, up to three quarters of a thumbnail."""
-    font = _font(thumb)
-    titles = [row.explanations[0].target_names[0] for row in rows if row.one_class]
-    if not titles:
-        return 0
-    longest = max(map(font.getlength, [*titles, "100.0 %"]))
-    return min(math.ceil(longest), thumb * 3 // 4) + thumb // 12
+    def draw(self, heads: Sequence[str]) -> Image.Image:
+        """Draw everything, with a head above each column."""
+        for column, head in enumerate(heads):
+            text = ellipsised(head, self.font, self.thumb)
+            self._write(text, self._centre(column), self.margin, "mm", INK if column else SOFT_INK)
+        top = self.head
+        for row in self.rows:
+            for column, thumb in enumerate(row.thumbs):
+                left = self._left(column) + (self.thumb - thumb.width) // 2
+                self.picture.paste(thumb, (left, top + (row.thumb_height - thumb.height) // 2))
+            self._write_classes(row, top)
+            top += self._height(row) + self.gap
+        return self.picture
 
+    def _left(self, column: int) -> int:
+        """Return the left edge of a column of thumbnails; column 0 is the image."""
+        return self.margin + self.gutter + column * (self.thumb + self.gap)
 
-def _size(rows: Sequence[_Row], layout: _Layout) -> tuple[int, int]:
-    columns = len(rows[0].thumbs)
-    height = layout.head + sum(row.height(layout) + layout.gap for row in rows) - layout.gap + layout.margin
-    return layout.left(columns) - layout.gap + layout.margin, height
+    def _centre(self, column: int) -> int:
+        return self._left(column) + self.thumb // 2
 
+    def _height(self, row: _Row) -> int:
+        return row.thumb_height + (0 if row.has_one_class else self.gap // 2 + 2 * self.line)
 
-def _write_heads(pen: ImageDraw.ImageDraw, layout: _Layout, heads: Sequence[str]) -> None:
-    font = _font(layout.thumb)
-    for column, head in enumerate(heads):
-        place = layout.centre(column), layout.margin + layout.line // 2
-        ink = INK if column else SOFT_INK
-        pen.text(place, ellipsised(head, font, layout.thumb), fill=ink, font=font, anchor="mm")
+    def _write_classes(self, row: _Row, top: int) -> None:
+        """Write the class to the left of the row, or below each overlay if the classes differ."""
+        if row.has_one_class:
+            first = row.explanations[0]
+            names = wrapped(first.target_names[0], self.font, self.gutter - self.indent)
+            height = self.line * (len(names) + len(probability(first)))
+            middle = top + (row.thumb_height - height) // 2
+            self._write_lines(names, probability(first), self._left(0) - self.indent, middle, "rm")
+            return
+        below = top + row.thumb_height + self.gap // 2
+        for column, explanation in enumerate(row.explanations, start=1):
+            name = ellipsised(explanation.target_names[0], self.font, self.thumb)
+            self._write_lines([name], probability(explanation), self._centre(column), below, "mm")
 
+    def _write_lines(self, names: Sequence[str], numbers: Sequence[str], x: int, top: int, anchor: str) -> None:
+        """Write lines from the top downwards: names in ink, numbers in soft ink."""
+        for index, text in enumerate([*names, *numbers]):
+            ink = INK if index < len(names) else SOFT_INK
+            self._write(text, x, top + index * self.line, anchor, ink)
 
-def _paste_thumbs(sheet: Image.Image, layout: _Layout, top: int, row: _Row) -> None:
-    """Paste the thumbnails in the middle of their cells."""
-    for column, thumb in enumerate(row.thumbs):
-        left = layout.left(column) + (layout.thumb - thumb.width) // 2
-        sheet.paste(thumb, (left, top + (row.drawn_height - thumb.height) // 2))
-
-
-def _write_captions(pen: ImageDraw.ImageDraw, layout: _Layout, top: int, row: _Row) -> None:
-    """Write the class to the left of the row, or below each overlay if the classes differ."""
-    font = _font(layout.thumb)
-    if row.one_class:
-        first, right = row.explanations[0], layout.left(0) - layout.thumb // 12
-        names = wrapped(first.target_names[0], font, layout.gutter - layout.thumb // 12)
-        height = layout.line * (len(names) + len(probability(first)))
-        _write_lines(pen, layout, (right, top + (row.drawn_height - height) // 2), names, probability(first), "rm")
-        return
-    below = top + row.drawn_height + layout.gap // 2
-    for column, explanation in enumerate(row.explanations, start=1):
-        name = ellipsised(explanation.target_names[0], font, layout.thumb)
-        _write_lines(pen, layout, (layout.centre(column), below), [name], probability(explanation), "mm")
-
-
-def _write_lines(
-    pen: ImageDraw.ImageDraw,
-    layout: _Layout,
-    place: tuple[int, int],
-    names: Sequence[str],
-    numbers: Sequence[str],
-    anchor: str,
-) -> None:
-    """Write lines from `place` downwards: names in ink, numbers in soft ink."""
-    inks = [INK] * len(names) + [SOFT_INK] * len(numbers)
-    for index, (text, ink) in enumerate(zip([*names, *numbers], inks, strict=True)):
-        middle = place[1] + index * layout.line + layout.line // 2
-        pen.text((place[0], middle), text, fill=ink, font=_font(layout.thumb), anchor=anchor)
+    def _write(self, text: str, x: int, top: int, anchor: str, ink: str) -> None:
+        self.pen.text((x, top + self.line // 2), text, fill=ink, font=self.font, anchor=anchor)
 
 
 def ellipsised(text: str, font: Font, width: float) -> str:
@@ -266,20 +219,20 @@ def ellipsised(text: str, font: Font, width: float) -> str:
     text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
-    kept = len(text)
-    while kept and font.getlength(text[:kept].rstrip() + ELLIPSIS) > width:
-        kept -= 1
-    return text[:kept].rstrip() + ELLIPSIS
+    length = len(text)
+    while length and font.getlength(text[:length].rstrip() + ELLIPSIS) > width:
+        length -= 1
+    return text[:length].rstrip() + ELLIPSIS
 
 
-def wrapped(text: str, font: Font, width: float, most: int = 3) -> list[str]:
-    """Return the text in at most `most` lines of whole words; a line that is too long ends in an ellipsis."""
+def wrapped(text: str, font: Font, width: float, max_lines: int = 3) -> list[str]:
+    """Return the text in at most `max_lines` lines of whole words; a line that is too long ends in an ellipsis."""
     lines: list[str] = []
     words = text.split()
-    while words and len(lines) < most - 1:
-        taken = 1
-        while taken < len(words) and font.getlength(" ".join(words[: taken + 1])) <= width:
-            taken += 1
-        lines.append(ellipsised(" ".join(words[:taken]), font, width))
-        words = words[taken:]
+    while words and len(lines) < max_lines - 1:
+        count = 1
+        while count < len(words) and font.getlength(" ".join(words[: count + 1])) <= width:
+            count += 1
+        lines.append(ellipsised(" ".join(words[:count]), font, width))
+        words = words[count:]
     return [*lines, ellipsised(" ".join(words), font, width)] if words else lines

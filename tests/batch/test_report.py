@@ -22,7 +22,7 @@ from saliency.batch.report import packing, report
 from saliency.cli.commands.lists import report as report_command
 from saliency.cli.console import Screen, UsageError
 from saliency.errors import ExplanationError
-from saliency.render.colors import table
+from saliency.render.blending import color_table
 
 Row = dict[str, Any]
 
@@ -353,7 +353,7 @@ def test_the_bar_has_the_colours_of_the_overlay(tmp_path: Path) -> None:
     bars = [each["rows"][0]["bar"] for each in unpacked(Elements(report(folder(tmp_path / "out", rows))).data)]
 
     def ends(name: str, *, centred: bool = False) -> list[str]:
-        entries = table(name, centred)
+        entries = color_table(name, centred)
         return ["#{:02x}{:02x}{:02x}".format(*map(int, entries[at])) for at in ((1, 128, 255) if centred else (0, 255))]
 
     assert [bars[0][0], bars[0][-1]] == ends("viridis")

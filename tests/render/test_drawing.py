@@ -15,8 +15,7 @@ from PIL import Image
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import RenderError
 from saliency.io.preprocess import Frame
-from saliency.render.blending import Opacity
-from saliency.render.colors import table
+from saliency.render.blending import Opacity, color_table
 from saliency.render.heatmap import heatmap, shared_limit, significance, standard_error
 from saliency.render.overlay import contact_sheet, cutout, figure, overlay, save_picture
 from tests.drawing import explained, hot, noise, pixels_of, whole
@@ -35,7 +34,7 @@ def test_opacity_by_the_map_is_the_magnitude_on_both_sides_of_zero() -> None:
     photo = Image.new("RGB", (3, 1), (40, 80, 120))
     values = torch.tensor([[[-2.0, 1.0, 2.0]]])
     drawn = pixels_of(overlay(explained(values, whole(photo), "signed"), opacity="map"))[0]
-    colors = table("RdBu_r", centred=True).astype(float)
+    colors = color_table("RdBu_r", centred=True).astype(float)
     assert np.array_equal(drawn[[0, 2]], colors[[1, 255]])
     assert np.abs(drawn[1] - (colors[192] + (40, 80, 120)) / 2).max() <= 1
 
@@ -76,7 +75,7 @@ def test_half_opacity_is_half_photo_and_half_colour() -> None:
     photo = Image.new("RGB", (8, 8), (100, 200, 0))
     values = hot(2, 2, 0, 0)
     drawn = pixels_of(overlay(explained(values, whole(photo)), opacity=0.5))
-    ends = table("inferno")[[255, 0]].astype(float)
+    ends = color_table("inferno")[[255, 0]].astype(float)
     assert np.abs(drawn[0, 0] - (ends[0] + (100, 200, 0)) / 2).max() <= 0.5
     assert np.abs(drawn[7, 7] - (ends[1] + (100, 200, 0)) / 2).max() <= 0.5
 

@@ -18,8 +18,7 @@ import saliency
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.preprocess import Box, Frame, Preprocess
-from saliency.render.blending import Opacity, spread, window
-from saliency.render.colors import CENTRE, table
+from saliency.render.blending import CENTRE, Opacity, box_pixels, color_table, resize_to_pixels
 from saliency.render.heatmap import shared_limit
 from saliency.render.overlay import contact_sheet, cutout, figure, overlay
 from tests.drawing import explained, hot, noise, pixels_of, whole
@@ -54,8 +53,8 @@ def test_a_coloured_corner_of_the_crop_is_a_coloured_corner_of_the_box(size: tup
     photo = Image.fromarray(pixels)
     frame = Frame(photo, preprocess.box(size))
     seen = preprocess(photo)[:1]  # the model's own view serves as its map
-    shares = spread(seen[0].numpy(), frame, window(frame))
-    area = pixels[window(frame).area][..., 0] / 255
+    shares = resize_to_pixels(seen[0].numpy(), frame, box_pixels(frame))
+    area = pixels[box_pixels(frame)][..., 0] / 255
     assert np.abs(shares - area).mean() < 0.06  # the resampling blurs the patch's edges, and nothing else
     assert np.abs(np.argwhere(shares > 0.5).max(axis=0) - np.argwhere(area > 0.5).max(axis=0)).max() <= 1
 
@@ -65,7 +64,7 @@ def test_on_a_whole_photo_the_map_is_torchs_bilinear_resize(cells: tuple[int, in
     values = torch.randn(cells, generator=torch.Generator().manual_seed(2))
     frame = whole(Image.new("RGB", (200, 130)))
     expected = interpolate(values[None, None], size=(130, 200), mode="bilinear", align_corners=False)[0, 0]
-    assert np.abs(spread(values.numpy(), frame, window(frame)) - expected.numpy()).max() < 1e-5
+    assert np.abs(resize_to_pixels(values.numpy(), frame, box_pixels(frame)) - expected.numpy()).max() < 1e-5
 
 
 def test_a_map_finer_than_the_photo_is_averaged_as_torch_does() -> None:
@@ -74,17 +73,17 @@ def test_a_map_finer_than_the_photo_is_averaged_as_torch_does() -> None:
     expected = interpolate(values[None, None], size=(17, 10), mode="bilinear", align_corners=False, antialias=True)[
         0, 0
     ]
-    assert np.abs(spread(values.numpy(), frame, window(frame)) - expected.numpy()).max() < 1e-5
+    assert np.abs(resize_to_pixels(values.numpy(), frame, box_pixels(frame)) - expected.numpy()).max() < 1e-5
 
 
 def test_a_box_moves_the_map_by_fractions_of_a_pixel() -> None:
     """A linear ramp is its own interpolation, so each value follows from its pixel's centre."""
     frame = Frame(Image.new("RGB", (100, 10)), (20.25, 0.0, 70.75, 10.0))
     ramp = np.arange(10, dtype=np.float32)[None]
-    inside = window(frame)
-    assert (inside.left, inside.right) == (20, 71)
+    inside = box_pixels(frame)
+    assert inside[1] == slice(20, 71)
     cells = (np.arange(20, 71) + 0.5 - 20.25) * 10 / 50.5 - 0.5
-    assert np.abs(spread(ramp, frame, inside)[4] - np.clip(cells, 0, 9)).max() < 1e-5
+    assert np.abs(resize_to_pixels(ramp, frame, inside)[4] - np.clip(cells, 0, 9)).max() < 1e-5
 
 
 def test_a_box_beyond_the_photo_shows_the_part_on_it() -> None:
@@ -92,8 +91,8 @@ def test_a_box_beyond_the_photo_shows_the_part_on_it() -> None:
     values[0, :, 0] = 1.0
     photo = Image.new("RGB", (40, 20), (9, 9, 9))
     drawn = pixels_of(overlay(explained(values, Frame(photo, (0.0, -10.0, 40.0, 30.0))), opacity=1))
-    assert (drawn[:, 0] == table("inferno")[255]).all()
-    assert (drawn[:, -1] == table("inferno")[0]).all()
+    assert (drawn[:, 0] == color_table("inferno")[255]).all()
+    assert (drawn[:, -1] == color_table("inferno")[0]).all()
 
 
 def test_a_box_thinner_than_a_pixel_colours_the_one_under_its_middle() -> None:
@@ -134,7 +133,7 @@ def test_zero_is_the_centre_colour_of_a_signed_map_and_its_ends_are_as_far() -> 
 def test_a_signed_map_is_symmetric_also_where_one_side_is_weaker() -> None:
     photo = Image.new("RGB", (3, 1))
     drawn = pixels_of(overlay(explained(torch.tensor([[[-1.0, 1.0, 2.0]]]), whole(photo), "signed"), opacity=1))[0]
-    colors = table("RdBu_r", centred=True)
+    colors = color_table("RdBu_r", centred=True)
     # Half of 127 steps is 63.5: one side rounds to 63 and the other to 64.
     assert min(np.abs(drawn[0].astype(int) - colors[CENTRE - step]).max() for step in (63, 64)) == 0
     assert np.array_equal(drawn[1], colors[CENTRE + 64])
@@ -144,8 +143,8 @@ def test_a_table_is_matplotlibs_own() -> None:
     import matplotlib as mpl
 
     expected = mpl.colormaps["viridis"](np.arange(256), bytes=True)[:, :3]
-    assert np.array_equal(table("viridis"), expected)
-    assert not table("viridis").flags.writeable
+    assert np.array_equal(color_table("viridis"), expected)
+    assert not color_table("viridis").flags.writeable
 
 
 @pytest.mark.parametrize("name", ["inferno", "viridis", "jet", "RdBu_r", "tab10", "gist_ncar", "twilight_shifted"])
@@ -170,14 +169,14 @@ def test_one_limit_gives_equal_values_equal_colours() -> None:
     limit = shared_limit([weak, strong])
     assert limit == 4.0
     drawn = [pixels_of(overlay(each, opacity=1, limit=limit))[0, 1] for each in (weak, strong)]
-    assert np.array_equal(drawn[0], table("inferno")[64])
-    assert np.array_equal(drawn[1], table("inferno")[255])
+    assert np.array_equal(drawn[0], color_table("inferno")[64])
+    assert np.array_equal(drawn[1], color_table("inferno")[255])
 
 
 def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None:
     values = torch.linspace(0, 1, 10000).view(1, 100, 100)
     photo = Image.new("RGB", (100, 100))
-    full = table("inferno")[255]
+    full = color_table("inferno")[255]
 
     def saturated(explanation: Explanation) -> int:
         return int((pixels_of(overlay(explanation, opacity=1)) == full).all(axis=2).sum())
@@ -220,7 +219,7 @@ def test_a_map_that_the_relu_emptied_names_the_cure() -> None:
 def test_a_constant_map_is_drawn_at_full_colour_with_a_word() -> None:
     with pytest.warns(SaliencyWarning, match=r"constant \(0.25\)"):
         drawn = overlay(explained(torch.full((1, 4, 4), 0.25), whole(noise(9, 9))), opacity=1)
-    assert (pixels_of(drawn) == table("inferno")[255]).all()
+    assert (pixels_of(drawn) == color_table("inferno")[255]).all()
 
 
 def test_a_map_of_one_cell_names_the_cure() -> None:

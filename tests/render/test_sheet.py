@@ -19,7 +19,7 @@ from PIL import Image, ImageFont
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.preprocess import Frame, Preprocess
-from saliency.render.colors import table
+from saliency.render.blending import color_table
 from saliency.render.overlay import contact_sheet, figure
 from saliency.render.sheet import ellipsised, wrapped
 from tests.drawing import explained, hot, noise, pixels_of, whole
@@ -74,7 +74,7 @@ def test_a_speckled_map_uses_all_its_colours_also_on_a_thumbnail() -> None:
     values = torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0))
     photo = whole(Image.new("RGB", (224, 224), (0, 255, 0)))
     sheet = pixels_of(contact_sheet([[explained(values, photo, "signed")]], thumb=32, opacity=1))
-    ends = table("RdBu_r", centred=True)[[1, 255]]
+    ends = color_table("RdBu_r", centred=True)[[1, 255]]
     assert all((sheet == end).all(axis=2).any() for end in ends)
 
 

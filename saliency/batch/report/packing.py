@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError
-from ...render.colors import DIVERGING, SEQUENTIAL, table
+from ...render.blending import DIVERGING, SEQUENTIAL, color_table
 
 FORMAT = "saliency batch 1"
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
@@ -173,7 +173,7 @@ def address(path: object) -> str | None:
 def colours(name: str, signed: bool) -> list[str] | None:
     """Return the colours of a bar from low to high as "#rrggbb"; None for a colormap unknown to matplotlib."""
     try:
-        entries = table(name, centred=signed)
+        entries = color_table(name, centred=signed)
     except RenderError:
         return None
     low = 1 if signed else 0

@@ -26,7 +26,7 @@ from ...batch.run import require_sensible_options
 from ...batch.run_options import RunOptions
 from ...batch.sources import find_images
 from ...io.preprocess import Frame
-from ...render.colors import table
+from ...render.blending import color_table
 from ...render.overlay import contact_sheet, save_picture
 from ..console import GAP, Screen, UsageError, as_typed, count, visible
 from ..options import ALL, overlay_style
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         with_manifest=False,
     )
     if options.style.colormap is not None:
-        table(options.style.colormap)
+        color_table(options.style.colormap)
     network = Network(options, ready_model(arguments.model, arguments.weights, arguments.device, screen))
     _protect_photos(images, names, arguments)
     require_folder(arguments.out)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...batch import StoppedError
 from ...batch.saved_maps import redraw
-from ...render.colors import table
+from ...render.blending import color_table
 from ..console import Screen, count, visible
 from ..options import overlay_style
 
@@ -17,7 +17,7 @@ from ..options import overlay_style
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Redraw the overlays, print their number, and return the exit code."""
     if arguments.colormap is not None:
-        table(arguments.colormap)
+        color_table(arguments.colormap)
     counts: Counter[str] = Counter()
     try:
         for image in redraw(
