@@ -10,16 +10,9 @@ from torch import Tensor, nn
 
 Grid = tuple[int, int]
 
-_CHANNELS_FIRST = (
-    nn.Conv2d,
-    nn.ConvTranspose2d,
-    nn.BatchNorm2d,
-    nn.InstanceNorm2d,
-    nn.MaxPool2d,
-    nn.AvgPool2d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool2d,
-)
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+_NORMS = (nn.BatchNorm2d, nn.InstanceNorm2d)
+_POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ def layout_from(
 
 def is_channels_first(module: nn.Module) -> bool:
     """Return whether a layer returns channels first by definition, like convolutions, their norms and pooling."""
-    return isinstance(module, _CHANNELS_FIRST)
+    return isinstance(module, (*_CONVOLUTIONS, *_NORMS, *_POOLING))
 
 
 def fits_channels_first(shape: tuple[int, ...], size: Grid) -> bool:

@@ -20,8 +20,7 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients
 from ..attribution.options import PositionalOption
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..layers.default_layer import scan_layers
-from ..layers.find import LayerLike, find
+from ..layers.find import LayerLike, find, scan_layers
 from ..targets.class_names import output_tensor
 
 SIGNED_SHARE = 0.3
@@ -60,7 +59,7 @@ class LayerAttribution(TracedAttribution):
 
 def default_layer(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor]) -> str:
     """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one."""
-    layer = scan_layers(model, x, target).chosen
+    layer = scan_layers(model, x, target).default
     if layer is None:
         raise LayerError(
             f"no layer of {type(model).__name__} has a spatial output for an input of "

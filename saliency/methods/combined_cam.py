@@ -17,8 +17,7 @@ from ..attribution.forward import SharedForward, TargetGradients, no_gradient_me
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
-from ..layers.default_layer import scan_layers
-from ..layers.find import find
+from ..layers.find import find, scan_layers
 from ..targets.class_names import class_index, class_probabilities, class_scores
 from ..targets.targets import ClassScore
 from ..validation import check_choice, check_number, is_integer
@@ -95,7 +94,7 @@ class _LayerFusion(TracedAttribution):
 
     def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layers, or the last layer of each of the last three resolutions."""
-        layers = self.fused or scan_layers(self.model, x, target).stages()
+        layers = self.fused or scan_layers(self.model, x, target).last_per_resolution()
         if not layers:
             raise LayerError(
                 f"no layer of {type(self.model).__name__} has a spatial output; name some with layers=[...]"

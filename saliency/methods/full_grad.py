@@ -26,7 +26,7 @@ from ..hooks.autograd_graph import next_functions
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from ..layers.default_layer import scan_layers
+from ..layers.find import scan_layers
 from ..layers.layout import layout_from
 
 TOLERATED = 1e-3

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
 from saliency.hooks.model_state import prepared_for_attribution
-from saliency.layers.default_layer import LayerScan, scan_layers
-from saliency.layers.find import find, layout_of
+from saliency.layers.find import LayerScan, find, layout_of, scan_layers
 from saliency.layers.layout import Layout
 
 
@@ -302,8 +301,8 @@ def misplaced(model: nn.Module, name: str, size: tuple[int, int], off_by: float)
 def test_the_layer_that_is_found_by_itself_is_read_as_it_lies_in_memory(name: str) -> None:
     case = CASES[name]
     found = look(made(name), torch.randn(1, 3, *case.size))
-    assert found.chosen == case.layer
-    assert next(each.layout for each in found.spatial if each.name == found.chosen) == case.layout
+    assert found.default == case.layer
+    assert next(each.layout for each in found.spatial if each.name == found.default) == case.layout
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -317,7 +316,7 @@ def test_a_change_in_a_corner_of_the_image_shows_in_that_corner_of_the_map(name:
 @pytest.mark.slow
 def test_the_stages_that_a_fusion_reads_are_in_order_too(name: str) -> None:
     case = CASES[name]
-    stages = look(made(name), torch.randn(1, 3, *case.size)).stages()
+    stages = look(made(name), torch.randn(1, 3, *case.size)).last_per_resolution()
     assert len(stages) == 3
     assert [each for stage in stages for each in misplaced(made(name), stage, case.size, 1)] == []
 
@@ -356,9 +355,9 @@ class Unrolled(nn.Module):
 def test_tokens_in_an_order_of_their_own_are_not_taken_for_a_map() -> None:
     model = Unrolled().eval()
     found = look(model, torch.randn(1, 3, 64, 64))
-    assert found.chosen == "stage2"
+    assert found.default == "stage2"
     assert misplaced(model, "stage2", (64, 64), 0) == []
-    assert "stage1" not in found.stages()
+    assert "stage1" not in found.last_per_resolution()
 
 
 class Tabled(Small):
@@ -378,7 +377,7 @@ class Tabled(Small):
 
 def test_the_stages_show_the_image_and_not_a_table_of_positions() -> None:
     model, x = Tabled().eval(), torch.randn(1, 3, 32, 32)
-    assert look(model, x).stages() == ("layer1", "layer2")
+    assert look(model, x).last_per_resolution() == ("layer1", "layer2")
 
 
 class Windowed(nn.Module):
@@ -403,7 +402,7 @@ class Windowed(nn.Module):
 
 def test_the_stages_hold_no_windows_of_tokens() -> None:
     model, x = Windowed().eval(), torch.randn(1, 3, 24, 40)
-    assert look(model, x).stages() == ("stage1", "last")
+    assert look(model, x).last_per_resolution() == ("stage1", "last")
 
 
 # Layouts on their own.

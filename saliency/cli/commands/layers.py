@@ -26,7 +26,7 @@ from ...inspection.layer_table import LayerRow
 from ...inspection.tables import Column, Table
 from ...io.atomic_write import atomic_write, is_stream
 from ...io.inputs import read
-from ...layers.default_layer import scan_layers
+from ...layers.find import scan_layers
 from ..console import GAP, Screen, UsageError, visible
 from ..layers_html import Section, figure_html, image_html, page
 from ..parsing import ready_model
@@ -84,14 +84,14 @@ class _Report:
                 self.scan = scan_layers(self.model, self.x)
             self.table = layer_table(self.model, self.x)
         depth = _depth(self.table.rows, arguments)
-        self.rows = [row for row in self.table if row.depth <= depth or row.name == self.scan.chosen]
+        self.rows = [row for row in self.table if row.depth <= depth or row.name == self.scan.default]
         self.names = {row.name for row in self.rows}
         self.target = ResolvedTarget(target, len(self.x), categories)
         self.sections: list[Section] = []
 
     def add_layers(self) -> None:
         grids = {layer.name: "x".join(map(str, layer.layout.grid)) for layer in self.scan.spatial}
-        chosen, own = self.scan.chosen, self.table.columns
+        chosen, own = self.scan.default, self.table.columns
         output = [column.title for column in own].index("output") + 1
         arrow: Column[LayerRow] = Column("", lambda row: "->" if row.name == chosen else "", "left")
         grid: Column[LayerRow] = Column(
@@ -133,7 +133,7 @@ class _Report:
 
     def summarise(self) -> None:
         size = "x".join(map(str, self.x.shape[-2:]))
-        chosen = self.scan.chosen
+        chosen = self.scan.default
         taken = f'CAMs read "{chosen}" by default (->)' if chosen else "CAMs have no default layer"
         self.screen.say(f"{self.arguments.model} on an input of {size}: {taken}")
         more = len(self.table) - len(self.rows)
