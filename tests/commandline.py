@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from saliency import zoo
-from saliency.cli import parsing as choices
 
 ASSETS = Path(__file__).parents[1] / "assets"
 COFFEE = ASSETS / "coffee.jpg"
@@ -22,7 +21,8 @@ loaded = cache(zoo.load)
 
 def share_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """One model of each name for all commands of this process, whose answers are plain text."""
-    monkeypatch.setattr(choices, "load", loaded)
+    for module in ("batch.network", "cli.layers"):
+        monkeypatch.setattr(f"saliency.{module}.load", loaded)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
 

@@ -2,9 +2,6 @@
 
 Nothing here imports torch, so that help, version and usage errors are printed without delay. A command is one entry in
 `COMMANDS`; its code is imported when it runs.
-
-Exit codes: 0 success; 1 some photos failed, all others are written; 2 invalid command line; 130 interrupted by Ctrl-C
-or SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from pkgutil import resolve_name
 
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, did_you_mean
-from .options import Parser, add_options
+from .options import Parser
 
 DISTRIBUTION = "saliency-toolkit"
 
@@ -31,17 +28,17 @@ class Command:
     Attributes:
         summary: One-line description in the help.
         usage: Usage text after the name of the command.
-        function: Path "module:name" of its function under `saliency.cli.commands`. The function takes the parsed
-            arguments and a `Screen`, and returns the exit code.
         options: Names of its options, separated by spaces; see `saliency.cli.options.OPTIONS`.
-        epilog: Text at the end of the help, such as examples.
+        function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
+            `Screen`, and returns the exit code.
+        help: Text at the end of the help, such as examples.
     """
 
     summary: str
     usage: str
+    options: str
     function: str
-    options: str = ""
-    epilog: str = ""
+    help: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +71,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     screen = Screen(quiet=getattr(arguments, "quiet", False))
     try:
         with screen.waiting("starting"):
-            command = resolve_name(f"{__name__}.commands.{COMMANDS[name].function}")
+            command = resolve_name(f"{__name__}.{COMMANDS[name].function}")
         with screen.collected_warnings():
             code: int = command(arguments, screen)
         return code
@@ -89,25 +86,19 @@ def _run(name: str, words: Sequence[str]) -> int:
 def command_parser(name: str) -> Parser:
     """Create the parser of a command."""
     command = COMMANDS[name]
-    parser = Parser(
-        prog=f"saliency {name}",
-        description=command.summary[0].upper() + command.summary[1:] + ".",
-        epilog=command.epilog,
-        usage=f"saliency {name} {command.usage}".strip(),
-    )
-    add_options(parser, command.options.split())
-    return parser
+    description = f"{command.summary[0].upper()}{command.summary[1:]}."
+    usage = f"saliency {name} {command.usage}".strip()
+    return Parser(f"saliency {name}", command.options, description=description, usage=usage, epilog=command.help)
 
 
 def _root_parser() -> Parser:
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    lines = "\n".join(f"  {name:7}  {command.summary}" for name, command in COMMANDS.items())
     parser = Parser(
-        prog="saliency",
+        "saliency",
         usage="saliency COMMAND ...",
-        description="Explain what drives an image model's prediction: heatmaps over photos, from the command line.",
+        description="Explain what drives an image model's prediction.",
         epilog=f"commands:\n{lines}\n\nstart with:\n  saliency explain photo.jpg\n\n"
-        "options of a command:\n  saliency explain --help",
+        f"options of a command:\n  saliency explain --help\n\n{_EXIT_CODES}",
     )
     parser.add_argument("--version", action="version", version=f"saliency {version(DISTRIBUTION)}")
     return parser
@@ -119,16 +110,23 @@ def _unknown_command(name: str) -> str:
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
-_EXPLAINED = "--model --weights --method --target --layer --set --device"
+_MODEL = "--model --weights --method --target --layer --set --device"
 _STYLE = "--opacity --colormap --sign --percentile"
+_EXIT_CODES = """\
+exit codes:
+  0    success; with --method all, methods that do not apply are not failures
+  1    some images failed and all others are written, or the disk is full
+  2    the command line is invalid, or the output folder is in use
+  130  interrupted by Ctrl-C or SIGTERM; finished files are kept
+"""
 
 COMMANDS: dict[str, Command] = {
     "explain": Command(
-        "draw heatmaps over photos",
-        "PHOTO... [options]",
+        "draw heatmaps over images",
+        "IMAGE... [options]",
+        f"IMAGE --quiet {_MODEL} --out --sheet --save {_STYLE}",
         "explain:run",
-        f"PHOTO --quiet {_EXPLAINED} --out --sheet --save {_STYLE}",
-        epilog="""\
+        f"""\
 examples:
   saliency explain cat.jpg
   saliency explain cat.jpg -m grad_cam guided_backprop --target "tiger cat"
@@ -137,24 +135,19 @@ examples:
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
-  photo. Photos that differ only in the suffix keep it: cat.jpg.grad_cam.png
-  beside cat.png.grad_cam.png. Photos with the same name in several folders
+  image. Images that differ only in the suffix keep it: cat.jpg.grad_cam.png
+  beside cat.png.grad_cam.png. Images with the same name in several folders
   are numbered: cat-2.grad_cam.png. Files of an earlier run are replaced.
 
-exit codes:
-  0  success; with --method all, methods that do not apply are no failures
-  1  some photos failed; all others are written
-  2  no such model, method, layer, class or option
-  130  interrupted by Ctrl-C or SIGTERM; finished files are kept
-""",
+{_EXIT_CODES}""",
     ),
     "batch": Command(
-        "turn a folder of photos into a folder of overlays, with a gallery page",
+        "turn a folder of images into a folder of overlays, with a gallery page",
         "SOURCE... [options]",
-        "batch:run",
-        f"SOURCE --quiet --recursive --limit {_EXPLAINED} --targets --out --maps --restart --resume --retry --strict "
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --out --maps --restart --resume --retry --strict "
         f"--format {_STYLE} --engine --batch-size --workers",
-        epilog="""\
+        "batch:run",
+        f"""\
 examples:
   saliency batch photos/ --out maps
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
@@ -166,44 +159,32 @@ A run may be interrupted at any time. Run the same command again to resume.
 files:
   DIR/index.html       the gallery page
   DIR/overlays/        cat.jpg by grad_cam is overlays/cat.grad_cam.png
-  DIR/manifest.jsonl   a row per photo and method, including failures
+  DIR/manifest.jsonl   a row per image and method, including failures
   DIR/maps/            with --maps: the values; see saliency render
 
-exit codes:
-  0  success
-  1  some photos failed, all others are written; or the disk is full
-  2  the command line is invalid, or the folder is in use
-  130  interrupted by Ctrl-C or SIGTERM; run the same command to resume
-""",
+{_EXIT_CODES}""",
     ),
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",
         "MAPS... [options]",
-        "render:run",
         f"MAPS --quiet --method --out --format {_STYLE}",
-        epilog="""\
+        "render:render",
+        """\
 examples:
   saliency batch photos/ --out maps --maps
   saliency render maps --colormap viridis --opacity map --out viridis
   saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
 """,
     ),
-    "report": Command(
-        "rewrite the gallery page of a batch folder",
-        "DIR",
-        "lists:report",
-        "DIR",
-        epilog="examples:\n  saliency report out\n",
-    ),
-    "methods": Command("list the methods, with their papers and costs", "", "lists:methods"),
+    "report": Command("rewrite the gallery page of a batch folder", "DIR", "DIR", "render:report"),
+    "methods": Command("list the methods, with their papers and costs", "", "", "lists:methods"),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
         "[MODEL] [options]",
-        "layers:run",
         "MODEL --photo --weights --all --depth --stats --gradients --target --html",
-        epilog="""\
+        "layers:run",
+        """\
 examples:
-  saliency layers
   saliency layers vgg16 --weights none --depth 1
   saliency layers --photo cat.jpg --stats --gradients --html layers.html
 """,
@@ -211,13 +192,8 @@ examples:
     "models": Command(
         "list the models that can be loaded by name",
         "[PATTERN] [--all]",
-        "lists:models",
         "PATTERN --all",
-        epilog="""\
-examples:
-  saliency models
-  saliency models resnet
-  saliency models 'vit_*_384'
-""",
+        "lists:models",
+        "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
     ),
 }

@@ -10,19 +10,18 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 from rich import progress as bars
-from rich.cells import cell_len
-from rich.console import Console, RenderableType
-from rich.table import Column, Table
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ..errors import SaliencyError, SaliencyWarning
 
-GAP = 2  # spaces between columns
+UNLIMITED = 100_000  # width of tables in a pipe or file
 
 _TYPED = {
     r'\b(?:pass|use) smooth="(\w+)"': r"use --set smooth=\1",
@@ -44,13 +43,14 @@ class Screen:
         quiet: Whether only errors are printed.
 
     Attributes:
-        subject: Photo that the command is processing, which warnings mention.
+        subject: Image that the command is processing, which warnings mention.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.subject = ""
         self._out = _console(sys.stdout)
+        self._out.quiet = quiet
         self._err = _console(sys.stderr)
 
     @property
@@ -65,33 +65,25 @@ class Screen:
 
     def say(self, line: str | Text = "") -> None:
         """Print a line, wrapped only on a terminal."""
-        if not self.quiet:
-            self._out.print(_text(line), soft_wrap=not self.is_terminal)
+        self._out.print(line, soft_wrap=not self.is_terminal)
 
     def error(self, message: object) -> None:
         """Print a message on standard error, even if `quiet`."""
         line = Text.assemble(("saliency: ", "bold red"), as_typed(one_line(message)))
-        self._err.print(line, soft_wrap=True)
+        self._err.print(line, soft_wrap=not self._err.is_terminal)
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print a table with headers."""
-        if self.quiet:
-            return
-        if not self.is_terminal:
-            for line in aligned([str(column.header) for column in columns], rows):
-                self._out.print(line, soft_wrap=True)
-            return
-        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
-        for column in columns:
-            table.add_column(column.header, style=column.style, justify=column.justify, overflow="fold")
+    def table(self, titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+        """Print a table with headers, two spaces between its columns, and no trailing spaces."""
+        table = Table(*titles, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for column in table.columns:
+            column.overflow = "fold"
         for row in rows:
-            table.add_row(*map(_text, row))
-        self._out.print(table)
-
-    def show(self, renderable: RenderableType) -> None:
-        """Print anything that rich can render."""
-        if not self.quiet:
-            self._out.print(renderable)
+            table.add_row(*row)
+        if self.is_terminal:
+            self._out.print(table)
+            return
+        for line in self._out.render_lines(table, self._out.options.update_width(UNLIMITED)):
+            self.say("".join(segment.text for segment in line).rstrip())
 
     @contextmanager
     def waiting(self, activity: str) -> Iterator[None]:
@@ -101,13 +93,11 @@ class Screen:
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[int, int, int], None]]:
-        """Show a progress bar on a terminal. The yielded function takes the counts of done, total and failed photos."""
-        if self.quiet or not self._err.is_terminal:
-            yield lambda done, total, failed: None
-            return
-        columns = ("photos", bars.BarColumn(), bars.MofNCompleteColumn(), _SpeedColumn(), bars.TimeRemainingColumn())
+        """Show a progress bar on a terminal. The yielded function takes the counts of done, total and failed images."""
         failures = bars.TextColumn("{task.fields[failures]}", style="red")
-        with bars.Progress(*columns, failures, console=self._err, transient=True) as bar:
+        columns = ("images", bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn(), failures)
+        is_hidden = self.quiet or not self._err.is_terminal
+        with bars.Progress(*columns, console=self._err, transient=True, disable=is_hidden) as bar:
             task = bar.add_task("", total=None, failures="")
 
             def update(done: int, total: int, failed: int) -> None:
@@ -138,22 +128,8 @@ class Screen:
                     self._err.print(Text.assemble(("warning: ", "bold yellow"), of, message), soft_wrap=True)
 
 
-class _SpeedColumn(bars.ProgressColumn):
-    """Photos per second since the first update, which excludes photos of earlier runs."""
-
-    def render(self, task: bars.Task) -> Text:
-        return Text(f"{task.speed:.1f}/s" if task.speed else "")
-
-
-def aligned(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> list[str]:
-    """Return each row as one line with columns two spaces apart, never truncated and without trailing spaces."""
-    plain = [list(titles), *([_text(cell).plain for cell in row] for row in rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*plain, strict=True)]
-    return ["  ".join(c + " " * (w - cell_len(c)) for c, w in zip(row, widths, strict=True)).rstrip() for row in plain]
-
-
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 photo", "2 photos"."""
+    """Return a number with its noun: "1 image", "2 images"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -180,7 +156,3 @@ def _console(stream: TextIO) -> Console:
         stream.reconfigure(errors="replace")
     # In a notebook kernel, rich would display each line as a separate HTML output.
     return Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
-
-
-def _text(part: str | Text) -> Text:
-    return part if isinstance(part, Text) else Text(part)

@@ -111,7 +111,7 @@ class _SmallMap(NamedTuple):
 
 def _small_map(explanation: Explanation, thumb: int, percentile: Percentile) -> _SmallMap:
     """Return the map of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
-    frame = _shrink(frame_of(explanation), thumb)
+    frame = shrink(frame_of(explanation), thumb)
     area = box_pixels(frame)
     largest = scale_map(explanation, percentile=None)
     shares = resize_to_pixels(largest.values, frame, area)
@@ -127,7 +127,7 @@ def _rescaled(scaled: ScaledMap, limit: float) -> ScaledMap:
     return replace(scaled, values=np.clip(scaled.values * np.float32(gain), -1, 1))
 
 
-def _shrink(frame: Frame, thumb: int) -> Frame:
+def shrink(frame: Frame, thumb: int) -> Frame:
     """Resize a frame so that the longer edge of its image is `thumb`."""
     width, height = frame.picture.size
     scale = thumb / max(width, height)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saliency.batch.report import packing, report
-from saliency.cli.commands.lists import report as report_command
 from saliency.cli.console import Screen, UsageError
+from saliency.cli.render import report as report_command
 from saliency.errors import ExplanationError
 from saliency.render.blending import color_table
 

@@ -25,7 +25,6 @@ from saliency import batch, cli, zoo
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.cli import main, options
-from saliency.cli import parsing as choices
 from saliency.methods import METHODS
 from saliency.render.heatmap import SIGNS
 from saliency.render.overlay import overlay, save_picture
@@ -99,7 +98,8 @@ def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Call
     for photo in PHOTOS:
         with Image.open(photo) as original, Image.open(tmp_path / f"{photo.stem}.grad_cam.png") as drawn:
             assert drawn.size == original.size
-    assert f"5 overlays of 5 photos in {tmp_path}/\ncontact sheet: {tmp_path / 'sheet.png'}\n" in answer.out
+    assert f"5 overlays of 5 images in {tmp_path}/\n" in answer.out
+    assert answer.out.endswith(f"contact sheet: {tmp_path / 'sheet.png'}\n")
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
         "missing.jpg: cannot be read: No such file",
     ):
         assert reason in answer.err
-        assert reason.partition(": ")[2] in answer.out
+        assert reason.partition(": ")[2] not in answer.out  # once, and where errors belong
     assert answer.err.count("\n") == 6
     assert "hidden" not in answer.out
 
@@ -216,7 +216,7 @@ def test_among_all_methods_one_that_does_not_apply_is_no_failure(
 ) -> None:
     # Each of them is run by `all` above; here it matters that one of them does not apply.
     chosen = {name: METHODS[name] for name in ("grad_cam", "guided_backprop", "vanilla_gradient")}
-    monkeypatch.setattr(choices, "METHODS", chosen)
+    monkeypatch.setattr("saliency.cli.explain.METHODS", chosen)
     answer = explain(run, tmp_path, COFFEE, "-m", "all", *SILU, "--quiet")
     assert (answer.code, answer.out, answer.err) == (0, "", "")
     assert names(tmp_path) == ["coffee.grad_cam.png", "coffee.vanilla_gradient.png"]
@@ -282,7 +282,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
     [
         (["--method", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
         (["--method", "zzz"], 'no method "zzz"; the methods are grad_cam, '),
-        (["--method", "other.jpg"], "--method expects methods, got only photos: other.jpg"),
+        (["--method", "other.jpg"], 'no method "other.jpg"; the methods are grad_cam, '),
         (["--methods", "grad_cam"], 'no option "--methods"; did you mean "--method"'),
         (["--model", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean "efficientnet_lite'),
         (["--weights", "v2"], 'only the weights "default", not "v2"'),
@@ -297,10 +297,10 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
         (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
-        (["--set", "smooth"], "expected NAME=VALUE"),
+        (["--set", "smooth"], "expected OPTION=VALUE"),
         (["--colormap", "infernal"], 'no colour map "infernal"; use the name of a matplotlib colour map'),
-        (["--opacity", "2"], "argument --opacity: 2 is not a number from 0 to 1, or map"),
-        (["--percentile", "nan"], "argument --percentile: nan is not a number above 0"),
+        (["--opacity", "2"], 'opacity=2.0 is not a finite number of at least 0 and of at most 1, or "map"'),
+        (["--percentile", "nan"], "percentile=nan is not a finite number above 0"),
         (["--sign", "both"], "argument --sign: invalid choice: 'both'"),
         (["--device", "gpu"], 'no device "gpu"; try auto, cpu'),
         (["--device", "cuda:99"], "CUDA devices here; try cpu"),
@@ -324,7 +324,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
 ) -> None:
     model: Any = zoo.load("efficientnet_lite0")
     model.categories = None
-    monkeypatch.setattr(choices, "load", lambda name, weights: model)
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
     got = explain(run, tmp_path, COFFEE, "--target", "1000", "-m", "grad_cam", "vanilla_gradient")
     assert (got.code, got.err) == (2, "saliency: class 1000 is outside 0..999, the classes of the model's output\n")
     assert "the model has no class names" in explain(run, tmp_path, COFFEE, "--target", "espresso").err
@@ -338,7 +338,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
         (["qqqq"], "there are explain, batch, render, report, methods, layers, models"),
         (["--verbose"], "unrecognized arguments: --verbose"),
-        (["explain"], "no photo was given; try: saliency explain photo.jpg"),
+        (["explain"], "no image was given; try: saliency explain photo.jpg"),
         (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),
         (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
         (["layers", "--photo", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
@@ -357,7 +357,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    assert explain(run, file, COFFEE).err == f"saliency: --out {file} is a file, not a folder; choose another folder\n"
+    assert f"--out {file} cannot be written to: File exists" in explain(run, file, COFFEE).err
     assert "cannot be written to: Not a directory" in explain(run, file / "out", COFFEE).err
     assert file.read_text() == "mine"
 
@@ -375,7 +375,7 @@ def test_no_photo_of_the_run_is_ever_replaced(run: Callable[..., Run], tmp_path:
     before = [photo.read_bytes() for photo in photos]
     got = explain(run, tmp_path, *photos)
     assert got.code == 2
-    assert "a.grad_cam.png would replace one of the photos" in got.err
+    assert "a.grad_cam.png would replace one of the images" in got.err
     (sheet,) = copies(tmp_path, "sheet.png")
     assert explain(run, tmp_path / "." / "..", sheet.rename(tmp_path.parent / "sheet.png"), "--sheet").code == 2
     assert [photo.read_bytes() for photo in photos] == before
@@ -398,7 +398,7 @@ def test_an_interrupted_run_keeps_what_is_made(
     made = [f"{name}.{method}.png" for name in ("astronaut", "camera") for method in ("grad_cam", "layer_cam")]
     assert names(tmp_path) == [*made, "chelsea.grad_cam.png"]
     assert all(file in got.out for file in [*made, "chelsea.grad_cam.png"])
-    assert got.err == "saliency: interrupted; 2 of 5 photos are done\n"
+    assert got.err == "saliency: interrupted; 2 of 5 images are done\n"
 
 
 @pytest.mark.usefixtures("_ctrl_c")
@@ -416,7 +416,7 @@ def test_control_c_and_sigterm_end_with_130_and_leave_no_partial_file(tmp_path: 
     process.send_signal(number)
     err = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 130, err
-    assert re.search(r"interrupted; \d+ of 300 photos are done", err)
+    assert re.search(r"interrupted; \d+ of 300 images are done", err)
     assert "Traceback" not in err
     made = names(tmp_path / "out")
     assert made

@@ -24,9 +24,9 @@ import saliency
 from saliency.batch import OverlayStyle, StoppedError, batch, network
 from saliency.batch.manifest import write_parquet
 from saliency.batch.saved_maps import read_map, redraw
+from saliency.cli import batch as batching
 from saliency.cli import command_parser
-from saliency.cli.commands import batch as batching
-from saliency.cli.commands import render as rendering
+from saliency.cli import render as rendering
 from saliency.cli.console import Screen
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import started
@@ -54,7 +54,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def render(capsys: pytest.CaptureFixture[str]) -> Run:
     def go(*words: object) -> tuple[int, str, str]:
-        code = rendering.run(command_parser("render").parse([str(word) for word in words]), Screen())
+        code = rendering.render(command_parser("render").parse([str(word) for word in words]), Screen())
         return code, *capsys.readouterr()
 
     return go
@@ -66,12 +66,12 @@ def render(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path: Path) -> None:
     code, out, err = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--batch-size", "2")
     assert (code, err) == (0, "")
-    assert "5 of 5 photos done, 5 in this run" in out
+    assert "5 of 5 images done, 5 in this run" in out
     assert f"the page: {tmp_path}/out/index.html" in out
     assert len(rows(tmp_path / "out")) == 10
     code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--resume")
     assert code == 0
-    assert "5 of 5 photos done by earlier runs" in out
+    assert "5 of 5 images done by earlier runs" in out
 
 
 def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp
     assert code == 1
     assert "is empty" not in out  # once, and where errors belong
     assert err == f"saliency: {source}/02.png: is empty\n"
-    assert "1 photo with failures: 1 ImageError; --retry" in out
+    assert "1 image with failures: 1 ImageError; --retry" in out
     assert run(source, "--out", tmp_path / "out")[0] == 1
     code, _, err = run(source, "--out", tmp_path / "strict", "--strict")
     assert code == 1
@@ -93,9 +93,9 @@ def test_photos_that_changed_or_were_removed_are_told(run: Run, source: Path, tm
     (source / "03.png").unlink()
     code, out, err = run(source, "--out", tmp_path / "out")
     assert (code, err) == (0, "")
-    assert "5 of 5 photos done, 1 in this run" in out
-    assert "changed since the last run and explained again: 1 photo" in out
-    assert f"removed since the last run, overlays kept: 1 photo, {source}/03.png" in out
+    assert "5 of 5 images done, 1 in this run" in out
+    assert "changed since the last run and explained again: 1 image" in out
+    assert f"removed since the last run, overlays kept: 1 image, {source}/03.png" in out
     assert "changed since" not in run(source, "--out", tmp_path / "out")[1]
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path,
         (["--format", "gif"], "invalid choice"),
         (["--target", "a", "--targets", "b"], "not allowed with"),
         (["--restart", "--resume"], "not allowed with"),
-        (["--set", "smooth"], "expected NAME=VALUE"),
+        (["--set", "smooth"], "expected OPTION=VALUE"),
         (["--limt", "3"], 'did you mean "--limit"'),
     ],
 )
@@ -301,7 +301,7 @@ def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, 
     noise(source / "00.png", 1, (1300, 700))
     code, out, _ = render(tmp_path / "run", "--out", tmp_path / "later")
     assert code == 0
-    assert "1 of them on the small preview: the photo was removed or has changed" in out
+    assert "1 of them on the small preview: the image was removed or has changed" in out
     with Image.open(tmp_path / "later" / "00.grad_cam.png") as picture:
         assert picture.size == (40, 30)
 

@@ -1,0 +1,84 @@
+"""`saliency batch`: explain a folder of images with `saliency.batch.batch`, and print a summary.
+
+Modules that import torch are imported later, since a finished run needs none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.text import Text
+
+from ..batch import StoppedError, Summary, batch
+from .console import Screen, count, visible
+from .options import ALL, METHOD, overlay_style
+
+
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Run the batch, print its summary, and return the exit code."""
+    with screen.progress() as show:
+        try:
+            summary = batch(
+                arguments.sources,
+                arguments.out,
+                arguments.model,
+                _methods(arguments.methods or [METHOD]),
+                weights=arguments.weights,
+                layer=arguments.layer,
+                options=dict(arguments.settings),
+                target=arguments.target,
+                targets=arguments.targets,
+                recursive=arguments.recursive,
+                style=overlay_style(arguments),
+                maps=arguments.maps,
+                engine=arguments.engine,
+                device=arguments.device,
+                workers=arguments.workers,
+                batch_size=arguments.batch_size,
+                restart=arguments.restart,
+                retry=arguments.retry,
+                limit=arguments.limit,
+                strict=arguments.strict,
+                command=["saliency", *sys.argv[1:]],
+                on_progress=lambda progress: show(progress.done, progress.total, progress.failed),
+            )
+        except StoppedError as error:
+            screen.error(error)
+            return 1
+    _print_summary(summary, screen)
+    # With --method all, a method that does not apply to the model is not a failure.
+    expected = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
+    return 1 if summary.kinds.keys() - expected else 0
+
+
+def _methods(names: list[str]) -> list[str]:
+    """Return the methods given by --method, without duplicates."""
+    if ALL not in names:
+        return list(dict.fromkeys(names))
+    from ..methods import METHODS
+
+    return list(METHODS)
+
+
+def _print_summary(summary: Summary, screen: Screen) -> None:
+    """Print the failures, the number of images, the speed and the path of the page."""
+    for source, method, why in summary.failures:
+        screen.error(f"{visible(source)}{f' by {method}' if method else ''}: {visible(why)}")
+    done = f"{summary.done} of {summary.images} images done"
+    if summary.fresh:
+        minutes, seconds = divmod(summary.seconds, 60)
+        duration = f"{minutes:.0f} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
+        speed = f"{summary.fresh / max(summary.seconds, 1e-9):.1f} per second"
+        screen.say(f"{done}, {summary.fresh} in this run: {duration}, {speed}")
+    else:
+        screen.say(f"{done} by earlier runs; nothing to do")
+    if summary.changed:
+        screen.say(f"changed since the last run and explained again: {count(summary.changed, 'image')}")
+    if summary.removed:
+        named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
+        screen.say(f"removed since the last run, overlays kept: {count(len(summary.removed), 'image')}, {named}")
+    if summary.failed:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
+        screen.say(Text(f"{count(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
+    screen.say(f"the page: {visible(summary.page)}")

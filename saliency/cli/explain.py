@@ -1,0 +1,201 @@
+"""`saliency explain`: explain images one by one with the functions of `saliency batch`, without a manifest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from rich.text import Text
+
+from ..attribution.base import get_method
+from ..attribution.explanation import Explanation
+from ..batch.drawing import write_results
+from ..batch.errors import Failure
+from ..batch.listing import with_names
+from ..batch.manifest import Row
+from ..batch.network import Network, Task, find_devices, load_model, move_model
+from ..batch.run import require_sensible_options
+from ..batch.run_options import RunOptions
+from ..batch.sources import find_images
+from ..io.preprocess import Frame
+from ..methods import METHODS
+from ..render.blending import color_table
+from ..render.overlay import contact_sheet, save_picture
+from ..render.sheet import shrink
+from .console import Screen, UsageError, as_typed, count, visible
+from .options import ALL, METHOD, overlay_style
+
+SHEET = "sheet.png"
+THUMB = 240
+
+
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Explain the images, print the results, and return the exit code.
+
+    Raises:
+        SaliencyError: The command line is invalid. Nothing has been written.
+    """
+    methods, more_images = _methods_and_images(arguments.methods or [METHOD])
+    images = with_names(find_images([*arguments.images, *more_images], literal=True))
+    if not images:
+        raise UsageError("no image was given; try: saliency explain photo.jpg")
+    options = RunOptions(
+        model=arguments.model,
+        weights=arguments.weights,
+        methods=methods,
+        layer=arguments.layer,
+        options=dict(arguments.settings),
+        target=arguments.target,
+        style=overlay_style(arguments),
+        maps=arguments.save,
+        with_manifest=False,
+    )
+    if options.style.colormap is not None:
+        color_table(options.style.colormap)
+    network = _open_network(options, arguments.device, screen)
+    files = [f"{image.name}.{method}.png" for image in images for method in methods]
+    _prepare_folder(arguments.out, [*files, SHEET] if arguments.sheet else files, [image.path for image in images])
+    rows: list[Row] = []
+    thumbs: list[dict[str, Explanation]] = []
+    # With --method all, a method that does not apply to the model is not a failure.
+    expected = "NotApplicableError" if ALL in (arguments.methods or ()) else None
+    index = 0
+    try:
+        with screen.progress() as show:
+            for index, image in enumerate(images):
+                show(index, len(images), 0)
+                screen.subject = visible(image.label)
+                loaded = network.load(image)
+                results = network.explain([loaded])[0]
+                if not any(row["overlay"] for row in rows):
+                    errors = [result if isinstance(result, Failure) else None for result in results.values()]
+                    require_sensible_options(options, errors)
+                thumbs.append({})
+                for row in write_results(options, arguments.out, Task(index, image, tuple(methods)), loaded, results):
+                    rows.append(row)
+                    result = results.get(row["method"])
+                    if arguments.sheet and row["overlay"] and isinstance(result, Explanation) and loaded.picture:
+                        frame = shrink(Frame(loaded.picture, loaded.box), THUMB)
+                        sign = options.style.sign or result.sign
+                        thumbs[-1][row["method"]] = replace(result, frames=(frame,), sign=sign)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{index} of {len(images)} images are done") from None
+    finally:
+        screen.subject = ""
+        failures = _print_results(rows, expected, arguments.out, screen)
+    if arguments.sheet:
+        _write_sheet(thumbs, options, arguments.out, screen)
+    return 1 if failures or not any(row["overlay"] for row in rows) else 0
+
+
+def _methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words after --method into methods without duplicates, and images that follow them.
+
+    "all" stands for every method. A word that is not a method is an image if it has a suffix or exists.
+
+    Raises:
+        MethodError: A word is neither a method nor an image, or there is no method; the closest names are given.
+    """
+    known = {*METHODS, ALL}
+    images = [word for word in words if word not in known and ("." in word or os.path.exists(word))]  # noqa: PTH110
+    names = [word for word in words if word not in images] or words
+    methods = [method for name in names for method in (METHODS if name == ALL else [get_method(name).name])]
+    return list(dict.fromkeys(methods)), images
+
+
+def _open_network(options: RunOptions, device: str, screen: Screen) -> Network:
+    """Load the model on its device, with the methods."""
+    first, *others = find_devices(device, options.model)
+    if others:
+        raise UsageError(f"--device {device}: only saliency batch uses several devices")
+    with screen.waiting(f"loading {options.model}"):
+        return Network(options, move_model(load_model(options), first))
+
+
+def _prepare_folder(out: Path, files: Sequence[str], images: Sequence[str]) -> None:
+    """Create the output folder. Raises UsageError if files cannot be written to it, or one would replace an image."""
+    protected = set(map(os.path.realpath, images))
+    for file in files:
+        if os.path.realpath(out / file) in protected:
+            raise UsageError(f"--out {out}: {file} would replace one of the images; choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written to: {error.strerror}; choose another folder") from error
+
+
+def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path, screen: Screen) -> None:
+    """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
+
+    Nothing is written if there is no such method or image.
+    """
+    rows = [row for row in thumbs if row]
+    counts = Counter(method for row in rows for method in row)
+    methods = [method for method in options.methods if 2 * counts[method] > len(rows)]
+    complete = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
+    if not methods or not complete:
+        return
+    style = options.style
+    with screen.waiting("drawing the contact sheet"):
+        sheet = contact_sheet(
+            complete, thumb=THUMB, opacity=style.opacity, colormap=style.colormap, percentile=style.percentile
+        )
+        path = save_picture(sheet, out / SHEET)
+    screen.say(f"contact sheet: {visible(path)}")
+
+
+def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen: Screen) -> int:
+    """Print the failures on standard error and a table of the other rows, and return the number of failures.
+
+    An error of the kind `expected` is not a failure.
+    """
+    failed = [row for row in rows if row["error"] is not None and row["error_kind"] != expected]
+    for row in failed:
+        screen.error(f"{' by '.join(filter(None, (row['source'], row['method'])))}: {row['error']}")
+    if not rows:
+        return 0
+    rows = [row for row in rows if row not in failed]
+    cells: list[tuple[str | Text, ...]] = []
+    width = max((len(row["method"]) for row in rows), default=0)
+    for _, group in groupby(rows, itemgetter("index")):
+        of_image = list(group)
+        # The row of a method that does not apply has no target, but all methods explain the same target.
+        known = next((row for row in of_image if row["name"] is not None), of_image[0])
+        share = "" if known["probability"] is None else f"{100 * known['probability']:.1f} %"
+        about = (visible(Path(known["source"]).name), known["name"] or "", share)
+        lines = [(row["method"], _result(row, out)) for row in of_image]
+        if screen.is_terminal:  # a list for each image, which fits any width
+            screen.say(Text.assemble((about[0], "bold"), (f"  {about[1]}  {share}", "cyan")))
+            for method, result in lines:
+                screen.say(Text.assemble(f"  {method:{width}}  ", result))
+        cells += [(*about, *line) for line in lines]
+    if cells and not screen.is_terminal:
+        screen.table(["image", "class", "prob.", "method", "file"], cells)
+    _print_totals([row for row in rows if row["overlay"]], len(failed), out, screen)
+    return len(failed)
+
+
+def _result(row: Row, out: Path) -> Text:
+    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(as_typed(row["error"]), "dim")
+
+
+def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:
+    screen.say()
+    if written:
+        images = len({row["index"] for row in written})
+        folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
+        screen.say(f"{count(len(written), 'overlay')} of {count(images, 'image')}{folder}")
+        screen.say(Text("bright: evidence for the class; tinted rectangle: the crop that the model saw", "dim"))
+    layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
+    if layers:
+        screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))
+    if failures:
+        screen.say(Text(count(failures, "failure"), "red"))
