@@ -11,21 +11,14 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError, did_you_mean
-from ..hooks.model_state import (
-    is_categories,
-    is_preprocess,
-    model_attribute,
-    prepared_for_attribution,
-    reference_tensor,
-    unwrap,
-)
+from ..hooks.model_state import ModelAttribute, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import PreprocessLike, as_preprocess
@@ -120,9 +113,9 @@ class Attribution(HasOptions, ABC):
         except TypeError as error:
             raise TypeError(f"{type(self).__name__}() {error}") from None
         call.apply_defaults()
-        for name, serves in (("preprocess", is_preprocess), ("categories", is_categories)):
+        for name in get_args(ModelAttribute):
             if call.arguments[name] is None:
-                call.arguments[name] = model_attribute(name, serves, call.arguments["model"])
+                call.arguments[name] = model_attribute(name, call.arguments["model"])
         for name, option in declared(type(self)).items():
             setattr(self, name, call.arguments[option.parameter])
         self.__post_init__()

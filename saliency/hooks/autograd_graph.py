@@ -8,7 +8,7 @@ the test that fails first when PyTorch changes it:
 - `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call,
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
   `inspection/test_edit.py`.
-- `Tensor._version`, `_is_view`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
+- `Tensor._version`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
 - `Module._forward_hooks` and similar dicts list and order hooks, `_modules` and `_parameters` also list entries that
   are None or have two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +47,6 @@ def tensor_version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view of another one."""
-    return tensor._is_view()
-
-
 def view_base(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of; None if it is not a view."""
     return tensor._base
@@ -59,8 +54,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 
 def tensor_hooks(tensor: Tensor) -> Mapping[int, Any] | None:
     """Return the gradient hooks of a tensor by their ids; None if it never had one."""
-    hooks: Mapping[int, Any] | None = tensor._backward_hooks
-    return hooks
+    return cast("Mapping[int, Any] | None", tensor._backward_hooks)
 
 
 def forget_empty_hooks(tensor: Tensor) -> None:
@@ -71,8 +65,7 @@ def forget_empty_hooks(tensor: Tensor) -> None:
 
 def storage_id(tensor: Tensor) -> int:
     """Return the identity of the memory of a tensor, shared by all views of it."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
+    return int(tensor.untyped_storage()._cdata)
 
 
 # Modules.
@@ -82,20 +75,7 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 
 def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     """Return the forward hooks of a module by their ids, in the order in which they run."""
-    hooks: Any = module._forward_hooks
-    ordered: OrderedDict[int, Any] = hooks
-    return ordered
-
-
-def remove_forward_hook(module: nn.Module, hook: object) -> None:
-    """Remove a forward hook or forward pre-hook by identity, if it is registered."""
-    for hooks, flags in (
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-    ):
-        for key in [key for key, value in list(hooks.items()) if value is hook]:
-            hooks.pop(key, None)
-            flags.pop(key, None)
+    return cast("OrderedDict[int, Any]", module._forward_hooks)
 
 
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -140,23 +120,19 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 # Nodes of the autograd graph.
 
-_MISSING = object()
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
 """Class of the node of a part that is checkpointed with `use_reentrant=True`."""
 MODULE_HOOK_NODE: type = BackwardHookFunction._backward_cls
 """Class of the node that a full backward hook of a module inserts."""
 
 
-def saved(node: Any, name: str, default: Any = _MISSING) -> Any:
+def saved(node: Any, name: str, *default: Any) -> Any:
     """Return a tensor or option that an operation has saved for its gradient.
 
     Raises:
         AttributeError: The operation saves nothing of that name, and no default is given.
     """
-    value = getattr(node, f"_saved_{name}", default)
-    if value is _MISSING:
-        raise AttributeError(f"{node.name()} saves no {name}")
-    return value
+    return getattr(node, f"_saved_{name}", *default)
 
 
 def result_shape(node: Any) -> tuple[int, ...]:
@@ -164,15 +140,9 @@ def result_shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def has_wrapped_node(node: Any) -> bool:
-    """Return whether a node copies the result of an in-place operation on a view into the viewed tensor."""
-    return hasattr(node, "_wrapped_node")
-
-
 def wrapped_node(node: Any) -> Node | None:
     """Return the in-place operation on a view whose result this node copies into the viewed tensor; else None."""
-    inner: Node | None = getattr(node, "_wrapped_node", None)
-    return inner
+    return cast("Node | None", getattr(node, "_wrapped_node", None))
 
 
 # Operators.
@@ -199,8 +169,7 @@ def operator_schema(op: OpOverload[..., Any]) -> Any:
 
 def attention_by_formula(*args: Any, **kwargs: Any) -> Tensor:
     """Compute `scaled_dot_product_attention` with elementary operations, which have second derivatives."""
-    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
-    return output
+    return cast("Tensor", torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0])
 
 
 def compiler_is_loaded() -> bool:
@@ -253,8 +222,7 @@ def edge(tensor: Tensor) -> GradientEdge | None:
 
 def current_sequence_nr() -> int:
     """Return the sequence number of the next operation in this thread; later operations have no smaller number."""
-    sequence_nr: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return sequence_nr
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def is_recorded_since(tensor: Tensor, since: int) -> bool:
@@ -306,8 +274,7 @@ _LEAF = 2**64 - 1
 
 def sequence_nr(node: Any) -> int:
     """Return the sequence number of an operation. It increases with each operation of a thread."""
-    number: int = node._sequence_nr()
-    return number
+    return int(node._sequence_nr())
 
 
 class GradSpec(NamedTuple):
@@ -338,7 +305,9 @@ class GradAccumulator:
         self.backward = -1
         self.sum: Tensor | None = None
 
-    def add(self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients) -> Gradients:
+    def add(
+        self, operands: tuple[int, ...], older: Iterable[Node], grad_inputs: Gradients, grad_outputs: Gradients
+    ) -> Gradients:
         """Add the gradients of one operation, and return those that it passes. The `older` operations run after it."""
         if self.backward != (backward := this_backward()):
             self.backward, self.sum = backward, None
@@ -365,5 +334,4 @@ def _with_gradient(grads: Gradients, operands: tuple[int, ...], gradient: Tensor
 
 def this_backward() -> int:
     """Return the unique number of the backward pass that runs in this thread; -1 outside a backward pass."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    return int(torch._C._current_graph_task_id())

@@ -6,11 +6,13 @@ nodes of the autograd graph of one call, so nothing stays on the model and no ot
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,10 +26,8 @@ from .autograd_graph import (
     InputEdge,
     forward_hooks,
     next_functions,
-    remove_forward_hook,
     sequence_nr,
 )
-from .module_hooks import HookScope, ModuleHook, OutputOverride, active_scopes, call_hooks
 from .pytree import first_tensor, tree_map_tensors
 from .rectifiers import Site
 
@@ -35,7 +35,57 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 """(gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former."""
 
 _Token = TypeVar("_Token")
-_Registered = list[tuple[nn.Module, ModuleHook]]
+
+
+class HookScope:
+    """State of one `HookManager` that its hooks share. They do not hold the manager, so it can be freed."""
+
+    def __init__(self, persistent: bool, exclusive: bool) -> None:
+        self.persistent, self.exclusive = persistent, exclusive
+        self.thread = threading.get_ident()
+        self.closed = False
+
+    def acts(self) -> bool:
+        """Return whether hooks on modules act: this scope is active in this thread, and no inner scope disables it."""
+        scopes = active_scopes.scopes
+        if self not in scopes:
+            return False
+        inner = (scope for scope in scopes[scopes.index(self) + 1 :] if not scope.closed)
+        return not any(scope.exclusive if self.persistent else not scope.persistent for scope in inner)
+
+    def acts_on_leaves(self) -> bool:
+        """Return whether hooks on leaves act. Threads share leaves, but hooks ignore backward passes of other threads.
+
+        On an accelerator, threads of the autograd engine run the backward pass, and hooks act in all of them: it is
+        unknown which thread started the pass.
+        """
+        is_engine_thread = isinstance(threading.current_thread(), threading._DummyThread)
+        return not self.closed and (is_engine_thread or threading.get_ident() == self.thread)
+
+
+class _ActiveScopes(threading.local):
+    """Scopes that are open in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list[HookScope] = []
+
+
+active_scopes = _ActiveScopes()
+
+
+class ModuleHook(partial[Any]):
+    """Hook on one module. A copy that `deepcopy` or `pickle` creates together with the module does nothing."""
+
+    def __reduce__(self) -> Any:
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+class OutputOverride(ModuleHook):
+    """Hook that replaces the output of a layer before any other hook sees it."""
 
 
 class HookManager(ExitStack[None]):
@@ -52,26 +102,18 @@ class HookManager(ExitStack[None]):
     def __init__(self, *, persistent: bool = False, exclusive: bool = False) -> None:
         super().__init__()
         self._scope = HookScope(persistent, exclusive)
-        self._registered: _Registered = []
-        self._handles: list[RemovableHandle] = []  # of hooks on graphs
+        self._handles: list[RemovableHandle] = []
         self._most_handles = 1024
+        self.callback(_close, self._scope, self._handles)
         # Hooks hold the scope and not the manager. So a manager that is freed without __exit__ removes its hooks.
-        self._finalizer = weakref.finalize(self, _close, self._scope, self._registered, self._handles)
+        weakref.finalize(self, _close, self._scope, self._handles)
 
     def __enter__(self) -> Self:
         """Return the manager, now the innermost one of this thread."""
-        super().__enter__()
         self._scope.thread = threading.get_ident()
-        active_scopes.add(self._scope)
+        # Another thread may have closed some scopes.
+        active_scopes.scopes = [*(scope for scope in active_scopes.scopes if not scope.closed), self._scope]
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Remove all hooks. Errors of the block propagate."""
-        try:
-            super().__exit__(*error)
-        finally:
-            _close(self._scope, self._registered, self._handles)
-            self._finalizer.detach()
 
     def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
         """Call `see(output)` after each call of `layer`; a result other than None replaces the output."""
@@ -94,9 +136,7 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if scope.acts() else None
 
-        # Append before registering, so that the hook is also removed after Ctrl-C in between.
-        self._registered.append((layer, kind(hook)))
-        layer.register_forward_hook(self._registered[-1][1], prepend=True)
+        self._keep(layer.register_forward_hook(kind(hook), prepend=True))
         hooks = forward_hooks(layer)
         overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
         for key in sorted(overrides, reverse=True):
@@ -117,10 +157,9 @@ class HookManager(ExitStack[None]):
         """
         if not takes_hooks(layer):
             return
-        first, last = call_hooks(self._scope, begin, end)
-        self._registered += [(layer, first), (layer, last)]
-        layer.register_forward_pre_hook(first, with_kwargs=True)
-        layer.register_forward_hook(last, with_kwargs=True)
+        first, last = _call_hooks(self._scope, begin, end)
+        self._keep(layer.register_forward_pre_hook(first, with_kwargs=True))
+        self._keep(layer.register_forward_hook(last, with_kwargs=True))
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """Return a list that receives the output of `layer`, one tensor per call.
@@ -143,7 +182,10 @@ class HookManager(ExitStack[None]):
             if record and not kept.requires_grad and kept.is_floating_point():
                 kept = kept.detach().requires_grad_()
             captured.append(kept)
-            return _with_first_tensor(output, kept.clone()) if kept.requires_grad else None
+            if not kept.requires_grad:
+                return None
+            passed_on = kept.clone()
+            return tree_map_tensors(output, lambda other: passed_on if other is tensor else other)
 
         self.observe(layer, keep)
         return captured
@@ -174,10 +216,10 @@ class HookManager(ExitStack[None]):
     def at_input_edge(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
         """Call `see` with the gradient that one operation passes to `tensor`, its operand, in each backward pass."""
         # The hook must not hold its node, because the node holds the hook.
-        scope, operands, like = self._scope, at.operands, GradSpec(tensor.shape, tensor.dtype)
+        operands, like = at.operands, GradSpec(tensor.shape, tensor.dtype)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
-            part = None if scope.closed else like.sum_of(grad_inputs, operands)
+            part = like.sum_of(grad_inputs, operands)
             if part is not None:
                 see(part)
 
@@ -195,18 +237,12 @@ class HookManager(ExitStack[None]):
             exits: The operations that pass on its gradient.
             rule: From the sum of their gradients to its replacement; None keeps the sum.
         """
-        scope, accumulator = self._scope, GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
+        accumulator = GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
         by_age = sorted(exits, key=lambda exit_: sequence_nr(exit_.node))
         for at, exit_ in enumerate(by_age):
             # A hook holds only operations older than its own. None of them leads back to it, so there is no cycle.
-            add = partial(accumulator.add, exit_.operands, [older.node for older in by_age[:at]])
-
-            def hook(
-                grad_inputs: Gradients, grad_outputs: Gradients, add: Callable[[Gradients], Gradients] = add
-            ) -> Gradients | None:
-                return None if scope.closed else add(grad_inputs)
-
-            self._keep(exit_.node.register_hook(hook))
+            older = [older.node for older in by_age[:at]]
+            self._keep(exit_.node.register_hook(partial(accumulator.add, exit_.operands, older)))
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
@@ -230,15 +266,49 @@ def is_hookable(model: nn.Module, name: str, layer: nn.Module) -> bool:
     return takes_hooks(layer) and not (inside and isinstance(layer, scripted))
 
 
-def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHandle]) -> None:
+def _close(scope: HookScope, handles: list[RemovableHandle]) -> None:
     scope.closed = True
-    for layer, hook in registered:
-        remove_forward_hook(layer, hook)
     while handles:
         handles[-1].remove()
         handles.pop()
     if scope in active_scopes.scopes:
         active_scopes.scopes.remove(scope)
+
+
+def _call_hooks(
+    scope: HookScope,
+    begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
+    end: Callable[[_Token, Any], Any],
+) -> tuple[ModuleHook, ModuleHook]:
+    """Return a hook before and a hook after the calls of a layer: `end` gets what `begin` returned for that call."""
+    begun: dict[int, _Token] = {}  # by the id of the frame of the call
+
+    # If another thread registers or removes a hook meanwhile, PyTorch may leave out the keyword arguments.
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if scope.acts():
+            frame = sys._getframe(1)
+            if begun:
+                # Remove the entries of calls that raised.
+                for raised in begun.keys() - _callers(frame):
+                    del begun[raised]
+            begun[id(frame)] = begin(args, kwargs or {})
+
+    def after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
+        frame = id(sys._getframe(1))
+        # The call may have begun before the scope acted.
+        return end(begun.pop(frame), kwargs_and_output[-1]) if frame in begun and scope.acts() else None
+
+    return ModuleHook(before), ModuleHook(after)
+
+
+def _callers(frame: FrameType) -> set[int]:
+    """Return the ids of the frames that called a frame. Ids, unlike frames, do not keep the variables alive."""
+    callers = set()
+    caller = frame.f_back
+    while caller is not None:
+        callers.add(id(caller))
+        caller = caller.f_back
+    return callers
 
 
 def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
@@ -254,9 +324,3 @@ def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
         return (*grad_inputs[:at], rule(operand, signal), *grad_inputs[at + 1 :])
 
     return hook
-
-
-def _with_first_tensor(output: Any, tensor: Tensor) -> Any:
-    """Replace the first tensor of an output; the container keeps its type."""
-    first = first_tensor(output)
-    return tree_map_tensors(output, lambda other: tensor if other is first else other)

@@ -6,9 +6,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +40,14 @@ def unwrap(model: object) -> nn.Module:
     )
 
 
-def model_attribute(name: str, accepts: Callable[[Any], bool], model: nn.Module) -> Any:
-    """Return the attribute `name` of a model, or of the model inside its wrapper, if `accepts` allows it; else None."""
+ModelAttribute = Literal["preprocess", "categories"]
+_ATTRIBUTES: dict[str, tuple[Any, ...]] = {"preprocess": (Callable, Mapping), "categories": (Sequence, Mapping)}
+
+
+def model_attribute(name: ModelAttribute, model: nn.Module) -> Any:
+    """Return the preprocessing or the class names of a model, or of the model inside its wrapper; else None."""
     attributes = (getattr(owner, name, None) for owner in (model, unwrap(model)))
-    return next((value for value in attributes if value is not None and accepts(value)), None)
-
-
-def is_preprocess(like: Any) -> bool:
-    """Return whether an attribute of a model can be the preprocessing of its images."""
-    return callable(like) or isinstance(like, Mapping)
-
-
-def is_categories(like: Any) -> bool:
-    """Return whether an attribute of a model can be its class names."""
-    return isinstance(like, Sequence | Mapping)
+    return next((value for value in attributes if isinstance(value, _ATTRIBUTES[name])), None)
 
 
 _lock = threading.RLock()
@@ -146,14 +140,10 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
     kinds = set(map(type, modules))
     if any(issubclass(kind, LazyModuleMixin) for kind in kinds):
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(eager())
-        if any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds):
-            # The optimised executor of TorchScript fuses operations into nodes that hide their ReLUs.
-            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-        stack.enter_context(evaluating(model, modules))
+    is_scripted = any(issubclass(kind, torch.jit.ScriptModule) for kind in kinds)
+    # The optimised executor of TorchScript fuses operations into nodes that hide their ReLUs.
+    executor = torch.jit.optimized_execution(False) if is_scripted else nullcontext()  # type: ignore[attr-defined]
+    with torch.inference_mode(mode=False), torch.enable_grad(), eager(), executor, evaluating(model, modules):
         yield
 
 
@@ -202,12 +192,8 @@ def _described(tensor: Tensor) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means out of memory, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
-    )
+    text, signs = str(error).lower(), ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in text for sign in signs))
 
 
 def reference_tensor(model: nn.Module) -> Tensor | None:

@@ -54,9 +54,11 @@ def tree_with_children(tree: Any, new: list[Any]) -> Any:
         return tree
     if isinstance(tree, tuple | list):
         return tree._make(new) if hasattr(tree, "_make") else type(tree)(new)
-    if isinstance(tree, Mapping):
-        return _refilled(tree, dict(zip(tree, new, strict=True)))
     changed = copy.copy(tree)
+    if isinstance(tree, Mapping):
+        for key, child in zip(tree, new, strict=True):
+            changed[key] = child
+        return changed
     for field, child in zip(dataclasses.fields(tree), new, strict=True):
         object.__setattr__(changed, field.name, child)
     return changed
@@ -73,16 +75,6 @@ def tree_map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
         return (change(tree[0]),)
     old = tree_children(tree)
     return tree if old is None else tree_with_children(tree, [tree_map_tensors(child, change) for child in old])
-
-
-def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping of any type, with other values."""
-    if not hasattr(mapping, "__setitem__"):
-        return entries
-    changed: Any = copy.copy(mapping)
-    for key, value in entries.items():
-        changed[key] = value
-    return changed
 
 
 def trees_agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:
@@ -102,16 +94,10 @@ def _agree(one: Tensor, two: Tensor, coarsest: float) -> bool:
         return False
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, two)
-    finite = torch.isfinite(two)
-    if not torch.equal(finite, torch.isfinite(one)):
-        return False
-    if not finite.all():
-        odd = ~finite
-        if not torch.equal(one[odd].nan_to_num(nan=0.5), two[odd].nan_to_num(nan=0.5)):
-            return False
-    first, second = (torch.where(finite, tensor, 0).to(torch.float64) for tensor in (one, two))
+    first, second = one.to(torch.float64), two.to(torch.float64)
+    largest = float(second.nan_to_num(nan=0, posinf=0, neginf=0).abs().max())
     allowed = max(rounding(two.dtype, two.device), coarsest)
-    return bool((first - second).abs().max() <= allowed * second.abs().max())
+    return torch.allclose(first, second, rtol=0, atol=allowed * largest, equal_nan=True)
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:

@@ -5,7 +5,7 @@ The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, becau
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,6 @@ from ..errors import NotApplicableError, TargetError
 from .autograd_graph import (
     CHECKPOINT_NODE,
     MODULE_HOOK_NODE,
-    has_wrapped_node,
     next_functions,
     result_shape,
     saved,
@@ -86,116 +85,105 @@ def _is_zero(bound: Any) -> bool:
     return bound is not None and bound == 0
 
 
-def _constant_operand_is_zero(node: Any) -> bool:
-    """Return whether exactly one operand of a maximum has a gradient, and the other is 0."""
-    tracked = [function is not None for function, _ in next_functions(node)]
-    if tracked == [True, False]:
-        return _is_zero(saved(node, "other"))
-    return tracked == [False, True] and _is_zero(saved(node, "self"))
+def _tracked(node: Any) -> list[bool]:
+    """Return which operands of an operation have a gradient."""
+    return [function is not None for function, _ in next_functions(node)]
 
 
-_Test = Callable[[Any], bool]
+def _constant_operand(node: Any) -> Any:
+    """Return the operand without a gradient of an operation on two operands, if it is the only one; else None."""
+    tracked = _tracked(node)
+    return saved(node, "other" if tracked[0] else "self") if sorted(tracked) == [False, True] else None
 
-# For each kind of rectifier: operations that create its node class, and a test that a node of it is a rectifier.
-_RECTIFIERS: dict[str, list[tuple[Callable[[Tensor], Tensor], _Test]]] = {
-    "relu": [(torch.relu, lambda node: True)],
-    "relu6": [(F.relu6, lambda node: saved(node, "min_val") == 0)],
-    "threshold": [
-        (lambda t: F.threshold(t, 0, 0), lambda node: saved(node, "threshold") == 0),
-        (lambda t: torch.threshold_(t, 0, 0), lambda node: saved(node, "threshold") == 0),
-    ],
-    "clamp": [
-        (lambda t: t.clamp(min=0), lambda node: _is_zero(saved(node, "min"))),
-        (lambda t: t.clamp(min=torch.zeros_like(t)), lambda node: _is_zero(saved(node, "min"))),
-        (lambda t: t.clamp_min(0), lambda node: _is_zero(saved(node, "min"))),
-        (lambda t: torch.clamp_min(t, torch.zeros_like(t)), lambda node: _is_zero(saved(node, "min"))),
-    ],
-    "maximum": [
-        (lambda t: torch.maximum(t, torch.zeros_like(t)), _constant_operand_is_zero),
-        (lambda t: torch.fmax(t, torch.zeros_like(t)), _constant_operand_is_zero),
-    ],
-}
 
-# Other nonlinearities. Some have another class if they work in place.
-_OTHERS: dict[str, list[Callable[[Tensor], Tensor]]] = {
-    "leaky_relu": [F.leaky_relu, F.leaky_relu_],
-    "prelu": [lambda t: F.prelu(t, torch.full_like(t, 0.25))],
-    "rrelu": [F.rrelu, F.rrelu_],
-    "elu": [F.elu, F.elu_],
-    "celu": [F.celu, F.celu_],
-    "gelu": [F.gelu],
-    "silu": [F.silu],
-    "mish": [F.mish],
-    "hardswish": [F.hardswish],
-    "softplus": [F.softplus],
-}
+def _is_constant_zero(node: Any) -> bool:
+    return _is_zero(_constant_operand(node))
 
-# Selections by a fixed mask and products with one, as in the graph of a hand-written ReLU.
-_MASKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "where": lambda t: torch.where(t > 0, t, 0.0),
-    "masked_fill": lambda t: t.masked_fill(t < 0, 0.0),
-    "masked_scatter": lambda t: t.masked_scatter(t < 0, torch.zeros_like(t)),
-    "minimum with 0": lambda t: torch.minimum(t, torch.zeros_like(t)),
-    "fmin with 0": lambda t: torch.fmin(t, torch.zeros_like(t)),
-    "clamp from above at 0": lambda t: t.clamp(max=0),
-    "product with a mask": lambda t: t * (t > 0),
-}
+
+def _is_threshold_zero(node: Any) -> bool:
+    return bool(saved(node, "threshold") == 0)
+
+
+def _is_clamp_from_zero(node: Any) -> bool:
+    return _is_zero(saved(node, "min"))
+
+
+def _is_clamp_to_zero(node: Any) -> bool:
+    return saved(node, "min") is None and _is_zero(saved(node, "max"))
+
+
+def _is_product_with_mask(node: Any) -> bool:
+    mask = _constant_operand(node)
+    # Unlike a scale or a gate, a mask has the shape of the masked tensor and holds only 0 and 1.
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != result_shape(node) or mask.numel() < 2:
+        return False
+    zeros, ones = mask == 0, mask == 1
+    return mask.dtype == torch.bool or bool((zeros | ones).all() and zeros.any() and ones.any())
+
+
+class _Kind(NamedTuple):
+    """Kind of nonlinearity: an operation that creates its node class, and a test of the nodes of that class."""
+
+    name: str
+    probe: Callable[[Tensor], Tensor]
+    test: Callable[[Any], bool] = lambda node: True
+
+
+_RECTIFIERS = (
+    _Kind("relu", torch.relu),
+    _Kind("relu6", F.relu6, lambda node: saved(node, "min_val") == 0),
+    _Kind("threshold", lambda t: F.threshold(t, 0, 0), _is_threshold_zero),
+    _Kind("threshold", lambda t: torch.threshold_(t, 0, 0), _is_threshold_zero),
+    _Kind("clamp", lambda t: t.clamp(min=0), _is_clamp_from_zero),
+    _Kind("clamp", lambda t: t.clamp(min=torch.zeros_like(t)), _is_clamp_from_zero),
+    _Kind("clamp", lambda t: t.clamp_min(0), _is_clamp_from_zero),
+    _Kind("clamp", lambda t: torch.clamp_min(t, torch.zeros_like(t)), _is_clamp_from_zero),
+    _Kind("maximum", lambda t: torch.maximum(t, torch.zeros_like(t)), _is_constant_zero),
+    _Kind("maximum", lambda t: torch.fmax(t, torch.zeros_like(t)), _is_constant_zero),
+)
+
+# Some have another class if they work in place.
+_OTHER_PROBES = (
+    *(F.leaky_relu, F.leaky_relu_, F.rrelu, F.rrelu_, F.elu, F.elu_, F.celu, F.celu_),
+    *(F.gelu, F.silu, F.mish, F.hardswish, F.softplus),
+)
+_OTHERS = (
+    _Kind("prelu", lambda t: F.prelu(t, torch.full_like(t, 0.25))),
+    *(_Kind(probe.__name__.rstrip("_"), probe) for probe in _OTHER_PROBES),
+)
+
+# Selections by a mask that is fixed in the backward pass and products with one, as in a hand-written ReLU.
+_HIDDEN = (
+    _Kind("where", lambda t: torch.where(t > 0, t, 0.0), lambda node: sum(_tracked(node)) == 1),
+    _Kind("masked_fill", lambda t: t.masked_fill(t < 0, 0.0)),
+    _Kind("masked_scatter", lambda t: t.masked_scatter(t < 0, torch.zeros_like(t))),
+    _Kind("minimum with 0", lambda t: torch.minimum(t, torch.zeros_like(t)), _is_constant_zero),
+    _Kind("fmin with 0", lambda t: torch.fmin(t, torch.zeros_like(t)), _is_constant_zero),
+    _Kind("clamp from above at 0", lambda t: t.clamp(max=0), _is_clamp_to_zero),
+    _Kind("product with a mask", lambda t: t * (t > 0), _is_product_with_mask),
+)
 
 
 @cache
-def _rectifier_tests() -> dict[type, tuple[str, _Test]]:
-    return {_node_type(probe): (kind, test) for kind, tests in _RECTIFIERS.items() for probe, test in tests}
+def _kinds_by_class() -> dict[type, list[_Kind]]:
+    kinds: defaultdict[type, list[_Kind]] = defaultdict(list)
+    for kind in (*_RECTIFIERS, *_OTHERS, *_HIDDEN):
+        kinds[_node_type(kind.probe)].append(kind)
+    return kinds
 
 
-@cache
-def _other_kinds() -> dict[type, str]:
-    return {_node_type(probe): kind for kind, probes in _OTHERS.items() for probe in probes}
-
-
-@cache
-def _masked_kinds() -> dict[type, str]:
-    return {_node_type(probe): kind for kind, probe in _MASKED.items()}
-
-
-def _is_masked(node: Any, kind: str) -> bool:
-    """Return whether a node selects by a mask that is fixed in the backward pass, as a hand-written ReLU does."""
-    if kind == "product with a mask":
-        tracked = [function is not None for function, _ in next_functions(node)]
-        factor = saved(node, "other") if tracked[:1] == [True] and not all(tracked) else None
-        factor = saved(node, "self") if tracked == [False, True] else factor
-        # Unlike a scale or a gate, a mask has the shape of the masked tensor and holds only 0 and 1.
-        if not isinstance(factor, Tensor) or tuple(factor.shape) != result_shape(node) or factor.numel() < 2:
-            return False
-        zeros, ones = factor == 0, factor == 1
-        return factor.dtype == torch.bool or bool((zeros | ones).all() and zeros.any() and ones.any())
-    if kind in ("minimum with 0", "fmin with 0"):
-        return _constant_operand_is_zero(node)
-    if kind == "clamp from above at 0":
-        return saved(node, "min") is None and _is_zero(saved(node, "max"))
-    if kind == "where":
-        return sum(function is not None for function, _ in next_functions(node)) == 1
-    return True
-
-
-def _rectifier_kind(node: Node) -> str:
-    """Return the kind of a rectifier: relu, relu6, threshold, clamp or maximum at 0; "" for other nodes."""
-    kind, test = _rectifier_tests().get(type(node), ("", None))
-    return kind if test is not None and test(node) else ""
+def _kind_of(node: Any) -> _Kind | None:
+    return next((kind for kind in _kinds_by_class().get(type(node), ()) if kind.test(node)), None)
 
 
 def output_of(node: Any) -> Tensor:
     """Return the output of a rectifier's node in the forward pass, in the shape of its gradient."""
-    kind, _ = _rectifier_tests()[type(node)]
-    if kind == "relu":
-        result: Tensor = saved(node, "result")
+    result: Tensor | None = saved(node, "result", None)  # of a ReLU
+    if result is not None:
         return result
-    if kind == "maximum":
-        x = saved(node, "self") if next_functions(node)[0][0] is not None else saved(node, "other")
-        return torch.clamp(x, min=0)
-    highest = saved(node, "max_val", saved(node, "max", None))
-    return torch.clamp(
-        saved(node, "self"), min=torch.zeros_like(highest) if isinstance(highest, Tensor) else 0, max=highest
-    )
+    x = saved(node, "self") if next_functions(node)[0][0] is not None else saved(node, "other")
+    highest: Any = saturation_of(node)
+    return torch.clamp(x, min=torch.zeros_like(highest) if isinstance(highest, Tensor) else 0, max=highest)
 
 
 def saturation_of(node: Any) -> Tensor | float | None:
@@ -253,12 +241,11 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
     others: list[Site] = []
     hidden: Counter[str] = Counter()
     for node in nodes_between(score, x):
-        if kind := _rectifier_kind(node):
-            rectifiers.append(Site(node, kind))
-        elif other := _other_kinds().get(type(node)):
-            others.append(Site(node, other))
-        elif (masked := _masked_kinds().get(type(node))) and _is_masked(node, masked):
-            hidden[masked] += 1
+        kind = _kind_of(node)
+        if kind in _HIDDEN:
+            hidden[kind.name] += 1
+        elif kind is not None:
+            (rectifiers if kind in _RECTIFIERS else others).append(Site(node, kind.name))
         elif opaque := _opaque(node):
             hidden[opaque] += 1
     return Sites(rectifiers, others, hidden)
@@ -294,23 +281,19 @@ def _opaque(node: Any) -> str:
             "TorchScript has fused a part of the model, which hides its ReLUs from the autograd graph; pass the "
             "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
         )
-    if inner := _kind_in_place_on_a_view(node):
+    wrapped = wrapped_node(node)
+    kind = _kind_of(wrapped)
+    if kind in (*_RECTIFIERS, *_OTHERS):
         raise NotApplicableError(
-            f"a {inner} works in place on a view of another tensor, where its gradient cannot be rewritten; "
+            f"a {kind.name} works in place on a view of another tensor, where its gradient cannot be rewritten; "
             "set inplace=False there, or apply it to the whole tensor"
         )
     if type(node).__name__ == "CppFunction":
         return "" if "torchvision" in name else name
-    if not has_wrapped_node(node):
+    if wrapped is None:
         _transparent.add(type(node))
     return ""
 
 
 # Node classes whose operations are never opaque. Some other classes represent many operations.
 _transparent: set[type] = set()
-
-
-def _kind_in_place_on_a_view(node: Any) -> str:
-    """Return the kind of nonlinearity that a node applies in place on a view; "" for other nodes."""
-    inner = wrapped_node(node)
-    return "" if inner is None else _rectifier_kind(inner) or _other_kinds().get(type(inner), "")

@@ -22,10 +22,10 @@ from ..hooks.autograd_graph import (
     forget_empty_hooks,
     input_edges,
     is_recorded_since,
-    is_view,
     tensor_hooks,
     tensor_version,
     this_backward,
+    view_base,
 )
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
@@ -209,12 +209,14 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
 
 def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, inputs: _Inputs, output: Any) -> Any:
     for tensor, version in zip(inputs.tensors, inputs.versions, strict=True):
-        if is_view(tensor) and tensor_version(tensor) != version:
+        if view_base(tensor) is not None and tensor_version(tensor) != version:
             raise NotApplicableError(
                 f"{target.label} cannot be edited at its input: it changes a view of another tensor in place, and the "
                 'view has no gradient of its own; use inplace=False, or edit at="output" of the layer before'
             )
-    changed = _with_copies(output, lambda tensor: is_view(tensor) or not is_recorded_since(tensor, inputs.since))
+    changed = _with_copies(
+        output, lambda tensor: view_base(tensor) is not None or not is_recorded_since(tensor, inputs.since)
+    )
     # Arguments may be changed in place, so they are results too.
     results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
     exits = input_edges(results, inputs.edges, inputs.since)
@@ -252,7 +254,8 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
         else:
             target.reason = _NO_BACKWARD
             changed = _with_copies(
-                output, lambda tensor: len(alive) > 1 or is_view(tensor) or not is_recorded_since(tensor, since)
+                output,
+                lambda tensor: len(alive) > 1 or view_base(tensor) is not None or not is_recorded_since(tensor, since),
             )
             results = tree_tensors(output if changed is None else changed)
             for tensor in {id(tensor): tensor for tensor in results if tensor.requires_grad}.values():

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from ..errors import ImageError, ModelError
 from ..hooks.model_state import (
     call,
-    is_categories,
-    is_preprocess,
     model_attribute,
     prepared_for_attribution,
     reference_tensor,
@@ -85,7 +83,7 @@ def model_call(model: nn.Module, example: Any) -> ModelCall:
         return ModelCall(tuple(_moved(value, like) for value in example), {})
     if isinstance(example, Tensor) and example.dtype is not torch.uint8:
         return ModelCall((_moved(example, like),), {})
-    preprocess = model_attribute("preprocess", is_preprocess, model)
+    preprocess = model_attribute("preprocess", model)
     return ModelCall((read(example, preprocess, like=like).tensor,), {})
 
 
@@ -126,7 +124,7 @@ def _moved(tree: Any, like: Tensor | None) -> Any:
 
 def categories_of(model: nn.Module) -> Categories:
     """Return the class names stored on a model; None without any."""
-    names = model_attribute("categories", is_categories, model)
+    names = model_attribute("categories", model)
     return None if names is None else as_categories(names)
 
 

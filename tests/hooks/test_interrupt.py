@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import Attribution, GradCAM, GuidedBackprop
-from saliency.hooks.module_hooks import active_scopes
+from saliency.hooks.manager import active_scopes
 from saliency.inspection import edit_activations, edit_gradients, rules
 from saliency.inspection.record import record
 from saliency.testing import tiny_model
