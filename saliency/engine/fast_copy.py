@@ -24,7 +24,7 @@ from ..hooks.autograd_graph import DispatchMode, has_global_module_hooks, module
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
 from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
-from .partial.recording import UntracedAccess
+from .recording import UntracedAccess
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -295,8 +295,13 @@ def _call_hooks(
 
     def after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         frame = id(sys._getframe(1))
-        # The call may have begun before the scope acted.
-        return end(begun.pop(frame), kwargs_and_output[-1]) if frame in begun and scope.acts() else None
+        # Calls inside this one may have raised, and this one may have begun before the scope acted.
+        if frame not in begun or not scope.acts():
+            return None
+        key, token = begun.popitem()
+        while key != frame:
+            key, token = begun.popitem()
+        return end(token, kwargs_and_output[-1])
 
     return ModuleHook(before), ModuleHook(after)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution
-from ..engine.partial.tail import TailForward
 from ..engine.runner import MakeInputs, PassRunner
+from ..engine.tail import TailForward
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model

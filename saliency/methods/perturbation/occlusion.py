@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...attribution.options import ConvertedOption
 from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
-from ...engine.partial.window import WindowForward
 from ...engine.runner import PassRunner
+from ...engine.window import WindowForward
 from ...errors import MethodError
 from ...validation import is_integer, is_pair
 from ..baselines import Filler, FillOption
@@ -115,8 +115,7 @@ class Occlusion(MultiPassAttribution):
                 return start, passes.target(stop - start)(local(patches(start, stop), tops, lefts))
 
         yield from passes.chunks(compute, len(corners), f"window of {size[0]}x{size[1]}")
-        share = f": {local.share:.0%} of the multiply-adds" if local.how == WindowForward.part else ""
-        passes.notes.append(local.how + share)
+        passes.notes.append(local.how)
 
 
 def _starts(length: int, window: int, stride: int) -> list[int]:

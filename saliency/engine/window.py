@@ -1,7 +1,7 @@
-"""Changed rectangles of maps, and the operations that can be computed on them alone.
+"""Changes of an image within a window, computed only where the window reaches.
 
-All windows of one call have rectangles of one size. To that end a rectangle may reach further than what has changed; it
-then holds what the map of the unchanged image holds there.
+The changed part of a map is a rectangle. All windows of one call have rectangles of one size. To that end a rectangle
+may reach further than what has changed; it then holds what the map of the unchanged image holds there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .recording import Op, ReplayMismatch, Step, as_list, named_arguments
+from ..hooks.model_state import run_model
+from .recording import (
+    Op,
+    PartialForward,
+    Program,
+    Replay,
+    ReplayMismatch,
+    Slot,
+    Step,
+    Tape,
+    as_list,
+    named_arguments,
+)
 
 aten = torch.ops.aten
 
@@ -282,3 +294,121 @@ def patch_rule(op: Op) -> PatchRule | None:
         return _normalise
     is_pointwise = torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE
     return PATCH_RULES.get(op, pointwise if is_pointwise else None)
+
+
+class WindowForward(PartialForward):
+    """Computes a model's output for copies of an image that differ from it in one window each.
+
+    The operations are replayed on the rectangles that depend on the windows, as far as operations are local; after an
+    operation that is not, or where a rectangle nearly fills its map, on whole maps.
+
+    Args:
+        model: As for `PartialForward`.
+        x: One image (1, C, H, W).
+
+    Attributes:
+        output: As for `PartialForward`.
+        why: As for `PartialForward`.
+    """
+
+    part = "only where the window reaches"
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self._maps: dict[int | None, Tensor] = {}  # of the unchanged image, by slot
+        super().__init__(model, x)
+
+    def __call__(self, patches: Tensor, tops: Sequence[int], lefts: Sequence[int]) -> Any:
+        """Return the model's output for k copies of the image, each with other content in one window.
+
+        Args:
+            patches: The content of the windows (k, C, h, w). They are not changed.
+            tops: The first row of each window, in pixels; windows lie within the image.
+            lefts: The first column of each.
+        """
+        with torch.no_grad():
+            patch, program = self._patch(patches.detach().to(self._x), tops, lefts), self._program
+            output = program and self._attempt(lambda: self._replay(program, patch))
+            return self._run(patch.whole()) if output is None else output
+
+    def _patch(self, patches: Tensor, tops: Sequence[int], lefts: Sequence[int]) -> Patch:
+        place = Rectangles(patches.shape[-2], patches.shape[-1], tuple(tops), tuple(lefts))
+        return Patch(patches, place, tuple(self._x.shape[-2:]), self._x)
+
+    def _replay(self, program: Program, patch: Patch) -> Any:
+        return _PatchReplay(program, patch._replace(rows=patch.rows.clone()), len(patch.rows), self._maps).output()
+
+    def _look(self) -> None:
+        self._run(None)
+
+    def _variants(self) -> Tensor:
+        return self._trial_windows().whole()
+
+    def _trial_windows(self, count: int = 3) -> Patch:
+        """Return three windows with other content: in the first corner, inside, and in the last corner."""
+        x = self._x
+        height, width = max(1, x.shape[-2] // 7), max(1, x.shape[-1] // 7)
+        down, across = x.shape[-2] - height, x.shape[-1] - width
+        random = torch.Generator().manual_seed(0)
+        noise = torch.rand(3, x.shape[1], height, width, generator=random, dtype=torch.float64, device="cpu").to(x)
+        patches = (2 * noise - 1) * x.abs().max().clamp(min=torch.finfo(x.dtype).tiny)
+        tops, lefts = [0, down // 2 + down % 2, down], [0, across // 3, across]
+        return self._patch(patches[:count], tops[:count], lefts[:count])
+
+    def _run(self, rows: Tensor | None, tape: Tape | None = None) -> Any:
+        images = (self._x if rows is None else rows).clone()
+        if tape is not None:
+            tape.begin(images)
+        return run_model(self._model, images)
+
+    def _try(self, program: Program, rows: Tensor | None) -> Any:
+        if program.aliased:
+            raise ReplayMismatch("the model reads tensors under several names while it writes to them")
+        if rows is None:
+            return _CleanReplay(program, self._x.clone(), 1, self._maps).output()
+        return self._replay(program, self._trial_windows(len(rows)))
+
+
+class _CleanReplay(Replay):
+    """Replay for the image itself, which keeps the maps that are read beyond rectangles."""
+
+    def __init__(self, program: Program, source: Any, rows: int, maps: dict[int | None, Tensor]) -> None:
+        super().__init__(program, source, rows)
+        self._maps = maps
+        self._kept = {part.at for part in program.outputs if isinstance(part, Slot)}
+        for step in program.steps:
+            if patch_rule(step.op) is not pointwise or len(step.slots) > 1:
+                self._kept |= step.slots
+
+    def run(self, step: Step) -> list[Any]:
+        """Return the results of a step."""
+        results = super().run(step)
+        for at, result in zip(step.results, results, strict=True):
+            if at in self._kept and result.dim() == 4:
+                self._maps[at] = result.clone()
+        return results
+
+
+class _PatchReplay(Replay):
+    """Replay on rectangles, and on whole maps where these are needed."""
+
+    def __init__(self, program: Program, source: Patch, rows: int, maps: dict[int | None, Tensor]) -> None:
+        super().__init__(program, source, rows)
+        self._maps = maps
+
+    def run(self, step: Step) -> list[Any]:
+        """Return the results of a step: patches if a rule computes them."""
+        rule = patch_rule(step.op)
+        if rule and all(isinstance(self.values[at], Patch) for at in step.slots):
+            result = rule(Call(step, *self.arguments(step)))
+            if result:
+                place, contents = result
+                pairs = zip(step.results, contents, strict=False)
+                return [Patch(rows, place, step.shape[-2:], self._maps.get(at)) for at, rows in pairs]
+        for at in step.slots:
+            self.values[at] = self.read(at)
+        return super().run(step)
+
+    def read(self, slot: int) -> Tensor:
+        """Return the whole maps in a slot."""
+        value = self.values[slot]
+        return value.whole() if isinstance(value, Patch) else value

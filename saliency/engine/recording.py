@@ -5,10 +5,9 @@ PyTorch's dispatcher shows the operations to the thread that records; nothing is
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -17,15 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...hooks.autograd_graph import DispatchMode, OpOverload, operator_schema, storage_id
-from ...hooks.model_state import is_out_of_memory
-from ...hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors, trees_agree
+from ..hooks.autograd_graph import DispatchMode, OpOverload, operator_schema
+from ..hooks.model_state import is_out_of_memory
+from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors, trees_agree
 
 Op = OpOverload[..., Any]
 _T = TypeVar("_T")
 
-_DENSE = (Tensor, nn.Parameter, nn.Buffer)
+
+def _is_plain(part: Any) -> bool:
+    return type(part) in (Tensor, nn.Parameter, nn.Buffer) and part.layout is torch.strided
 
 
 class ReplayMismatch(Exception):  # noqa: N818
@@ -63,7 +65,7 @@ class Step:
         kwargs: The keyword arguments.
         results: The slot of each result; None if it is not a tensor.
         shape: The shape of the first result in the forward of the fewest rows.
-        last: The slots that no later step reads; known in a `Program`.
+        last: The slots that nothing reads later; known in a `Program`.
     """
 
     op: Op
@@ -71,7 +73,7 @@ class Step:
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     shape: tuple[int, ...]
-    last: tuple[int, ...] = ()
+    last: frozenset[int] = frozenset()
 
     @property
     def slots(self) -> set[int]:
@@ -125,12 +127,10 @@ class UntracedAccess(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Memory:
-    """The state of one block of memory. The weak reference keeps its address from being reused."""
+    """The state of one block of memory."""
 
-    ref: StorageWeakRef
-    is_new: bool = False  # allocated in this forward
     depends: bool = False  # on the source
     writes: int = 0
     external: list[int] = field(default_factory=list)  # places in `Tape.external`
@@ -161,13 +161,13 @@ class Tape(DispatchMode):
         self.aliased = False
         self.output: Any = None
         self.outputs: list[Slot | ExternalTensor] = []
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id: tensor, slot, writes before
+        self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, writes before
         self._held: dict[int, int] = {}  # by id: place in `external`
-        self._memories: dict[int, _Memory] = {}
+        # A weak reference to memory, unlike its address, is not used twice.
+        self._memories: defaultdict[StorageWeakRef, _Memory] = defaultdict(_Memory)
 
     def begin(self, source: Tensor) -> None:
         """Follow a tensor from here on."""
-        self._memory(source).is_new = True
         self._add_slot(source)
 
     def end(self, output: Any) -> None:
@@ -185,79 +185,53 @@ class Tape(DispatchMode):
         """Run an operation, and record it if it depends on the source."""
         kwargs = kwargs or {}
         tensors = list(tree_tensors((args, kwargs)))
-        self.refusal = self.refusal or self._unrepeatable(op, args, kwargs, tensors)
+        self.refusal = self.refusal or self._unrepeatable(op, tensors)
         if self.refusal:
             return op(*args, **kwargs)
-        depends = any(self._slot(tensor) is not None for tensor in tensors)
+        depends = any(tensor in self._known for tensor in tensors)
         placeholders = _map([args, kwargs], self._placeholder) if depends else None
         written = _written(op, args, kwargs)
         if depends:
-            self.overwritten |= {self._held[id(tensor)] for tensor in written if self._slot(tensor) is None}
+            self.overwritten |= {self._held[id(tensor)] for tensor in written if tensor not in self._known}
         for tensor in written:
             self._before_write(tensor)
         result = op(*args, **kwargs)
         if placeholders:
-            self._add_step(op, placeholders, as_list(result))
-        else:
-            self._note_new_memory(result, tensors)
+            results = as_list(result)
+            slots = tuple(self._add_slot(part) if _is_plain(part) else None for part in results)
+            shape = next((tuple(part.shape) for part in results if isinstance(part, Tensor)), ())
+            self.steps.append(Step(op, placeholders[0], placeholders[1], slots, shape))
         return result
 
-    def _unrepeatable(self, op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
+    def _unrepeatable(self, op: Any, tensors: list[Tensor]) -> str:
         """Why an operation cannot be replayed; empty if it can."""
-        if not isinstance(op, OpOverload):
-            return f"{op} is not a plain operation"
-        named = named_arguments(op, args, kwargs)
-        # Attention counts as random because of its dropout, which may be 0.
-        if torch.Tag.nondeterministic_seeded in op.tags and ("dropout_p" not in _schema(op) or named.get("dropout_p")):
-            return f"{op} draws random numbers"
-        training = any(named.get(name) is True for name in ("training", "train", "use_input_stats"))
-        if training and isinstance(named.get("running_mean"), Tensor):
-            return f"{op} updates running statistics"
-        reason = self._unreadable(tensors)
-        if reason:
-            return reason
-        if any(self._slot(to) is None and not self._memory(to).is_new for to in _written(op, args, kwargs)):
-            return f"{op} writes to what the model keeps"
-        if _reads_values(op, [tensor for tensor in tensors if self._slot(tensor) is not None]):
+        if _reads_values(op, [tensor for tensor in tensors if tensor in self._known]):
             return f"{op} makes numbers or shapes of values"
-        return ""
+        return self._unreadable(tensors)
 
     def _unreadable(self, tensors: list[Tensor]) -> str:
         for tensor in tensors:
-            if type(tensor) not in _DENSE or tensor.layout is not torch.strided:
+            if not _is_plain(tensor):
                 return "the model uses sparse, quantised or otherwise special tensors"
-            slot, memory = self._slot(tensor), self._memory(tensor)
-            if slot is None and memory.depends:
+            known, memory = self._known.get(tensor), self._memory(tensor)
+            if known is None and memory.depends:
                 return "a tensor is read under a name that it had before it was written to"
-            self.aliased |= slot is not None and self._known[id(tensor)][2] != memory.writes
+            self.aliased |= known is not None and known[1] != memory.writes
         return ""
-
-    def _add_step(self, op: Op, placeholders: list[Any], results: list[Any]) -> None:
-        if not all(result is None or type(result) in _DENSE for result in results):
-            self.refusal = f"{op} returns something else than plain tensors"
-            return
-        slots = tuple(None if result is None else self._add_slot(result) for result in results)
-        shape = tuple(results[0].shape) if results and results[0] is not None else ()
-        self.steps.append(Step(op, placeholders[0], placeholders[1], slots, shape))
 
     def _add_slot(self, tensor: Tensor) -> int:
         """Return a new slot for a tensor. The result of an in-place operation gets one more."""
         memory = self._memory(tensor)
         memory.depends = True
-        self._known[id(tensor)] = (weakref.ref(tensor), self.slots, memory.writes)
+        self._known[tensor] = (self.slots, memory.writes)
         self.slots += 1
         return self.slots - 1
-
-    def _slot(self, tensor: Tensor) -> int | None:
-        known = self._known.get(id(tensor))
-        return None if known is None or known[0]() is not tensor else known[1]
 
     def _placeholder(self, part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
-        slot = self._slot(part)
-        if slot is not None:
-            return Slot(slot)
+        if part in self._known:
+            return Slot(self._known[part][0])
         if id(part) not in self._held:
             self._held[id(part)] = len(self.external)
             self._memory(part).external.append(len(self.external))
@@ -273,18 +247,8 @@ class Tape(DispatchMode):
             self.external[at] = self.external[at].clone()
         memory.external.clear()
 
-    def _note_new_memory(self, result: Any, tensors: list[Tensor]) -> None:
-        """Mark memory that is not shared with an argument as allocated by the forward."""
-        before = {storage_id(tensor) for tensor in tensors}
-        for tensor in tree_tensors(result):
-            if type(tensor) in _DENSE and tensor.layout is torch.strided and storage_id(tensor) not in before:
-                self._memory(tensor).is_new = True
-
     def _memory(self, tensor: Tensor) -> _Memory:
-        key = storage_id(tensor)
-        if key not in self._memories:
-            self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
-        return self._memories[key]
+        return self._memories[StorageWeakRef(tensor.untyped_storage())]  # type: ignore[no-untyped-call]
 
 
 def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
@@ -321,18 +285,6 @@ class _External:
         return value.clone(memory_format=torch.contiguous_format) if self.overwritten else value
 
 
-def run_step(step: Step, values: list[Any], fill: Callable[[], Any]) -> list[Any]:
-    """Return the results of a step.
-
-    Args:
-        step: The step.
-        values: The value of each slot.
-        fill: Returns the positional and the keyword arguments of the step, with the values of now.
-    """
-    args, kwargs = fill()
-    return as_list(step.op(*args, **kwargs))
-
-
 class Program:
     """The part of a forward that depends on the source, for any number of rows.
 
@@ -346,7 +298,8 @@ class Program:
         steps: The operations.
         outputs: The placeholders of the tensors in the output.
         aliased: The steps are right only if their tensors share memory as they did in the forwards.
-        maps: Tensors that a caller keeps, by slot.
+        slots: The number of slots.
+        output: The forward's output, with empty tensors.
 
     Raises:
         ReplayMismatch: The two do not run the same operations, or one of them cannot be replayed.
@@ -361,8 +314,7 @@ class Program:
             raise ReplayMismatch(f"{rows} and {rows + 1} rows are not computed alike")
         self.outputs = first.outputs
         self.aliased = first.aliased or second.aliased
-        self.maps: dict[int | None, Tensor] = {}
-        self._slots, self._output = first.slots, first.output
+        self.slots, self.output = first.slots, first.output
         self._external = [
             _merged_external(one, two, rows, overwritten=at in first.overwritten)
             for at, (one, two) in enumerate(zip(first.external, second.external, strict=True))
@@ -370,57 +322,69 @@ class Program:
         steps = zip(first.steps, second.steps, _last_reads(first), strict=True)
         self.steps = [_merged_step(one, two, last, rows) for one, two, last in steps]
 
-    def __call__(
-        self,
-        source: Any,
-        rows: int,
-        run: Callable[[Step, list[Any], Callable[[], Any]], list[Any]] = run_step,
-        read: Callable[[list[Any], int], Any] = list.__getitem__,
-    ) -> Any:
-        """Return the output of the forward for a source, which may be overwritten.
-
-        Args:
-            source: The value of slot 0.
-            rows: The number of rows.
-            run: Runs one step; see `run_step`.
-            read: Reads a slot for the output.
-        """
-        values: list[Any] = [None] * self._slots
-        values[0] = source
-        external = self.external(rows)
-
-        def fill(part: Any) -> Any:
-            if isinstance(part, Slot):
-                return values[part.at]
-            if isinstance(part, ExternalTensor):
-                return external[part.at]
-            return part.per_row * rows if isinstance(part, RowCount) else part
-
-        with torch.no_grad():
-            for step in self.steps:
-                results = run(step, values, lambda step=step: _map([step.args, step.kwargs], fill))  # type: ignore[misc]
-                for at, result in zip(step.results, results, strict=False):
-                    if at is not None:
-                        values[at] = result
-                for at in step.last:
-                    values[at] = None
-            # External tensors are kept for other calls, so they are returned as copies.
-            tensors = iter(
-                read(values, part.at)
-                if isinstance(part, Slot)
-                else external[part.at].clone(memory_format=torch.contiguous_format)
-                for part in self.outputs
-            )
-            return tree_map_tensors(self._output, lambda empty: next(tensors))
-
     def external(self, rows: int) -> list[Tensor]:
         """Return the external tensors for a number of rows."""
         return [tensor.at(rows) for tensor in self._external]
 
 
+class Replay:
+    """One run of a program.
+
+    Args:
+        program: The program.
+        source: The value of slot 0, which may be overwritten.
+        rows: The number of rows.
+    """
+
+    def __init__(self, program: Program, source: Any, rows: int) -> None:
+        self.program, self.rows = program, rows
+        self.external = program.external(rows)
+        self.values: list[Any] = [source] + [None] * (program.slots - 1)
+
+    def run(self, step: Step) -> list[Any]:
+        """Return the results of a step."""
+        args, kwargs = self.arguments(step)
+        return as_list(step.op(*args, **kwargs))
+
+    def arguments(self, step: Step) -> list[Any]:
+        """Return the positional and the keyword arguments of a step."""
+        return _map([step.args, step.kwargs], self._value)  # type: ignore[no-any-return]
+
+    def _value(self, part: Any) -> Any:
+        if isinstance(part, Slot):
+            return self.values[part.at]
+        if isinstance(part, ExternalTensor):
+            return self.external[part.at]
+        return part.per_row * self.rows if isinstance(part, RowCount) else part
+
+    def read(self, slot: int) -> Tensor:
+        """Return the whole tensor in a slot."""
+        return self.values[slot]  # type: ignore[no-any-return]
+
+    def output(self) -> Any:
+        """Run all steps, and return the output of the forward."""
+        with torch.no_grad():
+            for step in self.program.steps:
+                for at, result in zip(step.results, self.run(step), strict=False):
+                    if at is not None:
+                        self.values[at] = result
+                for at in step.last:
+                    self.values[at] = None
+            # External tensors are kept for other runs, so they are returned as copies.
+            tensors = iter(
+                self.read(part.at)
+                if isinstance(part, Slot)
+                else self.external[part.at].clone(memory_format=torch.contiguous_format)
+                for part in self.program.outputs
+            )
+            return tree_map_tensors(self.program.output, lambda empty: next(tensors))
+
+
 class PartialForward(ABC):
     """Runs only a part of a model for variants of one image, or the whole model where that is not possible.
 
+    Forwards of one and of two rows are recorded, and the operations that depend on the variant are replayed for each
+    call. If they cannot be replayed, or do not give what the model gives, each call is a forward of the whole model.
     The model's parameters must stay as they are, and its code must do the same for any number of rows above two.
 
     Args:
@@ -428,6 +392,7 @@ class PartialForward(ABC):
         x: One image (1, C, H, W).
 
     Attributes:
+        output: The model's output for the image.
         why: Why whole forwards are run; empty if only the part is run.
     """
 
@@ -438,13 +403,29 @@ class PartialForward(ABC):
         self._model, self._x = model, x.detach()
         self.why = ""
         self._program: Program | None = None
+        access = UntracedAccess()
+        with torch.no_grad():
+            # Attention may be computed otherwise in this mode, so no values are taken from this forward.
+            with access:
+                self._look()
+            tape, self.output = self._record(None)
+            tape.refusal = access.reason or tape.refusal
+            self._program = self._attempt(lambda: self._prepare(tape))
 
     @abstractmethod
-    def _run(self, rows: Tensor | None, tape: Tape | None) -> Any:
+    def _look(self) -> None:
+        """Run the model on the image, before any other forward."""
+
+    @abstractmethod
+    def _variants(self) -> Tensor:
+        """Return three other rows (3, ...), for trials."""
+
+    @abstractmethod
+    def _run(self, rows: Tensor | None, tape: Tape | None = None) -> Any:
         """Return the model's output for other rows; None for the image itself. The tape, if any, is begun."""
 
     @abstractmethod
-    def _replay(self, program: Program, rows: Tensor | None) -> Any:
+    def _try(self, program: Program, rows: Tensor | None) -> Any:
         """Return what a program gives for the rows of a trial; None for the image itself."""
 
     def _record(self, rows: Tensor | None) -> tuple[Tape, Any]:
@@ -454,27 +435,26 @@ class PartialForward(ABC):
         tape.end(output)
         return tape, output
 
-    def _prepare(self, first: Tape, output: Any, rows: Tensor) -> Program:
+    def _prepare(self, first: Tape) -> Program:
         """Return the program, if it gives what the model gives.
 
         Args:
             first: The tape of the forward of the image itself.
-            output: Its output.
-            rows: (3, ...) other rows.
 
         Raises:
             ReplayMismatch: The forward cannot be replayed.
         """
         if first.refusal:
             raise ReplayMismatch(first.refusal)
+        rows = self._variants()
         second, expected = self._record(rows[:2])
         try:
             program = Program(first, second)
         except ReplayMismatch:
             # Some operations, such as copies that make memory contiguous, are left out for one row.
             program = Program(second, self._record(rows)[0], rows=2)
-        trials = ((None, output), (rows[:2], expected))
-        if not all(trees_agree(self._replay(program, trial), given) for trial, given in trials):
+        trials = ((None, self.output), (rows[:2], expected))
+        if not all(trees_agree(self._try(program, trial), given) for trial, given in trials):
             raise ReplayMismatch("the replayed operations do not give what the model gives")
         return program
 
@@ -494,21 +474,17 @@ class PartialForward(ABC):
             return None
 
 
-def _last_reads(tape: Tape) -> list[tuple[int, ...]]:
+def _last_reads(tape: Tape) -> list[frozenset[int]]:
     """The slots of each step that nothing reads after it."""
-    last: dict[int, int] = {}
-    for at, step in enumerate(tape.steps):
-        last.update(dict.fromkeys([*step.slots, *(slot for slot in step.results if slot is not None)], at))
-    for part in tape.outputs:
-        if isinstance(part, Slot):
-            last.pop(part.at, None)
-    ends: defaultdict[int, list[int]] = defaultdict(list)
-    for slot, at in last.items():
-        ends[at].append(slot)
-    return [tuple(ends[at]) for at in range(len(tape.steps))]
+    needed = {part.at for part in tape.outputs if isinstance(part, Slot)}
+    last: list[frozenset[int]] = []
+    for step in reversed(tape.steps):
+        last.append(frozenset(step.slots.union(at for at in step.results if at is not None) - needed))
+        needed |= last[-1]
+    return last[::-1]
 
 
-def _merged_step(one: Step, two: Step, last: tuple[int, ...], rows: int) -> Step:
+def _merged_step(one: Step, two: Step, last: frozenset[int], rows: int) -> Step:
     if one.op is not two.op or one.results != two.results:
         raise ReplayMismatch(f"where {rows} rows take {one.op}, {rows + 1} take {two.op}")
     return replace(one, args=_merged(one.args, two.args, rows), kwargs=_merged(one.kwargs, two.kwargs, rows), last=last)

@@ -7,19 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import LayerError
-from ...hooks.manager import HookManager
-from ...hooks.model_state import run_model
-from ...hooks.pytree import first_tensor, tree_map_tensors
-from ...layers.find import find
-from .recording import PartialForward, Program, Tape, UntracedAccess
+from ..errors import LayerError
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run_model
+from ..hooks.pytree import first_tensor, tree_map_tensors
+from ..layers.find import find
+from .recording import PartialForward, Program, Replay, Tape
 
 
 class TailForward(PartialForward):
     """Computes a model's output for variants of one layer's output, with the part before the layer computed once.
-
-    Forwards of one and of two rows are recorded. The operations that depend on the layer's output are replayed for each
-    call. If they cannot be replayed, or do not give what the model gives, each call is a forward of the whole model.
 
     Args:
         model: As for `PartialForward`.
@@ -29,7 +26,7 @@ class TailForward(PartialForward):
 
     Attributes:
         activation: The layer's output for the image, (1, ...) as the layer returns it; a copy.
-        output: The model's output for the image.
+        output: As for `PartialForward`.
         why: As for `PartialForward`.
 
     Raises:
@@ -39,36 +36,20 @@ class TailForward(PartialForward):
     part = "only the part after the layer"
 
     def __init__(self, model: nn.Module, layer: str | nn.Module, x: Tensor) -> None:
-        super().__init__(model, x)
         self._name, self._layer = find(model, layer)
+        self._calls = 0
         self.activation: Tensor
-        access = UntracedAccess()
-        with torch.no_grad():
-            # Attention may be computed otherwise in this mode, so no values are taken from this forward.
-            with access:
-                self._calls = self._count_calls()
-            tape, self.output = self._record(None)
-            tape.refusal = access.reason or tape.refusal
-            rows = self._laid_out(_variants(self.activation))
-            self._program = self._attempt(lambda: self._prepare(tape, self.output, rows))
+        super().__init__(model, x)
 
     def __call__(self, activations: Tensor) -> Any:
         """Return the model's output for the image, with k other outputs of the layer.
 
         Args:
             activations: (k, ...), in the layout of `activation`. They are not changed.
-
-        Raises:
-            LayerError: They do not have the shape of the layer's output.
         """
-        if activations.shape[1:] != self.activation.shape[1:] or activations.dim() != self.activation.dim():
-            raise LayerError(
-                f'layer "{self._name}" gives {tuple(self.activation.shape)}, got activations '
-                f"{tuple(activations.shape)}; expected (k, {', '.join(map(str, self.activation.shape[1:]))})"
-            )
         with torch.no_grad():
             rows, program = self._laid_out(activations.detach()), self._program
-            output = program and self._attempt(lambda: self._replay(program, rows))
+            output = program and self._attempt(lambda: self._try(program, rows))
             return self._run(rows) if output is None else output
 
     def _laid_out(self, rows: Tensor) -> Tensor:
@@ -79,22 +60,16 @@ class TailForward(PartialForward):
             layout = torch.channels_last
         return rows.to(like).contiguous(memory_format=layout)
 
-    def _count_calls(self) -> int:
+    def _look(self) -> None:
         with HookManager() as hooks:
             calls = hooks.capture(self._layer)
             run_model(self._model, self._x)
-        if not calls:
+        if not calls or not calls[-1].is_floating_point() or calls[-1].shape[:1] != (1,):
             raise LayerError(
-                f'layer "{self._name}" was not run in this forward, or returned no tensor '
-                "(a scripted part does not call its layers)"
+                f'layer "{self._name}" was not run in this forward, or did not return a floating-point tensor with one '
+                "row for the one image (a scripted part does not call its layers)"
             )
-        last = calls[-1]
-        if not last.is_floating_point() or last.dim() < 2 or len(last) != 1:
-            raise LayerError(
-                f'the output of layer "{self._name}" is {last.dtype}, {tuple(last.shape)}; expected floating point and '
-                "one row for the one image"
-            )
-        return len(calls)
+        self._calls = len(calls)
 
     def _run(self, rows: Tensor | None, tape: Tape | None = None) -> Any:
         """Run the whole model on copies of the image, with the layer's last output replaced.
@@ -129,15 +104,14 @@ class TailForward(PartialForward):
             )
         return output
 
-    def _replay(self, program: Program, rows: Tensor | None) -> Any:
+    def _try(self, program: Program, rows: Tensor | None) -> Any:
         source = self.activation if rows is None else rows
-        return program(source.clone(), len(source))
+        return Replay(program, source.clone(), len(source)).output()
 
-
-def _variants(activation: Tensor) -> Tensor:
-    """Return three other outputs of a layer (3, ...), about as large as this one."""
-    random = torch.Generator().manual_seed(0)
-    scale = activation.abs().max().clamp(min=torch.finfo(activation.dtype).tiny)
-    draws = torch.rand(4, *activation.shape, generator=random, dtype=torch.float64, device="cpu").to(activation)
-    dropped = activation * (draws[0] < 0.5).to(activation) + 0.1 * scale * draws[1]
-    return torch.cat([activation * draws[2], dropped, activation * draws[3] - 0.1 * scale * draws[1]])
+    def _variants(self) -> Tensor:
+        activation, random = self.activation, torch.Generator().manual_seed(0)
+        scale = activation.abs().max().clamp(min=torch.finfo(activation.dtype).tiny)
+        draws = torch.rand(4, *activation.shape, generator=random, dtype=torch.float64, device="cpu").to(activation)
+        dropped = activation * (draws[0] < 0.5).to(activation) + 0.1 * scale * draws[1]
+        rows = torch.cat([activation * draws[2], dropped, activation * draws[3] - 0.1 * scale * draws[1]])
+        return self._laid_out(rows)
