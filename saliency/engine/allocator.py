@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import platform
 import sys
 
 # These numbers from glibc's malloc.h are part of its binary interface.
@@ -34,7 +34,7 @@ def keep_memory() -> bool:
     Returns:
         True if glibc keeps memory from now on; False on other systems and C libraries, where nothing is changed.
     """
-    if not _is_glibc():
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False
     # Look it up in the process itself, since another allocator may be in use.
     mallopt = ctypes.CDLL(None).mallopt
@@ -42,12 +42,3 @@ def keep_memory() -> bool:
     # Before 2.35, glibc refuses a threshold above 32 MiB, but it can be set to map no block at all.
     kept = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
     return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))
-
-
-def _is_glibc() -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (ValueError, OSError):  # not known to another C library
-        return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,41 +20,33 @@ class Estimate:
 
     def __init__(self) -> None:
         self.count = 0
-        self._mean: Tensor | None = None
-        self._squares: Tensor | None = None  # the sum of squared deviations
-        self._even: Tensor | None = None  # the sum of the samples 0, 2, 4, ...
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._mean = self._even = self._squares = zero  # even: the sum of the samples 0, 2, 4, ...
 
     def add(self, samples: Tensor) -> None:
         """Add a chunk of samples (k, ...)."""
         if not len(samples):
             return
-        added = len(samples)
         mean = samples.mean(0)
         squares = (samples - mean).square_().sum(0)
         even = samples[self.count % 2 :: 2].sum(0)
-        mean, squares, even = (_precise(moment) for moment in (mean, squares, even))
-        if self._mean is None or self._squares is None or self._even is None:
-            self._mean, self._squares, self._even = mean, squares, even
-        else:
-            off = mean - self._mean
-            total = self.count + added
-            self._squares += squares + off.square() * (self.count * added / total)
-            self._mean += off * (added / total)
-            self._even += even
-        self.count += added
+        mean, squares, even = (moment.detach().to(precise_type(moment)) for moment in (mean, squares, even))
+        off, total = mean - self._mean, self.count + len(samples)
+        self._squares = self._squares + squares + off.square() * (self.count * len(samples) / total)
+        self._mean = self._mean + off * (len(samples) / total)
+        self._even = self._even + even
+        self.count = total
 
     @property
     def mean(self) -> Tensor:
         """The mean of all samples (...), in float64 where the device has it."""
-        if self._mean is None:
+        if not self.count:
             raise ValueError("no sample was added yet")
         return self._mean
 
     @property
     def variance(self) -> Tensor:
         """The unbiased variance of the samples (...); zero for a single one."""
-        if self._squares is None:
-            raise ValueError("no sample was added yet")
         return self._squares / max(self.count - 1, 1)
 
     @property
@@ -62,8 +56,12 @@ class Estimate:
 
     @property
     def relative_error(self) -> float:
-        """The root mean square of the standard errors over that of the means; infinite if unknown."""
-        return relative_error(self.mean, self.error)
+        """The root mean square of the standard errors over that of the means; 0 for 0 over 0, infinite if unknown."""
+        error = self.error
+        if error is None:
+            return math.inf
+        above, below = (float(tensor.double().square().mean().sqrt()) for tensor in (error, self.mean))
+        return above / below if below else (0.0 if not above else math.inf)
 
     @property
     def agreement(self) -> float | None:
@@ -71,19 +69,11 @@ class Estimate:
 
         Channels are summed first.
         """
-        if self.count < 4 or self._even is None:
+        if self.count < 4:
             return None
         evens = (self.count + 1) // 2
         odd = self.mean * self.count - self._even
         return rank_correlation(self._even / evens, odd / (self.count - evens))
-
-
-def relative_error(mean: Tensor, error: Tensor | None) -> float:
-    """Return the root mean square of standard errors over that of the values; 0 for 0 over 0, infinite if unknown."""
-    if error is None:
-        return float("inf")
-    above, below = float(error.double().square().mean().sqrt()), float(mean.double().square().mean().sqrt())
-    return above / below if below else (0.0 if not above else float("inf"))
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
@@ -109,7 +99,3 @@ def _ranks(values: Tensor) -> Tensor:
 def precise_type(tensor: Tensor) -> torch.dtype:
     """Return the type for sums: float64, unless the device of a tensor does not have it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(precise_type(tensor), copy=True)

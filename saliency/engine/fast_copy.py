@@ -8,10 +8,8 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..attribution.options import Precision
-from ..hooks.autograd_graph import DispatchMode, has_global_module_hooks, module_hooks, own_parameters
+from ..hooks.autograd_graph import has_global_module_hooks, module_hooks, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
 from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
-from .recording import UntracedAccess
+from .recording import ExternalTensor, Slot, Tape, TensorPlace, UntracedAccess
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 Pairs = tuple[tuple[str, str], ...]
@@ -38,29 +37,8 @@ REQUIRED_RATIO = 0.97
 TRIAL_ROWS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A way to run a copy, and how exact it must be."""
-
-    precision: Precision
-    how: str = ""
-    weights: torch.dtype | None = None
-    autocast: bool = False
-    min_cosine: float = 0.999
-    max_error: float = 2e-2
-
-    def is_exact_enough(self, error: float, cosine: float, gradient_cosine: float) -> bool:
-        """Whether the output, and the gradient unless in bfloat16, are close enough to the model's."""
-        return (
-            error <= self.max_error
-            and cosine >= self.min_cosine
-            and (self.precision == "bf16" or gradient_cosine >= self.min_cosine)
-        )
-
-
-_FAST = Variant("fast")
-_BF16_WEIGHTS = Variant("bf16", "bf16 weights, ", weights=torch.bfloat16, min_cosine=0.99, max_error=0.2)
-_BF16_AUTOCAST = Variant("bf16", "bf16 autocast, ", autocast=True, min_cosine=0.99, max_error=0.2)
+_TOLERANCES: dict[Precision, tuple[float, float]] = {"fast": (2e-2, 0.999), "bf16": (0.2, 0.99)}
+"""The largest error of the output relative to its norm, and the smallest cosine."""
 
 
 class FasterModel(NamedTuple):
@@ -75,9 +53,9 @@ class FasterModel(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """The variant that won, if any, and the names of the convolutions and batch norms that it folds."""
+    """The precision that won, if any, and the names of the convolutions and batch norms that it folds."""
 
-    variant: Variant | None
+    precision: Precision | None
     pairs: Pairs
     note: str
 
@@ -90,8 +68,8 @@ def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward:
 
     - "fast": a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
       gradients differ by at most 2e-2, with a cosine of at least 0.999.
-    - "bf16": such a copy with weights in bfloat16, or under autocast if gradients are wanted. Outputs have a cosine of
-      at least 0.99; the cosine of the gradient is in the note.
+    - "bf16": such a copy with weights in bfloat16, for passes without gradients. Outputs have a cosine of at least
+      0.99.
 
     Each is compared with the model and timed against it on up to 4 rows. If a "bf16" copy is not faster or not exact
     enough, "fast" is tried, then the model itself is run; the note says so. The choice is remembered for the process,
@@ -113,9 +91,11 @@ def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward:
     key = precision, backward, sample.shape, x.dtype, x.device, torch.get_num_threads(), autocast, hooked
     with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(exclusive=True):
         known = _choices.setdefault(model, {})
-        choice = known.get(key) or _choose(model, sample, precision, backward=backward)
-        known[key] = choice
-        return _build(model, sample[:1], choice, backward=backward)
+        choice = known[key] = known.get(key) or _choose(model, sample, precision, backward=backward)
+        if choice.precision is None:
+            return FasterModel(model, choice.note)
+        candidate, why = _checked_copy(model, sample[:1], choice.precision, choice.pairs, backward=False)
+        return FasterModel(model, f"exact: {why}") if candidate is None else FasterModel(candidate, choice.note)
 
 
 def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
@@ -130,59 +110,38 @@ def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
 
 
 def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool) -> _Choice:
-    """Return the first variant that is exact enough and faster than the model."""
+    """Return the first precision whose copy is exact enough and faster than the model."""
     try:
-        expected = _trial(model, x, backward=backward)
+        pairs = foldable_pairs(model, x[:1])
     except Exception as error:  # noqa: BLE001 - the real pass raises it too
         return _Choice(None, (), f"exact: the trial of {precision} failed ({type(error).__name__})")
-    dropped: list[str] = []
-    for variant in [_BF16_AUTOCAST if backward else _BF16_WEIGHTS, _FAST][precision == "fast" :]:
-        pairs: Pairs | None = None
-        try:
-            pairs, note = _measure(model, x, variant, expected, backward=backward)
-        except Exception as error:  # noqa: BLE001 - not every model can be copied
-            note = f"failed here ({type(error).__name__})"
-        if pairs is not None:
-            return _Choice(variant, pairs, "; ".join([f"{variant.precision}: {note}", *dropped]))
-        dropped.append(f"{variant.precision} {note}")
+    dropped = ["bf16 is for passes without gradients"] if precision == "bf16" and backward else []
+    tried: list[Precision] = ["fast"] if precision == "fast" or backward else ["bf16", "fast"]
+    for option in tried:
+        candidate, note = _checked_copy(model, x, option, pairs, backward=backward)
+        if candidate is not None:
+            ratio = time_ratio(candidate, model, x, backward=backward)
+            if ratio <= REQUIRED_RATIO:
+                gain = f"{option}: {ratio:.2f} of the plain time, {note}, {len(pairs)} batch norms folded"
+                return _Choice(option, pairs, "; ".join([gain, *dropped]))
+            note = f"{option} was no faster here ({ratio:.2f} of the plain time)"
+        dropped.append(note)
     return _Choice(None, (), f"exact: {'; '.join(dropped)}")
 
 
-def _measure(
-    model: nn.Module, x: Tensor, variant: Variant, expected: list[Tensor], *, backward: bool
-) -> tuple[Pairs | None, str]:
-    """Return what is folded and the gain in words, or None and why the variant is dropped."""
-    pairs = foldable_pairs(model, x[:1])
-    candidate = _private_variant(model, variant, pairs, backward=backward)
-    tensors, outputs = _trial(candidate, x, backward=backward), len(expected) - backward
-    error, cosine = agreement(tensors[:outputs], expected[:outputs])
-    gradient_cosine = agreement(tensors[-1], expected[-1])[1] if backward else cosine
-    if not variant.is_exact_enough(error, cosine, gradient_cosine):
-        return None, f"was not exact enough here (cosine {min(cosine, gradient_cosine):.4f})"
-    ratio = time_ratio(candidate, model, x, backward=backward)
-    if ratio > REQUIRED_RATIO:
-        return None, f"was no faster here ({ratio:.2f} of the plain time)"
-    norms = sum(isinstance(module, NORMS) for module in model.modules())
-    folded = f", {len(pairs)} of {norms} batch norms folded" if norms else ""
-    note = f"{variant.how}channels_last{folded}; {ratio:.2f} of the plain time"
-    if variant.precision == "bf16":
-        note += f", cosine {cosine:.4f}" + f" and {gradient_cosine:.4f} of the gradient" * backward
-    return pairs, note
-
-
-def _build(model: nn.Module, row: Tensor, choice: _Choice, *, backward: bool) -> FasterModel:
-    """Return the chosen copy, with the weights as they are now and checked on one row."""
-    if choice.variant is None:
-        return FasterModel(model, choice.note)
-    precision = choice.variant.precision
+def _checked_copy(
+    model: nn.Module, x: Tensor, precision: Precision, pairs: Pairs, *, backward: bool
+) -> tuple[nn.Module | None, str]:
+    """Return a copy and how exact it is in words, or None and why it is not used."""
     try:
-        candidate = _private_variant(model, choice.variant, choice.pairs, backward=backward)
-        error, cosine = agreement(_trial(candidate, row, backward=False), _trial(model, row, backward=False))
-    except Exception as failure:  # noqa: BLE001 - for example memory that is short now
-        return FasterModel(model, f"exact: {precision} failed here ({type(failure).__name__})")
-    if not choice.variant.is_exact_enough(error, cosine, cosine):
-        return FasterModel(model, f"exact: {precision} was not exact enough here (cosine {cosine:.4f})")
-    return FasterModel(candidate, choice.note)
+        candidate = _converted_copy(model, precision, pairs)
+        error, cosine = agreement(_trial(candidate, x, backward=backward), _trial(model, x, backward=backward))
+    except Exception as failure:  # noqa: BLE001 - not every model can be copied, and memory may be short
+        return None, f"{precision} failed here ({type(failure).__name__})"
+    max_error, min_cosine = _TOLERANCES[precision]
+    if error > max_error or cosine < min_cosine:
+        return None, f"{precision} was not exact enough here (cosine {cosine:.4f})"
+    return candidate, f"cosine {cosine:.4f}"
 
 
 def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
@@ -212,32 +171,26 @@ def time_ratio(candidate: nn.Module, model: nn.Module, x: Tensor, *, backward: b
 class _Converted(nn.Module):
     """A private copy that accepts and returns the model's own types, and computes in its own layout and type."""
 
-    def __init__(self, model: nn.Module, variant: Variant) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.model, self.variant = model, variant
+        self.model, self.dtype = model, dtype
         self.training = False
 
     def forward(self, x: Tensor) -> Any:
         """Return the output of the copy."""
-        inputs = x.to(dtype=self.variant.weights or x.dtype, memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16) if self.variant.autocast else nullcontext():
-            output = self.model(inputs)
-        if self.variant.precision == "fast":
-            return output
-        return tree_map_tensors(output, lambda value: value.to(x.dtype) if value.dtype == torch.bfloat16 else value)
+        output = self.model(x.to(self.dtype or x.dtype, memory_format=torch.channels_last))
+        return tree_map_tensors(output, lambda value: value.to(x.dtype) if value.dtype is self.dtype else value)
 
 
-def _private_variant(model: nn.Module, variant: Variant, pairs: Pairs, *, backward: bool) -> nn.Module:
-    candidate = private_copy(model)
+def _converted_copy(model: nn.Module, precision: Precision, pairs: Pairs) -> nn.Module:
+    candidate, dtype = private_copy(model), torch.bfloat16 if precision == "bf16" else None
     fold(candidate, pairs)
     nn.Module.to(candidate, memory_format=torch.channels_last)
-    if variant.weights is not None:
-        nn.Module.to(candidate, dtype=variant.weights)
-    if backward:
-        # Backward passes past frozen weights are slower, in 16 bits through a transformer twenty times.
-        for parameter in candidate.parameters():
-            parameter.requires_grad = parameter.is_floating_point()
-    return _Converted(candidate, variant)
+    nn.Module.to(candidate, dtype=dtype)
+    for parameter in candidate.parameters():
+        # Backward passes past frozen weights are slower.
+        parameter.requires_grad = parameter.is_floating_point()
+    return _Converted(candidate, dtype)
 
 
 def private_copy(model: nn.Module) -> nn.Module:
@@ -268,22 +221,31 @@ def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:
     """
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     free = [(name, module) for name, module in model.named_modules() if not module_hooks(module)]
-    convolutions = {name: module for name, module in free if _is_foldable_convolution(module)}
     norms = {id(norm.running_mean): name for name, norm in free if _is_foldable_norm(norm) and names[id(norm)] == 1}
-    values, reads = UntracedAccess(), _Reads(model)
-    with torch.no_grad(), reads, values:
-        run_model(model, x)
-    if reads.takes_numbers or values.reason or has_global_module_hooks():
+    convolutions = {(id(part.weight), id(part.bias)): name for name, part in free if _is_foldable_convolution(part)}
+    tape, access = Tape(), UntracedAccess()
+    with torch.no_grad(), tape, access:
+        tape.begin(x)
+        tape.end(run_model(model, x))
+    if tape.refusal or access.reason or has_global_module_hooks():
         return ()
+    reads = Counter(tape.outputs)
+    for step in tape.steps:
+        reads.update(tree_leaves((step.args, step.kwargs), TensorPlace))
+
+    def tensor(part: Any) -> Tensor | None:
+        return tape.external[part.at] if isinstance(part, ExternalTensor) else None
+
+    convolved = {Slot(at): step for step in tape.steps if step.op is _CONVOLUTION for at in step.results if at}
     pairs = []
-    for name, convolution in convolutions.items():
-        op, options, convolved = reads.only_read(convolution.weight)
-        if op is not torch.ops.aten.convolution.default or options[2] is not convolution.bias:
+    for norm in tape.steps:
+        convolution = convolved.get(norm.args[0]) if "batch_norm" in str(norm.op) else None
+        if convolution is None or reads[norm.args[0]] != 1 or reads[convolution.args[1]] != 1:
             continue
-        op, options, _ = reads.only_read(convolved)
-        statistics = [value for value in options if id(value) in norms and reads.only_read(value)[0] is op]
-        if "batch_norm" in str(op) and options[0] is convolved and len(statistics) == 1:
-            pairs.append((name, norms[id(statistics[0])]))
+        name = convolutions.get((id(tensor(convolution.args[1])), id(tensor(convolution.args[2]))))
+        statistics = [part for part in norm.args if id(tensor(part)) in norms and reads[part] == 1]
+        if name is not None and len(statistics) == 1:
+            pairs.append((name, norms[id(tensor(statistics[0]))]))
     return tuple(pairs)
 
 
@@ -316,36 +278,6 @@ def fold(model: nn.Module, pairs: Pairs) -> None:
                 rest.add_module(name, getattr(norm, name))
         rest.training = False
         model.set_submodule(norm_name, rest)
-
-
-_Read = tuple[Any, tuple[Any, ...], Any]
-"""An operation that reads a tensor, its arguments and its result."""
-
-
-class _Reads(DispatchMode):
-    """The operations of a forward that read the model's own tensors or the output of a convolution."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.takes_numbers = False
-        # Tensors are held, so that no id is used twice.
-        self._watched = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        self._reads: defaultdict[int, list[_Read]] = defaultdict(list)
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = op(*args, **(kwargs or {}))
-        self.takes_numbers |= torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
-        for tensor in tree_leaves((args, kwargs or {}), Tensor):
-            if id(tensor) in self._watched:
-                self._reads[id(tensor)].append((op, args, output))
-        if op is torch.ops.aten.convolution.default:
-            self._watched[id(output)] = output
-        return output
-
-    def only_read(self, tensor: Tensor) -> _Read:
-        """Return the only operation that reads a tensor; (None, (), None) if there is none or several."""
-        reads = self._reads[id(tensor)]
-        return reads[0] if len(reads) == 1 else (None, (), None)
 
 
 def agreement(output: Any, expected: Any) -> tuple[float, float]:

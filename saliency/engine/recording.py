@@ -34,18 +34,19 @@ class ReplayMismatch(Exception):  # noqa: N818
     """A forward cannot be replayed, or a replay does not give what the model gives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+@dataclass(frozen=True)
+class TensorPlace:
+    """Stands for a tensor, by its number."""
+
+    at: int
+
+
+class Slot(TensorPlace):
     """Stands for a tensor that depends on the source; the source itself is slot 0."""
 
-    at: int
 
-
-@dataclass(frozen=True, slots=True)
-class ExternalTensor:
+class ExternalTensor(TensorPlace):
     """Stands for a tensor that does not depend on the source, such as a weight."""
-
-    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Tape(DispatchMode):
         self.refusal = ""
         self.aliased = False
         self.output: Any = None
-        self.outputs: list[Slot | ExternalTensor] = []
+        self.outputs: list[TensorPlace] = []
         self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, writes before
         self._held: dict[int, int] = {}  # by id: place in `external`
         # A weak reference to memory, unlike its address, is not used twice.

@@ -1,4 +1,4 @@
-"""Many passes of one model on variants of one image, in chunks that fit into memory."""
+"""Many passes of one model on variants of one image, in chunks of the fastest size that fits into memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,8 +24,11 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..errors import MethodError, TargetError
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
-from .chunk_tuner import MemoryGrowth, chunk_tuner_for
 from .estimates import Estimate
+
+MAX_CHUNK_CPU = 16
+"""Larger chunks are not faster on a CPU, and take more memory."""
+MAX_CHUNK_ACCELERATOR = 256
 
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
@@ -35,6 +40,81 @@ _T = TypeVar("_T")
 
 MakeInputs = Callable[[int, int], Tensor]
 """Creates the inputs (stop - start, C, H, W) of the passes `start` to `stop` - 1."""
+
+
+class ChunkTuner:
+    """Finds the fastest chunk size: the sizes 1, 2, 4, ... are tried once each, then the fastest is kept.
+
+    Every trial is real work, so nothing is thrown away. Rates stay up to date: if the fastest size becomes slower than
+    another one was, the other one is used. Threads may share one tuner.
+
+    Args:
+        most: The largest size.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._rates: dict[int, float] | None = None  # rows per second by size; None before the first chunk
+
+    @property
+    def best(self) -> int | None:
+        """The fastest size; None while sizes are still to be tried."""
+        rates = {size: rate for size, rate in (self._rates or {}).items() if size <= self.most}
+        if not rates:
+            return None
+        fastest = max(rates, key=rates.__getitem__)
+        last_two = sorted(rates)[-2:]
+        # After two slower sizes in a row, no larger size is faster.
+        is_falling = len(last_two) == 2 and all(rates[size] < 0.9 * rates[fastest] for size in last_two)
+        return None if 2 * last_two[-1] <= self.most and not is_falling else fastest
+
+    def size(self) -> int:
+        """Return the size of the next chunk."""
+        tried = [size for size in self._rates or {} if size <= self.most]
+        return self.best or (2 * max(tried) if tried else 1)
+
+    def record(self, size: int, seconds: float) -> None:
+        """Add the time of a chunk. The very first chunk is warm-up and is ignored."""
+        if self._rates is None:
+            self._rates = {}
+        elif size & (size - 1) == 0:  # the last chunk of a run may have any size
+            rate = size / max(seconds, 1e-9)
+            # A new dict: another thread may be reading the old one.
+            self._rates = {**self._rates, size: (self._rates.get(size, rate) + rate) / 2}
+
+    def too_large(self, size: int) -> None:
+        """Limit all later chunks to half of a size that ran out of memory."""
+        self.most = max(1, size // 2)
+
+
+_tuners: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, ChunkTuner]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def chunk_tuner_for(model: nn.Module, kind: Hashable, x: torch.Tensor) -> ChunkTuner:
+    """Return this process's tuner for a model, one kind of pass and inputs like `x` (1, C, H, W)."""
+    key = kind, tuple(x.shape[1:]), x.dtype, x.device, torch.get_num_threads()
+    most = MAX_CHUNK_CPU if x.device.type == "cpu" else MAX_CHUNK_ACCELERATOR
+    with _lock:
+        return _tuners.setdefault(model, {}).setdefault(key, ChunkTuner(most))
+
+
+def _linux_memory(file: str, field: str) -> int:
+    """Return a field of a file in /proc, in bytes; 0 on other systems."""
+    try:
+        lines = Path("/proc", file).read_text("ascii").splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def _rows_that_fit(growth: int) -> int:
+    """Return how many rows fit into half of the free memory, if the process grows by so many bytes per row.
+
+    Linux ends a process without free memory, instead of an error that could be caught. Other systems have no limit.
+    """
+    free = _linux_memory("meminfo", "MemAvailable")
+    return max(1, free // 2 // growth) if free and growth else sys.maxsize
 
 
 class ChunkResult(NamedTuple):
@@ -65,6 +145,7 @@ class PassRunner(ExitStack):
         label: The text of the progress bar.
         used: The number of passes so far.
         stopped: What ended the passes; "complete" until a limit is met.
+        precisions: How each kind of pass is run: see `RunStats.precision`.
         least: The number of passes that a map needs: limits and interrupts wait for them.
         interrupted: Ctrl-C was pressed, so the passes end after the current chunk.
         notes: What is added to the note of `RunStats`.
@@ -86,12 +167,12 @@ class PassRunner(ExitStack):
     least: int = 1
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
+    precisions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
         self._bar: Any = None
         self._began = time.perf_counter()
-        self._precisions: dict[str, str] = {}  # by kind of pass
         device = self.x.device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._autocast: dict[str, Any] = {"device_type": device, "dtype": dtype, "enabled": enabled}
@@ -111,14 +192,10 @@ class PassRunner(ExitStack):
     def effort(self) -> RunStats:
         """What was spent so far."""
         seconds = time.perf_counter() - self._began
-        precisions = list(dict.fromkeys(self._precisions.values())) or ["exact"]
-        if len(precisions) > 1:
-            precisions = [f"{precision} ({kind})" for kind, precision in self._precisions.items()]
+        precisions = [f"{precision} ({kind})" for kind, precision in self.precisions.items()]
+        if len(set(self.precisions.values())) < 2:
+            precisions = list(self.precisions.values())[:1] or ["exact"]
         return RunStats(self.used, seconds, self.stopped, "; ".join(precisions), "; ".join(self.notes))
-
-    def ran(self, kind: str, precision: str) -> None:
-        """Report how a kind of pass is run: see `RunStats.precision`."""
-        self._precisions[kind] = precision
 
     def target(self, count: int) -> ResolvedTarget:
         """Return the target for an output of `count` passes of the image."""
@@ -196,7 +273,7 @@ class PassRunner(ExitStack):
         from .fast_copy import faster_model
 
         faster = faster_model(self.model, self.x, self.precision, backward=backward)
-        self.ran("gradients" if backward else "forwards", faster.note)
+        self.precisions["gradients" if backward else "forwards"] = faster.note
         return faster.model
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
@@ -218,13 +295,14 @@ class PassRunner(ExitStack):
             count: The number of passes.
             kind: The kind of pass. The fastest chunk size is remembered for each kind.
         """
-        tuner, growth = chunk_tuner_for(self.model, (kind, self.precision), self.x), MemoryGrowth()
+        tuner = chunk_tuner_for(self.model, (kind, self.precision), self.x)
+        memory, growth = _linux_memory("self/status", "VmHWM"), 0  # growth of the process per row
         limit = self.budget.passes
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
         while at < most and not self._is_over(at):
-            fastest = min(tuner.size(), growth.most()) if self.chunk == "auto" else self.chunk
+            fastest = min(tuner.size(), _rows_that_fit(growth)) if self.chunk == "auto" else self.chunk
             size = self._size(min(fastest, most - at), at)
             began = time.perf_counter()
             try:
@@ -248,7 +326,7 @@ class PassRunner(ExitStack):
                 torch.cuda.empty_cache()
                 continue
             tuner.record(size, time.perf_counter() - began)
-            growth.record(size)
+            growth = max(growth, (_linux_memory("self/status", "VmHWM") - memory) // size)
             at += size
             self.used += size
             self._bar.update(size)

@@ -115,7 +115,7 @@ class NoisyAttribution(SampledAttribution):
             if self._coverages is not None:
                 self._coverages.append(result.coverage)
             for stats in result.effort:
-                passes.ran(self.inner, stats.precision)
+                passes.precisions[self.inner] = stats.precision
             yield at_least_float32(result.values.detach()), result.layer
 
     def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:

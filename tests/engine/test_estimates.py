@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from saliency.engine.estimates import Estimate, rank_correlation, relative_error
+from saliency.engine.estimates import Estimate, rank_correlation
 
 
 def samples(count: int, seed: int = 0, *, offset: float = 0.0) -> torch.Tensor:
@@ -85,9 +85,19 @@ def test_constant_maps_agree() -> None:
     assert rank_correlation(torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)) == 1.0
 
 
-def test_the_relative_error_of_nothing_is_zero_and_of_an_unknown_one_infinite() -> None:
-    zero = torch.zeros(3, 3)
-    assert relative_error(zero, zero) == 0
-    assert relative_error(zero, torch.ones(3, 3)) == math.inf
-    assert relative_error(torch.ones(3, 3), None) == math.inf
-    assert relative_error(torch.full((2, 2), 4.0), torch.full((2, 2), 1.0)) == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    ("mean", "error", "expected"), [(0, 0, 0), (0, 1, math.inf), (1, None, math.inf), (4, 1, 0.25), (-4, 1, 0.25)]
+)
+def test_the_relative_error_of_nothing_is_zero_and_of_an_unknown_one_infinite(
+    mean: float, error: float | None, expected: float
+) -> None:
+    class Known(Estimate):
+        @property
+        def mean(self) -> torch.Tensor:
+            return torch.full((3, 3), float(mean))
+
+        @property
+        def error(self) -> torch.Tensor | None:
+            return None if error is None else torch.full((3, 3), float(error))
+
+    assert Known().relative_error == pytest.approx(expected)

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option, RunStats
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.engine.chunk_tuner import MAX_CHUNK_CPU, ChunkTuner, chunk_tuner_for
 from saliency.engine.estimates import Estimate
 from saliency.engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
-from saliency.engine.runner import MakeInputs, PassRunner
+from saliency.engine.runner import MAX_CHUNK_CPU, ChunkTuner, MakeInputs, PassRunner, chunk_tuner_for
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
 from saliency.testing import images, tiny_model

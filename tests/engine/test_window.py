@@ -84,7 +84,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def share_of(local: Callable[[], Any], whole: Callable[[], Any]) -> float:
     """The multiply-adds of one run over those of another."""
-    totals = []
+    totals: list[int] = []
     for run in (local, whole):
         with Work() as work:
             run()
