@@ -27,8 +27,7 @@ from ..targets.targets import TargetLike
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared, signature_of
-from .output_rows import has_batch_statistics, warn_of_coupled_images
-from .resolved_target import ResolvedTarget
+from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 
 METHODS: dict[str, type[Attribution]] = {}
 """All methods by name. A class with a `name` is registered when it is defined."""
@@ -208,22 +207,15 @@ class Attribution(HasOptions, ABC):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {self.name} are NaN or infinite")
         return Explanation(
-            values=values,
-            scores=result.scores.detach(),
+            **result._replace(values=values, scores=result.scores.detach())._asdict(),
             method=self.name or type(self).__name__,
             settings=self.settings,
             target=target.indices,
             target_names=target.names,
             probabilities=target.probabilities,
-            layer=result.layer,
             input_size=(int(batch.tensor.shape[-2]), int(batch.tensor.shape[-1])),
             frames=batch.frames,
             sign=self.sign,
-            coverage=result.coverage,
-            residual=result.residual,
-            error=result.error,
-            agreement=result.agreement,
-            effort=result.effort,
         )
 
     def __repr__(self) -> str:
@@ -330,15 +322,15 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     if any((method.preprocess, method.categories) != (first.preprocess, first.categories) for method in methods):
         raise MethodError("explain_together takes methods with the same preprocessing and the same class names")
     batch = first.read(image)
-    selection = ResolvedTarget(target, len(batch.tensor), first.categories)
-    selections = [method.explained_target(selection) for method in methods]
-    pairs = list(zip(methods, selections, strict=True))
-    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is selection]
+    resolved = ResolvedTarget(target, len(batch.tensor), first.categories)
+    targets = [method.explained_target(resolved) for method in methods]
+    pairs = list(zip(methods, targets, strict=True))
+    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
     with prepared_for_attribution(first.model):
-        shared = read_one_forward(traced, batch.tensor, [selection])[0] if traced else []
+        shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []
         by_id = dict(zip(map(id, traced), shared, strict=True))
-        results = [by_id.get(id(m)) or m.explain(batch.tensor, own) for m, own in pairs]
-    return [m.explanation(result, own, batch) for result, (m, own) in zip(results, pairs, strict=True)]
+        results = [by_id.get(id(method)) or method.explain(batch.tensor, own) for method, own in pairs]
+    return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 
 
 def _to_json(setting: Any) -> Setting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import save_tensors
+from ..io.image_io import decode
 from ..io.preprocess import Box, Frame
 from .options import RunStats
 
@@ -80,16 +82,14 @@ class Explanation:
 
     def __getitem__(self, index: int | slice) -> Explanation:
         """Return the explanation of one image (N = 1) or of a slice of images. Raises IndexError past the end."""
-        at = range(len(self))[index]
-        rows = at if isinstance(at, range) else range(at, at + 1)
-        chosen: dict[str, Any] = {
+        chosen = range(len(self))[index]
+        rows = chosen if isinstance(chosen, range) else range(chosen, chosen + 1)
+        parts: dict[str, Any] = {
             name: tensor[list(rows)] if len(rows) != 1 else tensor[rows[0] : rows[0] + 1]
-            for name in _TENSORS
-            if (tensor := getattr(self, name)) is not None
+            for name, tensor in self._tensors().items()
         }
-        chosen |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
-        chosen["effort"] = tuple(self.effort[i] for i in rows) if self.effort else ()
-        return replace(self, **chosen)
+        parts |= {name: tuple(getattr(self, name)[i] for i in rows) for name in ("target", "target_names", "frames")}
+        return replace(self, **parts, effort=tuple(self.effort[i] for i in rows) if self.effort else ())
 
     def __iter__(self) -> Iterator[Explanation]:
         """Iterate over the explanations of single images."""
@@ -109,8 +109,11 @@ class Explanation:
 
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""
-        moved = {name: tensor.to(device) for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything, including the original images, to one safetensors file with a JSON header.
@@ -124,12 +127,12 @@ class Explanation:
         path = Path(path)
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
-        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
         tensors = {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self._tensors().items()
         }
         tensors |= {f"picture.{i}": _encoded(f.picture) for i, f in enumerate(self.frames) if f is not None}
-        save_tensors(path, tensors, {"saliency": json.dumps(self._header())})
+        save_tensors(path, tensors, {"saliency": json.dumps(self._header(), default=asdict)})
         return path
 
     @classmethod
@@ -153,8 +156,6 @@ class Explanation:
     def _header(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TENSORS}
         plain["settings"] = dict(self.settings)
-        plain["coverage"] = asdict(self.coverage) if self.coverage else None
-        plain["effort"] = [asdict(stats) for stats in self.effort]
         plain["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
         return {"format": _FORMAT, **plain}
 
@@ -168,13 +169,13 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
         None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), _as_box(*box))
         for i, box in enumerate(plain["frames"])
     )
-    kept = {name: tensors.get(name) for name in _TENSORS}
-    per_image = [plain["target"], plain["target_names"], plain["frames"], plain["effort"] or None, *kept.values()]
-    if kept["values"] is None or kept["scores"] is None:
+    stored = {name: tensors.get(name) for name in _TENSORS}
+    per_image = [plain["target"], plain["target_names"], plain["frames"], plain["effort"] or None, *stored.values()]
+    if stored["values"] is None or stored["scores"] is None:
         raise ValueError("the values or the scores are missing")
-    if {len(part) for part in per_image if part is not None} != {len(kept["values"])}:
+    if {len(part) for part in per_image if part is not None} != {len(stored["values"])}:
         raise ValueError("the parts disagree on the number of images")
-    return plain | kept
+    return plain | stored
 
 
 def _encoded(picture: Image.Image) -> Tensor:
@@ -185,10 +186,8 @@ def _encoded(picture: Image.Image) -> Tensor:
 
 
 def _decoded(data: Tensor) -> Image.Image:
-    # Call the reader directly: Image.open limits the number of pixels, but this image has been accepted before.
-    picture = PngImagePlugin.PngImageFile(io.BytesIO(data.numpy().tobytes()))
-    picture.load()
-    return picture.copy()
+    # The number of pixels is not limited again: this image has been accepted before.
+    return decode(io.BytesIO(data.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
 
 
 def _as_box(left: float, top: float, right: float, bottom: float) -> Box:

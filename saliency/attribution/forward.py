@@ -61,7 +61,7 @@ class SharedForward:
             self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
         return self._layouts[name]
 
-    def gradients(self, score: Tensor, at: list[Tensor]) -> list[Tensor | None]:
+    def gradients(self, score: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
         """Return the gradients of a score at some tensors of this forward; None for a tensor without influence on it.
 
         Raises:
@@ -74,40 +74,39 @@ class SharedForward:
                 raise RuntimeError(
                     "more backward passes than the methods' class attribute `backwards` declares; raise it there"
                 )
-        tensors = [tensor for tensor in at if tensor.requires_grad]
+        tensors = [tensor for tensor in inputs if tensor.requires_grad]
         retain = self._backwards_left != 0
         try:
             grads = iter(torch.autograd.grad(score, tensors, retain_graph=retain, allow_unused=True) if tensors else ())
         except RuntimeError:
             refuse_checkpoints(score)
             raise
-        return [next(grads) if tensor.requires_grad else None for tensor in at]
+        return [next(grads) if tensor.requires_grad else None for tensor in inputs]
 
-    def target_gradients(self, selection: ResolvedTarget) -> TargetGradients:
+    def target_gradients(self, target: ResolvedTarget) -> TargetGradients:
         """Return the scores and gradients of one target."""
-        return TargetGradients(self, selection)
+        return TargetGradients(self, target)
 
 
 class TargetGradients:
-    """Scores, activations and gradients of one forward for one target."""
+    """Scores, activations and gradients of one forward for one target.
+
+    Attributes:
+        forward: The forward.
+        target: The target.
+        x: (N, C, H, W) the batch.
+        scores: (N,) the scores.
+    """
 
     def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
         self.forward = forward
         self.target = target
         self._scores = target(forward.output)
+        self.x = forward.x.detach()  # (N, C, H, W)
+        self.scores = self._scores.detach()  # (N,)
         self._layer_gradients: dict[str, Tensor] | None = None
         self._input_gradient: Tensor | None = None
         self._sites: Sites | None = None
-
-    @property
-    def x(self) -> Tensor:
-        """Batch (N, C, H, W)."""
-        return self.forward.x.detach()
-
-    @property
-    def scores(self) -> Tensor:
-        """Scores (N,)."""
-        return self._scores.detach()
 
     def activation(self, layer: str) -> Tensor:
         """Return the output of a layer as maps (N, K, h, w)."""
@@ -152,9 +151,9 @@ class TargetGradients:
             raise TargetError(INDEPENDENT)
         return gradient
 
-    def _gradients(self, at: list[Tensor]) -> list[Tensor | None]:
+    def _gradients(self, inputs: list[Tensor]) -> list[Tensor | None]:
         self.require_gradient()
-        return self.forward.gradients(self._scores.sum(), at)
+        return self.forward.gradients(self._scores.sum(), inputs)
 
     def require_gradient(self) -> None:
         """Check that the scores have a gradient.

@@ -1,19 +1,28 @@
-"""The target of one call: resolved from the first output, checked, and named."""
+"""The target of one call, and which part of a model's output belongs to which image of a batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ..errors import NonFiniteError, TargetError
-from ..hooks.autograd_graph import tensor_version
-from ..hooks.pytree import tree_tensors
+from ..errors import NonFiniteError, TargetError, warn
+from ..hooks.autograd_graph import forward_hook_ids, tensor_version
+from ..hooks.model_state import run_model, unique_modules
+from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..targets.class_names import Categories, class_probabilities, class_scores
-from ..targets.targets import ClassScore, OutputTarget, TargetLike, as_target
-from .output_rows import OutputRows, repeat_target
+from ..targets.targets import ClassScore, FunctionTarget, OutputTarget, Target, TargetLike, as_target
+
+COUPLED = "one pass at a time: the images of a batch affect each other in this model"
+_UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | None
 
 
 class ResolvedTarget:
@@ -37,9 +46,10 @@ class ResolvedTarget:
             NonFiniteError: A score is NaN or infinite.
         """
         if not self._is_resolved:
-            if isinstance(self.target, OutputTarget):
-                self.target = self.target.resolve_from(output)
-            self.probabilities = self._probabilities(output)
+            self.target = self.target.resolve_from(output)
+            # Without classes, or with a single number per image, there is no probability.
+            if None not in self.indices and class_scores(output).shape[1] > 1:
+                self.probabilities = ClassScore(self.indices)(class_probabilities(output).detach().float())
             self._is_resolved = True
         before = _versions(output)
         scores = self.target(output)
@@ -51,14 +61,12 @@ class ResolvedTarget:
     @property
     def indices(self) -> tuple[int | None, ...]:
         """Class indices, one per image; None if the target is not a class."""
-        return self.target.indices(self.images) if isinstance(self.target, OutputTarget) else (None,) * self.images
+        return self.target.indices(self.images)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the target, one per image."""
-        if isinstance(self.target, OutputTarget):
-            return self.target.names(self.images, self.categories)
-        return (getattr(self.target, "__name__", type(self.target).__name__).strip("<>"),) * self.images
+        return self.target.names(self.images, self.categories)
 
     def rows(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image.
@@ -67,23 +75,13 @@ class ResolvedTarget:
             image: The index of the image in the batch.
             count: The number of passes.
             rows: Returns how the model's output divides into images; called if the target is a function.
-
-        Raises:
-            ValueError: The target is not resolved yet.
         """
-        if not self._is_resolved:
-            raise ValueError("the target is not resolved yet; call it with the output for the batch first")
-        resolved = ResolvedTarget(repeat_target(self.target, self.images, image, count, rows), count, self.categories)
+        target: TargetLike = self.target.repeated(image, count)
+        if isinstance(target, FunctionTarget):
+            target = _RepeatedFunction(target.function, self.images, image, count, rows())
+        resolved = ResolvedTarget(target, count, self.categories)
         resolved._is_resolved = True
         return resolved
-
-    def _probabilities(self, output: Any) -> Tensor | None:
-        """Return the probability of each image's class; None without classes. Outputs may already be probabilities."""
-        if None in self.indices:
-            return None
-        if class_scores(output).shape[1] == 1:
-            return None
-        return ClassScore(self.indices)(class_probabilities(output).detach().float())
 
     def _check(self, scores: Any) -> None:
         if not isinstance(scores, Tensor) or scores.shape != (self.images,) or not scores.is_floating_point():
@@ -100,3 +98,166 @@ class ResolvedTarget:
 def _versions(output: Any) -> list[int]:
     """Return how often each tensor of an output was changed in place."""
     return [tensor_version(tensor) for tensor in tree_tensors(output)]
+
+
+@dataclass(frozen=True, slots=True)
+class _RepeatedFunction:
+    """Function of a batch's output, evaluated for one of its images.
+
+    The function may combine the rows of a batch, so for each pass it gets a whole batch of copies.
+    """
+
+    function: Target
+    images: int
+    image: int
+    count: int
+    rows: OutputRows
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the scores (k,) of an output of k passes. Raises TargetError unless it gives one score per image."""
+        if self.images == self.count == 1:
+            return self.function(output)
+        scores: list[Any] = [self.function(self.rows.repeated(output, row, self.images)) for row in range(self.count)]
+        if any(not isinstance(score, Tensor) or score.shape != (self.images,) for score in scores):
+            raise TargetError(
+                f"the target did not return one score per image: expected a tensor ({self.images},) in each call"
+            )
+        return torch.stack([score[self.image] for score in scores])
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Assignment of the parts of a model's output to the images of a batch.
+
+    It is derived from the outputs for one image and for two: a dimension whose size changes is that of the images. A
+    constant tensor is not divided, even if it has as many rows as the batch has images.
+
+    Attributes:
+        one: The output for one image; its tensors have shapes but no values.
+        two: The output for two images; None if the model does not run two.
+        serial_reason: Why a function of the output cannot be evaluated for several passes at once; empty if it can.
+    """
+
+    one: Any
+    two: Any
+    serial_reason: str = ""
+
+    def repeated(self, output: Any, row: int, times: int) -> Any:
+        """Return the output of a batch that holds one image `times` times.
+
+        Args:
+            output: An output of the model.
+            row: The image's row in it.
+            times: The number of copies.
+
+        Raises:
+            TargetError: The output does not divide into images.
+        """
+        return _repeated(self.one, self.two, output, row, times)
+
+
+def _repeated(one: Any, two: Any, output: Any, row: int, times: int) -> Any:
+    if isinstance(output, Tensor) and isinstance(one, Tensor) and isinstance(two, Tensor):
+        if one.shape == two.shape:
+            return output
+        sizes = list(zip(one.shape, two.shape, strict=False))
+        changed = [dim for dim, (single, double) in enumerate(sizes) if single != double]
+        if one.dim() == two.dim() and len(changed) == 1 and sizes[changed[0]] == (1, 2):
+            return torch.cat([output.narrow(changed[0], row, 1)] * times, changed[0])
+    elif type(one) is type(two) is type(output):
+        if isinstance(output, _SHARED):
+            return output
+        if isinstance(output, tuple | list) and (len(one), len(two)) == (1, 2):
+            return type(output)([output[row]] * times)
+        children = [tree_children(tree) for tree in (one, two, output)]
+        parts = [list_ for list_ in children if list_ is not None]
+        if len(parts) == 3 and len({*map(len, parts)}) == 1:
+            return tree_with_children(
+                output, [_repeated(a, b, part, row, times) for a, b, part in zip(*parts, strict=True)]
+            )
+    kind = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise TargetError(
+        f"a {kind} in the model's output does not show which part of it belongs to which image; explain one image at a "
+        "time, or let the model return one row or one list entry per image"
+    )
+
+
+def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
+    """Find which part of a model's output belongs to which image.
+
+    The model runs twice: on the given image, and on this image together with noise of the same mean and deviation.
+
+    Args:
+        model: The model, in `prepared_for_attribution`.
+        x: (1, C, H, W) one image.
+    """
+    with torch.no_grad():
+        one = run_model(model, x)
+        try:
+            two = run_model(model, torch.cat([x, _noise_like(x)]))
+        except Exception as error:  # noqa: BLE001 - the result states the model's error
+            return OutputRows(None, None, f"one pass at a time: the model does not run a batch of two images ({error})")
+        rows = OutputRows(*(tree_map_tensors(output, lambda tensor: tensor.to("meta")) for output in (one, two)))
+        try:
+            first = rows.repeated(two, 0, 1)
+        except TargetError:  # an output without division cannot be compared
+            return replace(rows, serial_reason=_UNDIVIDED)
+        is_alone = trees_agree(one, first, coarsest=rounding(_dtype_of(x), x.device))
+    return rows if is_alone else replace(rows, serial_reason=COUPLED)
+
+
+def _noise_like(x: Tensor) -> Tensor:
+    """Return noise with the mean of an image, and its deviation or, for a constant image, 1."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
+    deviation = x.std() if x.numel() > 1 else x.new_zeros(())
+    return x.mean() + noise * torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """Return the type in which a model computes: that of the image, or of the caller's autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+_serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+_MOST_REASONS = 32  # per model
+
+
+def serial_reason(target: OutputTarget, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
+    """Return why the passes of an image cannot run together for a target; empty if they can.
+
+    Args:
+        target: The resolved target.
+        model: The model, in `prepared_for_attribution`.
+        x: (1, C, H, W) the image.
+        rows: Returns how the model's output divides into images; called if the target is a function.
+    """
+    return rows().serial_reason if isinstance(target, FunctionTarget) else cached_serial_reason(model, x)
+
+
+def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
+    """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
+    modules = tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
+    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
+    known = _serial_reasons.setdefault(model, {})
+    if key in known:
+        return known[key]
+    reason = output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")
+    if reason in ("", COUPLED):  # an error of the model, such as out of memory, may not recur
+        if len(known) == _MOST_REASONS:
+            known.clear()
+        known[key] = reason
+    return reason
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Return whether a batch norm uses the statistics of the batch in evaluation mode."""
+    return any(isinstance(norm, _BATCH_NORMS) and norm.running_mean is None for norm in unique_modules(model))
+
+
+def warn_of_coupled_images() -> None:
+    """Warn that the maps of a batch are not those of its single images."""
+    warn(
+        "the images of a batch affect each other in this model, as in a batch norm without running statistics, so each "
+        "map depends on the other images; explain them one at a time"
+    )

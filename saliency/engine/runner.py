@@ -19,8 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.options import Budget, Chunk, OnInterrupt, Precision, RunStats, Stopped
-from ..attribution.output_rows import COUPLED, OutputRows, output_rows, serial_reason, warn_of_coupled_images
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.resolved_target import (
+    COUPLED,
+    OutputRows,
+    ResolvedTarget,
+    output_rows,
+    serial_reason,
+    warn_of_coupled_images,
+)
 from ..errors import MethodError, TargetError
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints

@@ -567,8 +567,7 @@ class Objective:
         return value.mean()
 
     def _score(self, output: Any, batch: ModelCall) -> Any:
-        target = as_target(self._given, batch.size, self._categories)
-        return (target.resolve_from(output) if isinstance(target, OutputTarget) else target)(output)
+        return as_target(self._given, batch.size, self._categories).resolve_from(output)(output)
 
     def _loss(self, output: Any, batch: ModelCall) -> Any:
         takes_labels = _takes_labels(self._given)

@@ -108,8 +108,8 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): permute its axes")
     is_plain = type(image).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or image.layout != torch.strided or image.is_meta or image.itemsize == 1:
-        kind = f"{type(image).__name__}, {image.layout}, on {image.device}"
-        raise ImageError(f"{label} ({kind}); expected an ordinary torch.Tensor with values")
+        kind = f"{type(image).__name__} ({image.layout}, on {image.device})"
+        raise ImageError(f"{label} is a {kind}; expected a plain torch.Tensor with values")
     # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
     tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.forward import at_least_float32
 from ..attribution.options import RunStats
-from ..attribution.output_rows import output_rows
-from ..attribution.resolved_target import ResolvedTarget
+from ..attribution.resolved_target import ResolvedTarget, output_rows
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import NotApplicableError, TargetError, warn
 from ..hooks.autograd_graph import next_functions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import TargetError, did_you_mean
+from ..validation import is_integer
 
 Categories = Sequence[str] | None
 """Class names in the order of the output; None if the model has none."""
@@ -43,26 +43,15 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def _example_target(output: Any) -> str:
-    """Return the code of an example target, for the error message about an output with several tensors."""
-    if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping) and output[0]:  # one per image
+    """Return the code of a target that sums the scores, or else the first entry, of an output."""
+    if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping):  # one entry per image
         return f"torch.stack([image[{_scores_key(output[0])!r}].sum() for image in output])"
-    return f"{_selection_code(output, 'output')}.flatten(1).sum(1)"
+    key = 0 if isinstance(output, list | tuple) else _scores_key(output) if isinstance(output, Mapping) else "scores"
+    return f"output[{key!r}].flatten(1).sum(1)"
 
 
-def _selection_code(output: Any, path: str) -> str:
-    """Return the code that selects the scores of an output, or its first tensor."""
-    if isinstance(output, Mapping) and output:
-        return _selection_code(output[_scores_key(output)], f"{path}[{_scores_key(output)!r}]")
-    if isinstance(output, tuple | list) and output:
-        fields = getattr(output, "_fields", None)
-        return _selection_code(output[0], f"{path}.{fields[0]}" if fields else f"{path}[0]")
-    return path if isinstance(output, Tensor) or path != "output" else "output['scores']"
-
-
-def _scores_key(named: Mapping[Any, Any]) -> Any:
-    """Return the key of an output that is most likely the scores."""
-    tensors = [key for key, value in named.items() if isinstance(value, Tensor)]
-    return next((key for key in ("scores", "logits") if key in tensors), (tensors or list(named))[0])
+def _scores_key(parts: Mapping[Any, Any]) -> Any:
+    return "scores" if "scores" in parts else next(iter(parts), "scores")
 
 
 def as_categories(like: Any) -> tuple[str, ...]:
@@ -131,8 +120,8 @@ def class_index(label: Any, categories: Categories) -> int:
     """Return the index of a class, given by index or name. For an unknown name, TargetError has the closest names."""
     if not isinstance(label, str):
         index = class_number(label)
-        if categories is not None and index >= len(categories):
-            raise TargetError(f"class {index} is outside 0..{len(categories) - 1}")
+        if categories is not None:
+            require_class(index, len(categories))
         return index
     if categories is None:
         raise TargetError(
@@ -159,12 +148,14 @@ def class_name(index: int, categories: Categories) -> str:
 def class_number(label: Any) -> int:
     """Return a class index as an int. Raises TargetError unless it is a non-negative integer."""
     label = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
-    try:
-        index = operator.index(label) if not isinstance(label, bool) else None
-    except TypeError:
-        index = None
-    if index is None:
+    if not is_integer(label, least=None):
         raise TargetError(f"a class is an index or a name, got {label!r} ({type(label).__name__})")
-    if index < 0:
-        raise TargetError(f"class {index} is negative; classes count from 0")
-    return index
+    if int(label) < 0:
+        raise TargetError(f"class {label} is negative; classes count from 0")
+    return int(label)
+
+
+def require_class(index: int, classes: int) -> None:
+    """Raise TargetError unless a class index is less than the number of classes."""
+    if index >= classes:
+        raise TargetError(f"class {index} is outside 0..{classes - 1}, the classes of the model's output")

@@ -25,6 +25,7 @@ from .class_names import (
     class_scores,
     output_tensor,
     per_image,
+    require_class,
 )
 
 Target = Callable[[Any], Tensor]
@@ -37,13 +38,13 @@ TargetLike = int | str | Sequence[int] | Sequence[str] | Tensor | Target | None
 class OutputTarget(ABC):
     """Base class of the toolkit's targets, which resolve class names and have a name for display."""
 
-    @abstractmethod
     def resolve(self, images: int, categories: Categories) -> OutputTarget:
         """Return the target with class indices instead of names, one per image.
 
         Raises:
             TargetError: A class is unknown, or the number of classes is wrong.
         """
+        return self
 
     def resolve_from(self, output: Any) -> OutputTarget:
         """Return the target with everything fixed that depends on the output, such as the top class."""
@@ -53,9 +54,9 @@ class OutputTarget(ABC):
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output."""
 
-    @abstractmethod
     def repeated(self, image: int, count: int) -> OutputTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
+        return self
 
     @abstractmethod
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
@@ -100,10 +101,7 @@ class ClassScore(OutputTarget):
                 f"{'s' * (len(self.classes) != 1)}; pass a function of the output as the target"
             )
         for index in self.classes:
-            if index >= scores.shape[1]:
-                raise TargetError(
-                    f"class {index} is outside 0..{scores.shape[1] - 1}, the classes of the model's output"
-                )
+            require_class(index, scores.shape[1])
         return self
 
     def __call__(self, output: Any) -> Tensor:
@@ -167,11 +165,11 @@ class Contrast(_ClassTarget):
 
     def resolve_from(self, output: Any) -> OutputTarget:
         """Return the target, with the top class if no class was given. Raises TargetError if both classes are equal."""
-        scores = tuple(score.resolve_from(output) for score in self.scores)
-        for index, other in zip(*(score.classes for score in scores), strict=True):
+        first, second = (score.resolve_from(output) for score in self.scores)
+        for index, other in zip(first.classes, second.classes, strict=True):
             if index == other:
                 raise TargetError(f"contrast compares class {index} with itself; pass another class as `against`")
-        return replace(self, scores=scores)
+        return replace(self, scores=(first, second))
 
     def __call__(self, output: Any) -> Tensor:
         """Return the differences (N,) of the two scores."""
@@ -196,28 +194,25 @@ class Region(OutputTarget):
 
     def resolve_from(self, output: Any) -> Region:
         """Return the target with the pixels that the model assigns to the class, if none were given."""
-        scores = self._scores(output)
-        index = int(self.label)
-        if index >= scores.shape[1]:
-            raise TargetError(f"class {index} is outside 0..{scores.shape[1] - 1}, the classes of the model's output")
+        scores, index = self._scores(output), int(self.label)
+        require_class(index, scores.shape[1])
+        shape = (len(scores), *scores.shape[2:])
         if self.where is None:
             where = scores.detach().argmax(1) == index
-            if not where.flatten(1).any(1).all():
-                empty = (~where.flatten(1).any(1)).nonzero().flatten().tolist()
-                raise TargetError(
-                    f"the model assigns no pixel to class {index} in image {empty[0]}; "
-                    f"pass the pixels: region({index}, where)"
-                )
-            return replace(self, where=where)
-        where = self.where.to(scores.device).bool()
-        shape = (scores.shape[0], *scores.shape[2:])
-        if where.shape not in (shape, shape[1:]):
-            raise TargetError(
-                f"the region has shape {tuple(where.shape)}; expected {shape[1:]}, or {shape} for one per image"
+            problem = (
+                f"the model assigns no pixel to class {index} in image {{}}; pass the pixels: region({index}, where)"
             )
-        where = where.expand(shape)
-        if not where.flatten(1).any(1).all():
-            raise TargetError("the region has no pixel; mark at least one with True")
+        else:
+            where = self.where.to(scores.device).bool()
+            problem = "the region has no pixel in image {}; mark at least one with True"
+            if where.shape not in (shape, shape[1:]):
+                raise TargetError(
+                    f"the region has shape {tuple(where.shape)}; expected {shape[1:]}, or {shape} for one per image"
+                )
+            where = where.expand(shape)
+        is_empty = ~where.flatten(1).any(1)
+        if is_empty.any():
+            raise TargetError(problem.format(int(is_empty.nonzero()[0])))
         return replace(self, where=where)
 
     def __call__(self, output: Any) -> Tensor:
@@ -252,10 +247,6 @@ class Value(OutputTarget):
 
     index: tuple[int, ...]
 
-    def resolve(self, images: int, categories: Categories) -> Value:
-        """Return the target unchanged: it has no class names."""
-        return self
-
     def resolve_from(self, output: Any) -> Value:
         """Return the target unchanged. Raises TargetError if the index is outside the output."""
         shape = tuple(output_tensor(output).shape[1:])
@@ -271,13 +262,24 @@ class Value(OutputTarget):
             values = values[..., index]
         return values
 
-    def repeated(self, image: int, count: int) -> Value:
-        """Return the target unchanged: the index is the same in every row."""
-        return self
-
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `value 3`."""
         return (" ".join(["value", *map(str, self.index)]),) * images
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTarget(OutputTarget):
+    """Function of the output that the user wrote."""
+
+    function: Target
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return what the function returns."""
+        return self.function(output)
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return the name of the function, or of its class."""
+        return (getattr(self.function, "__name__", type(self.function).__name__).strip("<>"),) * images
 
 
 def probability(target: Any = None) -> Target:
@@ -335,7 +337,7 @@ def value(*index: int) -> Target:
     return Value(index)
 
 
-def as_target(target: TargetLike, images: int, categories: Categories = None) -> Target:
+def as_target(target: TargetLike, images: int, categories: Categories = None) -> OutputTarget:
     """Convert classes or a function to a target, and check class names and counts.
 
     Raises:
@@ -344,5 +346,5 @@ def as_target(target: TargetLike, images: int, categories: Categories = None) ->
     if isinstance(target, OutputTarget):
         return target.resolve(images, categories)
     if callable(target) and not isinstance(target, Tensor):
-        return target
+        return FunctionTarget(target)
     return ClassScore(target).resolve(images, categories)

@@ -418,7 +418,7 @@ def test_an_input_of_a_subclass_of_tensor_is_explained_as_a_plain_one(name: str)
     values = method.attribute(x.as_subclass(Tagged), 0).values
     assert type(values) is Tensor
     torch.testing.assert_close(values, method.attribute(x, 0).values)
-    with pytest.raises(ImageError, match=r"Wrapper.*expected an ordinary"):
+    with pytest.raises(ImageError, match=r"is a Wrapper .*expected a plain"):
         method.attribute(Wrapper(), 0)
 
 

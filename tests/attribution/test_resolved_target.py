@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, SaliencyWarning, TargetError
-from saliency.attribution.output_rows import cached_serial_reason, output_rows
+from saliency.attribution.resolved_target import cached_serial_reason, output_rows
 from saliency.testing import tiny_model
 
 named: dict[str, Any] = dict(METHODS)
