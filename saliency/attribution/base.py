@@ -11,6 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
@@ -22,8 +23,7 @@ from ..hooks.model_state import ModelAttribute, model_attribute, prepared_for_at
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import PreprocessLike, as_preprocess
-from ..targets.class_names import as_categories
-from ..targets.targets import TargetLike
+from ..targets.targets import TargetLike, as_categories
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared, signature_of
@@ -173,7 +173,7 @@ class Attribution(HasOptions, ABC):
             self.explained_target(ResolvedTarget(target, len(batch.tensor), self.categories)) for target in targets
         ]
         with prepared_for_attribution(self.model):
-            results = self.explain_each(batch.tensor, resolved)
+            results = self.explain_targets(batch.tensor, resolved)
         return [self.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
 
     @abstractmethod
@@ -191,7 +191,7 @@ class Attribution(HasOptions, ABC):
         """Return the target that the method explains. Methods that do not explain the given target override this."""
         return target
 
-    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
@@ -245,9 +245,9 @@ class TracedAttribution(Attribution):
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Explain one target."""
-        return self.explain_each(x, [target])[0]
+        return self.explain_targets(x, [target])[0]
 
-    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """Explain several targets from one forward."""
         return [results[0] for results in read_one_forward([self], x, targets)]
 
@@ -262,8 +262,8 @@ def read_one_forward(
     depths = {method.gradients for method in methods}
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
     backwards = [method.backwards for method in methods if method.backwards is not None]
-    most = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
-    forward = SharedForward(methods[0].model, x, (name for names in layers for name in names), deepest, most)
+    max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
+    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards)
     results = []
     for target in targets:
         grads = forward.target_gradients(target)

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,17 @@ from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import forward_hook_ids, tensor_version
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
-from ..targets.class_names import Categories, class_probabilities, class_scores
-from ..targets.targets import ClassScore, FunctionTarget, OutputTarget, Target, TargetLike, as_target
+from ..targets.targets import (
+    Categories,
+    ClassScore,
+    FunctionTarget,
+    OutputTarget,
+    Target,
+    TargetLike,
+    as_target,
+    class_probabilities,
+    class_scores,
+)
 
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -76,9 +86,9 @@ class ResolvedTarget:
             count: The number of passes.
             rows: Returns how the model's output divides into images; called if the target is a function.
         """
-        target: TargetLike = self.target.repeated(image, count)
+        target: Target = self.target.repeated(image, count)
         if isinstance(target, FunctionTarget):
-            target = _RepeatedFunction(target.function, self.images, image, count, rows())
+            target = partial(_repeated_scores, target.function, self.images, image, count, rows())
         resolved = ResolvedTarget(target, count, self.categories)
         resolved._is_resolved = True
         return resolved
@@ -100,29 +110,17 @@ def _versions(output: Any) -> list[int]:
     return [tensor_version(tensor) for tensor in tree_tensors(output)]
 
 
-@dataclass(frozen=True, slots=True)
-class _RepeatedFunction:
-    """Function of a batch's output, evaluated for one of its images.
+def _repeated_scores(function: Target, images: int, image: int, count: int, rows: OutputRows, output: Any) -> Tensor:
+    """Return the scores (k,) that a function of a batch's output gives one image, for an output of k passes.
 
     The function may combine the rows of a batch, so for each pass it gets a whole batch of copies.
     """
-
-    function: Target
-    images: int
-    image: int
-    count: int
-    rows: OutputRows
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return the scores (k,) of an output of k passes. Raises TargetError unless it gives one score per image."""
-        if self.images == self.count == 1:
-            return self.function(output)
-        scores: list[Any] = [self.function(self.rows.repeated(output, row, self.images)) for row in range(self.count)]
-        if any(not isinstance(score, Tensor) or score.shape != (self.images,) for score in scores):
-            raise TargetError(
-                f"the target did not return one score per image: expected a tensor ({self.images},) in each call"
-            )
-        return torch.stack([score[self.image] for score in scores])
+    if images == count == 1:
+        return function(output)
+    scores: list[Any] = [function(rows.repeated(output, row, images)) for row in range(count)]
+    if any(not isinstance(score, Tensor) or score.shape != (images,) for score in scores):
+        raise TargetError(f"the target did not return one score per image: expected a tensor ({images},) in each call")
+    return torch.stack([score[image] for score in scores])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.preprocess import Box
-from ..targets.class_names import Categories, class_index, class_scores
-from ..targets.targets import ClassScore
+from ..targets.targets import Categories, ClassScore, class_index, class_scores
 from ..zoo import load
 from .errors import BatchError, Failure
 from .listing import ImageEntry

@@ -18,7 +18,7 @@ from ..hooks.model_state import leaf, prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors
 from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.find import find
-from ..targets.class_names import Categories, class_index, output_tensor, per_image
+from ..targets.targets import Categories, class_index, output_tensor, per_image
 from .layer_selection import require_seen
 from .model_inputs import categories_of, first_float, model_call
 

@@ -23,7 +23,7 @@ from ..hooks.model_state import (
 )
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
-from ..targets.class_names import Categories, as_categories
+from ..targets.targets import Categories, as_categories
 from .layer_selection import LayersLike, selected
 from .tables import plural
 

@@ -22,8 +22,7 @@ from ..hooks.model_state import leaf
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.layout import Grid, layout_from
-from ..targets.class_names import Categories
-from ..targets.targets import OutputTarget, TargetLike, as_target
+from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
 from ..validation import check_number
 from .layer_selection import LayersLike
 from .model_inputs import Batches, ModelCall, categories_of, is_finite

@@ -16,7 +16,7 @@ from ..hooks.autograd_graph import unique_modules
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
-from ..targets.class_names import output_tensor
+from ..targets.targets import output_tensor
 from .layout import Grid, Layout, fits_channels_first, is_channels_first, is_channels_first_map, layout_from
 
 LayerLike = str | nn.Module | None
@@ -42,14 +42,11 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
         if name in modules:
             return name, modules[name]
     near = closest(layer, [name for name in modules if name], most=4)
-    hint = f"the closest are {', '.join(near)}" if near else f"its layers are {_outline(model)}"
+    outermost = [name for name, _ in model.named_children()][:12]
+    hint = (
+        f"the closest are {', '.join(near)}" if near else f"its outermost layers are {', '.join(outermost) or 'none'}"
+    )
     raise LayerError(f'no layer "{layer}" in {type(model).__name__}; {hint}')
-
-
-def _outline(model: nn.Module, most: int = 12) -> str:
-    """Return the names of the outermost layers."""
-    names = [name for name, _ in model.named_children()]
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") if names else "none: it is one module"
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
@@ -93,6 +90,7 @@ _Score = Callable[[Any], Tensor]
 _CENTRES = ((0.2, 0.3), (0.3, 0.8), (0.7, 0.15), (0.85, 0.65))
 _PATCH = 1 / 8  # of the height and width
 _PROJECTIONS = 3
+_POOLING_OR_INACTIVE = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Softmax)
 _MIN_RELATIVE_CHANGE = 0.75
 
 
@@ -208,7 +206,7 @@ def _scan(model: nn.Module, x: Tensor) -> LayerScan:
     final = first_tensor(output)
     classes = final.shape[1] if final is not None and final.dim() == 4 else None
     candidates = _candidates(model, spatial, classes)
-    scrambled = scrambled_layers(model, x, [layer for layer in candidates if layer.layout.kind != "NCHW"])
+    scrambled = _scrambled_layers(model, x, [layer for layer in candidates if layer.layout.kind != "NCHW"])
     ordered = tuple(layer for layer in candidates if layer.name not in scrambled)
     # With random weights, tokens may be mixed so much that a change appears in any cell. Then keep all candidates.
     candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
@@ -239,19 +237,10 @@ def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: in
         if layer.layout.kind == "NTC":
             return height * width > 1 and _is_block_or_norm(module)
         channels = layer.shape[1] if layer.layout.kind == "NCHW" else layer.shape[3]
-        is_token_by_token = bool({height, width} & tokens)
-        return (
-            height * width > 1
-            and channels not in (1, 2, 3, classes)
-            and not (is_token_by_token or _is_pooling_or_inactive(module))
-        )
+        is_excluded = isinstance(module, _POOLING_OR_INACTIVE) or bool({height, width} & tokens)
+        return height * width > 1 and channels not in (1, 2, 3, classes) and not is_excluded
 
     return tuple(filter(is_candidate, spatial))
-
-
-def _is_pooling_or_inactive(module: nn.Module) -> bool:
-    pooling = nn.AdaptiveAvgPool2d | nn.AdaptiveMaxPool2d
-    return isinstance(module, pooling | nn.Identity | nn.Dropout | nn.Dropout2d | nn.Softmax)
 
 
 def _is_block_or_norm(module: nn.Module) -> bool:
@@ -307,7 +296,7 @@ def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
     return torch.autograd.grad(last.sum(), first, retain_graph=True, allow_unused=True)[0] is None
 
 
-def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> frozenset[str]:
+def _scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> frozenset[str]:
     """Return the names of the layers whose strongest change is not at the position where the image was changed.
 
     Some networks reorder their tokens, and some outputs without positions have the shape of maps. This cannot be seen
@@ -316,7 +305,7 @@ def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]
 
     Args:
         model: The model.
-        x: (1, C, H, W) one image.
+        x: (1, C, H, W) an image of noise.
         layers: The layers to check; the forward runs all of them.
     """
     if not layers:
@@ -330,13 +319,12 @@ def scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]
 
 
 def _change_patch(x: Tensor, centre: tuple[float, float]) -> Tensor:
-    """Return the image with noise added in a patch. The noise has the standard deviation of the image."""
+    """Return the noise image with more noise of the same kind added in a patch."""
     height, width = x.shape[-2:]
     rows, columns = max(1, round(height * _PATCH)), max(1, round(width * _PATCH))
     top, left = round(centre[0] * height - rows / 2), round(centre[1] * width - columns / 2)
     changed = x.clone()
-    strength = x.std() if x.numel() > 1 and bool(x.std() > 0) else 1.0
-    changed[..., top : top + rows, left : left + columns] += strength * _noise(*x.shape[:2], rows, columns).to(x)
+    changed[..., top : top + rows, left : left + columns] += _noise(*x.shape[:2], rows, columns).to(x)
     return changed
 
 

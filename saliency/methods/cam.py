@@ -21,7 +21,7 @@ from ..attribution.forward import TargetGradients
 from ..attribution.options import PositionalOption
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..layers.find import LayerLike, find, scan_layers
-from ..targets.class_names import output_tensor
+from ..targets.targets import output_tensor
 
 SIGNED_SHARE = 0.3
 """Activations count as signed if negative ones hold at least this share of the energy of a layer."""

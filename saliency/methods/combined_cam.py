@@ -18,8 +18,7 @@ from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..layers.find import find, scan_layers
-from ..targets.class_names import class_index, class_probabilities, class_scores
-from ..targets.targets import ClassScore
+from ..targets.targets import ClassScore, class_index, class_probabilities, class_scores
 from ..validation import check_choice, check_number, is_integer
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, weighted_sum
 from .gradient import GuidedBackprop, Smooth

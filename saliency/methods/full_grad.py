@@ -97,9 +97,9 @@ class FullGrad(Attribution):
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Compute the maps of a batch."""
-        return self.explain_each(x, [target])[0]
+        return self.explain_targets(x, [target])[0]
 
-    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         """Compute the maps for several targets, from one forward of each image."""
         if len(x) > 1:
             with torch.no_grad():

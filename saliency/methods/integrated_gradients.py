@@ -13,8 +13,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import MakeInputs, PassRunner
-from ..targets.class_names import class_scores
-from ..targets.targets import ClassScore, OutputTarget, Probability
+from ..targets.targets import ClassScore, OutputTarget, Probability, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
 

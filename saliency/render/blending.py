@@ -245,7 +245,7 @@ def paint(
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
     area = box_pixels(frame)
     shares = resize_to_pixels(scaled.values, frame, area)
-    pixels: Pixels = np.array(rgb(frame.picture))
+    pixels: Pixels = np.array(frame.picture)
     photo = pixels[area]
     colors = cv2.applyColorMap(table_entries(shares, scaled.sign), scaled.colors(colormap)[:, None])
     if isinstance(opacity, str) or visibility is not None:
@@ -256,11 +256,6 @@ def paint(
     else:
         pixels[area] = cv2.addWeighted(photo, 1 - opacity, colors, opacity, 0)
     return Image.fromarray(pixels)
-
-
-def rgb(picture: Image.Image) -> Image.Image:
-    """Return the image in RGB; the image itself if it is RGB."""
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def table_entries(shares: Plane, sign: Sign) -> Pixels:
@@ -274,11 +269,6 @@ def probability(explanation: Explanation) -> list[str]:
     if explanation.probabilities is None:
         return []
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]
-
-
-def title(explanation: Explanation) -> str:
-    """Return the target of one image and its probability: "espresso 95.1 %"."""
-    return " ".join([explanation.target_names[0], *probability(explanation)])
 
 
 def method_title(explanation: Explanation) -> str:

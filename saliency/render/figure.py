@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..attribution.explanation import Explanation
-from .blending import Opacity, ScaledMap, frame_of, method_title, paint, scale_map, title, units
+from .blending import Opacity, ScaledMap, frame_of, method_title, paint, probability, scale_map, units
 from .heatmap import several, shared_limit
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def figure(
     for (left, right), image, frame in zip(panels, images, frames, strict=True):
         scaled = scale_map(image, limit=limit)
         left.imshow(frame.picture)
-        left.set_title(title(image))
+        left.set_title(" ".join([image.target_names[0], *probability(image)]))
         right.imshow(paint(frame, scaled, colormap, opacity))
         right.set_title(method_title(image))
         left.set_axis_off()

@@ -21,7 +21,7 @@ from ..errors import RenderError
 from ..io.atomic_write import atomic_write
 from ..io.image_io import ImageLike
 from ..validation import check_number
-from .blending import Area, Opacity, Plane, box_pixels, frame_of, paint, require_one, resize_to_pixels, rgb, scale_map
+from .blending import Area, Opacity, Plane, box_pixels, frame_of, paint, require_one, resize_to_pixels, scale_map
 from .figure import figure
 from .heatmap import Percentile, shared_limit, significance
 from .sheet import contact_sheet
@@ -126,7 +126,7 @@ def _on_background(picture: Image.Image, area: Area, weight: Plane, background: 
     except ValueError as error:
         raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
     ground = np.full((picture.height, picture.width, 3), color, np.uint8)
-    photo = np.asarray(rgb(picture))[area]
+    photo = np.asarray(picture)[area]
     ground[area] = cv2.blendLinear(photo, ground[area], weight, 1 - weight)
     return Image.fromarray(ground)
 

@@ -26,7 +26,6 @@ from .blending import (
     probability,
     require_one,
     resize_to_pixels,
-    rgb,
     scale_map,
 )
 from .heatmap import Percentile, limits, resolve_percentile
@@ -134,7 +133,7 @@ def shrink(frame: Frame, thumb: int) -> Frame:
     size = max(1, round(width * scale)), max(1, round(height * scale))
     left, top, right, bottom = frame.box
     across, down = size[0] / width, size[1] / height
-    small = rgb(frame.picture).resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
+    small = frame.picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
     return Frame(small, (left * across, top * down, right * across, bottom * down))
 
 

@@ -402,7 +402,7 @@ class PicksTheLowestClass(Honest):
 
 
 class AnswersOneTargetForAll(Honest):
-    def explain_each(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
+    def explain_targets(self, x: Tensor, targets: Sequence[ResolvedTarget]) -> list[BatchAttribution]:
         return [self.explain(x, targets[0])] * len(targets)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.targets.class_names import output_tensor
-from saliency.targets.targets import as_target
+from saliency.targets.targets import as_target, output_tensor
 
 NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
 
