@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -194,7 +194,7 @@ def _converted_copy(model: nn.Module, precision: Precision, pairs: Pairs) -> nn.
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of a model in evaluation mode, with the user's own hook objects.
+    """Return a deep copy of a model, with the user's own hook objects.
 
     Raises:
         Exception: Any error of a part of the model that cannot be copied.
@@ -202,9 +202,6 @@ def private_copy(model: nn.Module) -> nn.Module:
     # Objects in the memo are not copied: a hook may be a method of an object that collects.
     memo = {id(hook): hook for module in unique_modules(model) for hook in module_hooks(module)}
     duplicate: nn.Module = copy.deepcopy(model, memo)
-    for module in unique_modules(duplicate):
-        if getattr(module, "training", False):
-            module.training = False
     return duplicate
 
 
@@ -272,10 +269,7 @@ def fold(model: nn.Module, pairs: Pairs) -> None:
             convolution.weight, convolution.bias = fuse_conv_bn_weights(
                 convolution.weight, convolution.bias, *statistics, convolution.transposed
             )
-        rest = nn.Sequential()
-        for name in ("drop", "act"):
-            if hasattr(norm, name):
-                rest.add_module(name, getattr(norm, name))
+        rest = nn.Sequential(OrderedDict(norm.named_children()))
         rest.training = False
         model.set_submodule(norm_name, rest)
 

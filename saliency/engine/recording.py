@@ -186,10 +186,11 @@ class Tape(DispatchMode):
         """Run an operation, and record it if it depends on the source."""
         kwargs = kwargs or {}
         tensors = list(tree_tensors((args, kwargs)))
-        self.refusal = self.refusal or self._unrepeatable(op, tensors)
+        dependent = [tensor for tensor in tensors if tensor in self._known]
+        self.refusal = self.refusal or _reading_of_values(op, dependent) or self._unreadable(tensors)
         if self.refusal:
             return op(*args, **kwargs)
-        depends = any(tensor in self._known for tensor in tensors)
+        depends = bool(dependent)
         placeholders = _map([args, kwargs], self._placeholder) if depends else None
         written = _written(op, args, kwargs)
         if depends:
@@ -203,12 +204,6 @@ class Tape(DispatchMode):
             shape = next((tuple(part.shape) for part in results if isinstance(part, Tensor)), ())
             self.steps.append(Step(op, placeholders[0], placeholders[1], slots, shape))
         return result
-
-    def _unrepeatable(self, op: Any, tensors: list[Tensor]) -> str:
-        """Why an operation cannot be replayed; empty if it can."""
-        if _reads_values(op, [tensor for tensor in tensors if tensor in self._known]):
-            return f"{op} makes numbers or shapes of values"
-        return self._unreadable(tensors)
 
     def _unreadable(self, tensors: list[Tensor]) -> str:
         for tensor in tensors:
@@ -258,12 +253,12 @@ def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
     return list(tree_tensors([value for name, value in named.items() if writes[name]]))
 
 
-def _reads_values(op: Op, dependent: list[Tensor]) -> bool:
-    """Whether an operation makes Python numbers, or the shape of a tensor, of the values of these arguments."""
-    if op is torch.ops.aten.index.Tensor:  # only a mask has results of varying shape
-        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in dependent)
+def _reading_of_values(op: Op, dependent: list[Tensor]) -> str:
+    """Why a result depends on the values of these arguments as a number or in its shape; empty if it does not."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return bool(dependent) and bool(tags & set(op.tags))
+    if op is torch.ops.aten.index.Tensor:  # only a mask has results of varying shape
+        dependent = [tensor for tensor in dependent if tensor.dtype in (torch.bool, torch.uint8)]
+    return f"{op} makes numbers or shapes of values" if dependent and tags & set(op.tags) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,17 +330,22 @@ class Replay:
         program: The program.
         source: The value of slot 0, which may be overwritten.
         rows: The number of rows.
+
+    Attributes:
+        computed: The number of values that were computed so far.
     """
 
     def __init__(self, program: Program, source: Any, rows: int) -> None:
-        self.program, self.rows = program, rows
+        self.program, self.rows, self.computed = program, rows, 0
         self.external = program.external(rows)
         self.values: list[Any] = [source] + [None] * (program.slots - 1)
 
     def run(self, step: Step) -> list[Any]:
         """Return the results of a step."""
         args, kwargs = self.arguments(step)
-        return as_list(step.op(*args, **kwargs))
+        results = as_list(step.op(*args, **kwargs))
+        self.computed += sum(part.numel() for part in results if isinstance(part, Tensor))
+        return results
 
     def arguments(self, step: Step) -> list[Any]:
         """Return the positional and the keyword arguments of a step."""
@@ -413,9 +413,9 @@ class PartialForward(ABC):
             tape.refusal = access.reason or tape.refusal
             self._program = self._attempt(lambda: self._prepare(tape))
 
-    @abstractmethod
     def _look(self) -> None:
         """Run the model on the image, before any other forward."""
+        self._run(None)
 
     @abstractmethod
     def _variants(self) -> Tensor:

@@ -114,13 +114,14 @@ def _linux_memory(file: str, field: str) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def _rows_that_fit(growth: int) -> int:
-    """Return how many rows fit into half of the free memory, if the process grows by so many bytes per row.
+def _rows_that_fit(rows: int, peak_before: int) -> int:
+    """Return how many rows fit into half of the free memory, if so many rows grew the process since a peak in bytes.
 
     Linux ends a process without free memory, instead of an error that could be caught. Other systems have no limit.
     """
+    growth = (_linux_memory("self/status", "VmHWM") - peak_before) // rows
     free = _linux_memory("meminfo", "MemAvailable")
-    return max(1, free // 2 // growth) if free and growth else sys.maxsize
+    return max(rows, free // 2 // growth) if free and growth else sys.maxsize
 
 
 class ChunkResult(NamedTuple):
@@ -260,7 +261,11 @@ class PassRunner(ExitStack):
         return self._passes(make, count, backward=True)
 
     def _passes(self, make: MakeInputs, count: int, *, backward: bool) -> Iterator[ChunkResult]:
-        model = self._faster_model(backward=backward)
+        model, kind = self.model, "gradient" if backward else "forward"
+        if self.precision != "exact":
+            from .fast_copy import faster_model
+
+            model, self.precisions[f"{kind}s"] = faster_model(self.model, self.x, self.precision, backward=backward)
 
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)
@@ -271,16 +276,7 @@ class PassRunner(ExitStack):
                 gradients = gradient_at(scores, at) if backward else inputs[:0]
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
-        yield from self.chunks(compute, count, "gradient" if backward else "forward")
-
-    def _faster_model(self, *, backward: bool) -> nn.Module:
-        if self.precision == "exact":
-            return self.model
-        from .fast_copy import faster_model
-
-        faster = faster_model(self.model, self.x, self.precision, backward=backward)
-        self.precisions["gradients" if backward else "forwards"] = faster.note
-        return faster.model
+        yield from self.chunks(compute, count, kind)
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):
@@ -302,13 +298,13 @@ class PassRunner(ExitStack):
             kind: The kind of pass. The fastest chunk size is remembered for each kind.
         """
         tuner = chunk_tuner_for(self.model, (kind, self.precision), self.x)
-        memory, growth = _linux_memory("self/status", "VmHWM"), 0  # growth of the process per row
+        peak, largest, fits = _linux_memory("self/status", "VmHWM"), 0, sys.maxsize
         limit = self.budget.passes
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
         while at < most and not self._is_over(at):
-            fastest = min(tuner.size(), _rows_that_fit(growth)) if self.chunk == "auto" else self.chunk
+            fastest = min(tuner.size(), fits) if self.chunk == "auto" else self.chunk
             size = self._size(min(fastest, most - at), at)
             began = time.perf_counter()
             try:
@@ -332,7 +328,8 @@ class PassRunner(ExitStack):
                 torch.cuda.empty_cache()
                 continue
             tuner.record(size, time.perf_counter() - began)
-            growth = max(growth, (_linux_memory("self/status", "VmHWM") - memory) // size)
+            if size > largest:
+                largest, fits = size, _rows_that_fit(size, peak)
             at += size
             self.used += size
             self._bar.update(size)

@@ -21,7 +21,6 @@ from .recording import (
     Program,
     Replay,
     ReplayMismatch,
-    Slot,
     Step,
     Tape,
     as_list,
@@ -32,6 +31,10 @@ aten = torch.ops.aten
 
 NEARLY_WHOLE = 0.7
 """A rectangle of this share of its map takes as long as the whole map, since it is cut out and pasted."""
+
+
+MOST_COMPUTED = 0.85
+"""A replay that computes more than this share of the values of whole forwards is not faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,12 @@ class Patch(NamedTuple):
     rows: Tensor  # (k, C, h, w)
     place: Rectangles
     size: tuple[int, ...]  # (H, W) of the map
-    clean: Tensor | None  # (1, C, H, W) the map of the unchanged image; None if no step reads beyond the rectangles
+    clean: Tensor  # (1, C, H, W) the map of the unchanged image
 
     def cut(self, place: Rectangles, beyond: float = 0.0) -> Tensor:
         """Return the content of other rectangles (k, C, h, w), with `beyond` outside of the map."""
         if self.place == place:
             return self.rows
-        if self.clean is None:
-            raise ReplayMismatch("a step reads a map beyond what has changed, which no step did in the first forward")
         content = cut(self.clean, place, beyond)
         own = zip(self.rows, self.place.tops, self.place.lefts, strict=True)
         for row, top, left, changed in zip(content, place.tops, place.lefts, own, strict=True):
@@ -219,10 +220,6 @@ def _normalise(call: Call) -> Result:
     return None if training or not call.is_single else _on_rows(call)
 
 
-def _split_channels(call: Call) -> Result:
-    return _on_rows(call) if call.named.get("dim", 0) in (1, -3) else None
-
-
 def _concatenate(call: Call) -> Result:
     parts = call.args[0]
     place = _around(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
@@ -279,9 +276,6 @@ PATCH_RULES: dict[Op, PatchRule] = {
     aten.avg_pool2d.default: _avg_pool,
     aten.constant_pad_nd.default: _pad,
     aten.cat.default: _concatenate,
-    aten.slice.Tensor: _split_channels,
-    aten.split.Tensor: _split_channels,
-    aten.split_with_sizes.default: _split_channels,
 }
 """The operations that can be computed on patches, in addition to batch norms and pointwise ones."""
 
@@ -314,7 +308,7 @@ class WindowForward(PartialForward):
     part = "only where the window reaches"
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
-        self._maps: dict[int | None, Tensor] = {}  # of the unchanged image, by slot
+        self._maps: dict[int, Tensor] = {}  # of the unchanged image, by slot
         super().__init__(model, x)
 
     def __call__(self, patches: Tensor, tops: Sequence[int], lefts: Sequence[int]) -> Any:
@@ -327,18 +321,15 @@ class WindowForward(PartialForward):
         """
         with torch.no_grad():
             patch, program = self._patch(patches.detach().to(self._x), tops, lefts), self._program
-            output = program and self._attempt(lambda: self._replay(program, patch))
+            output = program and self._attempt(lambda: self._replay(program, patch).output())
             return self._run(patch.whole()) if output is None else output
 
     def _patch(self, patches: Tensor, tops: Sequence[int], lefts: Sequence[int]) -> Patch:
         place = Rectangles(patches.shape[-2], patches.shape[-1], tuple(tops), tuple(lefts))
         return Patch(patches, place, tuple(self._x.shape[-2:]), self._x)
 
-    def _replay(self, program: Program, patch: Patch) -> Any:
-        return _PatchReplay(program, patch._replace(rows=patch.rows.clone()), len(patch.rows), self._maps).output()
-
-    def _look(self) -> None:
-        self._run(None)
+    def _replay(self, program: Program, patch: Patch) -> _PatchReplay:
+        return _PatchReplay(program, patch._replace(rows=patch.rows.clone()), len(patch.rows), self._maps)
 
     def _variants(self) -> Tensor:
         return self._trial_windows().whole()
@@ -364,34 +355,35 @@ class WindowForward(PartialForward):
         if program.aliased:
             raise ReplayMismatch("the model reads tensors under several names while it writes to them")
         if rows is None:
-            return _CleanReplay(program, self._x.clone(), 1, self._maps).output()
-        return self._replay(program, self._trial_windows(len(rows)))
+            clean = _CleanReplay(program, self._x.clone(), 1)
+            self._maps, output, self._whole = clean.maps, clean.output(), clean.computed
+            return output
+        local = self._replay(program, self._trial_windows(len(rows)))
+        output = local.output()
+        if local.computed > MOST_COMPUTED * len(rows) * self._whole:
+            raise ReplayMismatch("the model looks at the whole image from the start")
+        return output
 
 
 class _CleanReplay(Replay):
-    """Replay for the image itself, which keeps the maps that are read beyond rectangles."""
+    """Replay for the image itself, which keeps a copy of each map."""
 
-    def __init__(self, program: Program, source: Any, rows: int, maps: dict[int | None, Tensor]) -> None:
+    def __init__(self, program: Program, source: Any, rows: int) -> None:
         super().__init__(program, source, rows)
-        self._maps = maps
-        self._kept = {part.at for part in program.outputs if isinstance(part, Slot)}
-        for step in program.steps:
-            if patch_rule(step.op) is not pointwise or len(step.slots) > 1:
-                self._kept |= step.slots
+        self.maps: dict[int, Tensor] = {}  # by slot
 
     def run(self, step: Step) -> list[Any]:
         """Return the results of a step."""
         results = super().run(step)
-        for at, result in zip(step.results, results, strict=True):
-            if at in self._kept and result.dim() == 4:
-                self._maps[at] = result.clone()
+        pairs = zip(step.results, results, strict=True)
+        self.maps |= {at: result.clone() for at, result in pairs if at is not None and result.dim() == 4}
         return results
 
 
 class _PatchReplay(Replay):
     """Replay on rectangles, and on whole maps where these are needed."""
 
-    def __init__(self, program: Program, source: Patch, rows: int, maps: dict[int | None, Tensor]) -> None:
+    def __init__(self, program: Program, source: Patch, rows: int, maps: dict[int, Tensor]) -> None:
         super().__init__(program, source, rows)
         self._maps = maps
 
@@ -401,9 +393,10 @@ class _PatchReplay(Replay):
         if rule and all(isinstance(self.values[at], Patch) for at in step.slots):
             result = rule(Call(step, *self.arguments(step)))
             if result:
-                place, contents = result
-                pairs = zip(step.results, contents, strict=False)
-                return [Patch(rows, place, step.shape[-2:], self._maps.get(at)) for at, rows in pairs]
+                self.computed += sum(map(torch.numel, result[1]))
+                place, size, maps = result[0], step.shape[-2:], self._maps
+                pairs = zip(step.results, result[1], strict=False)
+                return [Patch(rows, place, size, maps[at]) if at in maps else None for at, rows in pairs]
         for at in step.slots:
             self.values[at] = self.read(at)
         return super().run(step)

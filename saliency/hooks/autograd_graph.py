@@ -24,6 +24,7 @@ functions between modules keep working.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -285,12 +286,9 @@ class GradSpec(NamedTuple):
 
     def sum_of(self, grads: Gradients, operands: Iterable[int]) -> Tensor | None:
         """Return the sum of the gradients of some operands; None if none has a gradient."""
-        total: Tensor | None = None
-        for grad in (grads[i] for i in operands):
-            if grad is not None:
-                part = grad.sum_to_size(self.shape).to(self.dtype)
-                total = part if total is None else total + part
-        return total
+        known = [grad for grad in (grads[i] for i in operands) if grad is not None]
+        parts = [grad.sum_to_size(self.shape).to(self.dtype) for grad in known]
+        return functools.reduce(torch.add, parts) if parts else None
 
 
 class GradAccumulator:
