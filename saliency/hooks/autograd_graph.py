@@ -79,6 +79,15 @@ def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     return cast("OrderedDict[int, Any]", module._forward_hooks)
 
 
+def remove_forward_hook(module: nn.Module, hook: object) -> None:
+    """Remove a forward hook or forward pre-hook by identity, if it is registered."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, value in list(hooks.items()) if value is hook]:
+            hooks.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def forward_hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Return the ids of the forward hooks and forward pre-hooks of a module, which are unique in the process."""
     return (*module._forward_hooks, *module._forward_pre_hooks)

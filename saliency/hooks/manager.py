@@ -26,6 +26,7 @@ from .autograd_graph import (
     InputEdge,
     forward_hooks,
     next_functions,
+    remove_forward_hook,
     sequence_nr,
 )
 from .pytree import first_tensor, tree_map_tensors
@@ -88,6 +89,9 @@ class OutputOverride(ModuleHook):
     """Hook that replaces the output of a layer before any other hook sees it."""
 
 
+_Registered = list[tuple[nn.Module, ModuleHook]]
+
+
 class HookManager(ExitStack[None]):
     """All hooks of one call, or of one `with` block of the user; they are removed when the block ends.
 
@@ -102,11 +106,12 @@ class HookManager(ExitStack[None]):
     def __init__(self, *, persistent: bool = False, exclusive: bool = False) -> None:
         super().__init__()
         self._scope = HookScope(persistent, exclusive)
-        self._handles: list[RemovableHandle] = []
+        self._registered: _Registered = []
+        self._handles: list[RemovableHandle] = []  # of hooks on graphs
         self._most_handles = 1024
-        self.callback(_close, self._scope, self._handles)
+        self.callback(_close, self._scope, self._registered, self._handles)
         # Hooks hold the scope and not the manager. So a manager that is freed without __exit__ removes its hooks.
-        weakref.finalize(self, _close, self._scope, self._handles)
+        weakref.finalize(self, _close, self._scope, self._registered, self._handles)
 
     def __enter__(self) -> Self:
         """Return the manager, now the innermost one of this thread."""
@@ -136,7 +141,9 @@ class HookManager(ExitStack[None]):
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             return see(output) if scope.acts() else None
 
-        self._keep(layer.register_forward_hook(kind(hook), prepend=True))
+        # Append before registering, so that the hook is also removed after Ctrl-C in between.
+        self._registered.append((layer, kind(hook)))
+        layer.register_forward_hook(self._registered[-1][1], prepend=True)
         hooks = forward_hooks(layer)
         overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
         for key in sorted(overrides, reverse=True):
@@ -158,8 +165,9 @@ class HookManager(ExitStack[None]):
         if not takes_hooks(layer):
             return
         first, last = _call_hooks(self._scope, begin, end)
-        self._keep(layer.register_forward_pre_hook(first, with_kwargs=True))
-        self._keep(layer.register_forward_hook(last, with_kwargs=True))
+        self._registered += [(layer, first), (layer, last)]
+        layer.register_forward_pre_hook(first, with_kwargs=True)
+        layer.register_forward_hook(last, with_kwargs=True)
 
     def capture(self, layer: nn.Module, *, record: bool = False) -> list[Tensor]:
         """Return a list that receives the output of `layer`, one tensor per call.
@@ -266,8 +274,10 @@ def is_hookable(model: nn.Module, name: str, layer: nn.Module) -> bool:
     return takes_hooks(layer) and not (inside and isinstance(layer, scripted))
 
 
-def _close(scope: HookScope, handles: list[RemovableHandle]) -> None:
+def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHandle]) -> None:
     scope.closed = True
+    for layer, hook in registered:
+        remove_forward_hook(layer, hook)
     while handles:
         handles[-1].remove()
         handles.pop()
