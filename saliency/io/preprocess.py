@@ -93,10 +93,13 @@ class Preprocess:
         check_choice("fit", self.fit, get_args(Fit), error=ImageError)
         for name, edge in (("size", ""), ("resize", "the length of the shorter edge, or ")):
             edges = getattr(self, name)
-            if edge and is_integer(edges):
-                object.__setattr__(self, name, int(edges))  # NumPy's integers are not int
-            elif edges is not None and not is_pair(edges):
+            if is_pair(edges):
+                edges = tuple(map(int, edges))
+            elif edge and is_integer(edges):
+                edges = int(edges)
+            elif edges is not None:
                 raise ImageError(f"{name}={edges!r}: expected {edge}(height, width), at least one pixel each, or None")
+            object.__setattr__(self, name, edges)  # without lists and NumPy's integers
 
     @classmethod
     def from_torchvision(cls, transform: Any) -> Preprocess:
@@ -138,14 +141,14 @@ class Preprocess:
         scaled = (math.floor(size[0] / crop), math.floor(size[1] / crop))
         mode = check_choice("crop_mode", config.get("crop_mode") or "center", tuple(_TIMM_FITS), error=ImageError)
         mean = config.get("mean") or _IMAGENET_MEAN
-        square = mode == "center" and scaled[0] == scaled[1]
+        is_square = mode == "center" and scaled[0] == scaled[1]
         return cls(
             size=(size[0], size[1]),
-            resize=scaled[0] if square else scaled,
+            resize=scaled[0] if is_square else scaled,
             mean=mean,
             std=config.get("std") or _IMAGENET_STD,
             interpolation=_filter_name(config.get("interpolation") or "bicubic"),
-            fit="stretch" if square else _TIMM_FITS[mode],
+            fit="stretch" if is_square else _TIMM_FITS[mode],
             fill=tuple(round(255 * value) for value in mean) if mode == "border" else (0, 0, 0),
         )
 
@@ -167,8 +170,8 @@ class Preprocess:
             picture = picture.resize(resized, _FILTERS[self.interpolation])
         if self.size is not None and self.size != (picture.height, picture.width):
             picture = self._crop(picture, self.size)
-        bytes_ = torch.from_numpy(np.array(picture))  # (H, W, 3)
-        tensor = bytes_.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        pixels = torch.from_numpy(np.array(picture))  # (H, W, 3)
+        tensor = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
         return self._shift(tensor.div_(255))
 
     def box(self, picture_size: tuple[int, int]) -> Box:

@@ -170,18 +170,18 @@ def _noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
-def _observe(model: nn.Module, x: Tensor, names: Iterable[str], see: Callable[[str, Tensor], None]) -> Any:
-    """Run the model, and call `see` with the name and the output of each call of some layers; return the output."""
+def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callable[[str, Tensor], None]) -> Any:
+    """Run the model, and call `callback(name, output)` after each call of some layers; return the model's output."""
 
-    def see_tensor(name: str, output: Any) -> None:
+    def on_output(name: str, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
-            see(name, tensor)
+            callback(name, tensor)
 
     modules = dict(model.named_modules())
     with HookManager() as hooks, torch.no_grad():
         for name in names:
-            hooks.observe(modules[name], partial(see_tensor, name))
+            hooks.observe(modules[name], partial(on_output, name))
         return run_model(model, x)
 
 
@@ -189,11 +189,11 @@ def _scan(model: nn.Module, x: Tensor) -> LayerScan:
     modules = {name: module for name, module in model.named_modules() if name}
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(name: str, output: Tensor) -> None:
+    def store_shape(name: str, output: Tensor) -> None:
         shapes.pop(name, None)  # the last call counts
         shapes[name] = tuple(output.shape)
 
-    output = _observe(model, x, modules, note)
+    output = _observe(model, x, modules, store_shape)
     size = (int(x.shape[-2]), int(x.shape[-1]))
     grids = tuple(dict.fromkeys((s[2], s[3]) for s in shapes.values() if is_channels_first_map(s, size)))
     # The output of a convolution is channels first, and so is every output of the same shape.

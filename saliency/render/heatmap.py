@@ -67,10 +67,10 @@ def heatmap(
     return _resized(maps, explanation.input_size if size is None else size)
 
 
-def require_explanation(given: object, name: str) -> None:
-    """Raise RenderError unless `given` is an explanation. `name` is the function that takes it."""
-    if not isinstance(given, Explanation):
-        raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(given).__name__}")
+def require_explanation(value: object, name: str) -> None:
+    """Raise RenderError unless a value is an explanation. `name` is the function that takes it."""
+    if not isinstance(value, Explanation):
+        raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(value).__name__}")
 
 
 def reduced_maps(explanation: Explanation, sign: Sign | None, channels: Channels | None = None) -> Tensor:
