@@ -73,14 +73,14 @@ from .methods.smoothing import SmoothGradCAMPlusPlus as SmoothGradCAMPlusPlus
 from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
 from .methods.xrai import XRAI as XRAI
+from .render.figure import figure as figure
 from .render.heatmap import heatmap as heatmap
 from .render.heatmap import shared_limit as shared_limit
 from .render.heatmap import significance as significance
 from .render.heatmap import standard_error as standard_error
-from .render.overlay import contact_sheet as contact_sheet
 from .render.overlay import cutout as cutout
-from .render.overlay import figure as figure
 from .render.overlay import overlay as overlay
+from .render.sheet import contact_sheet as contact_sheet
 from .targets.targets import contrast as contrast
 from .targets.targets import probability as probability
 from .targets.targets import region as region

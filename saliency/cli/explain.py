@@ -27,8 +27,8 @@ from ..batch.sources import find_images
 from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..render.blending import color_table
-from ..render.overlay import contact_sheet, save_picture
-from ..render.sheet import shrink
+from ..render.overlay import save_picture
+from ..render.sheet import contact_sheet, shrink
 from .console import Screen, UsageError, as_typed, count, visible
 from .options import ALL, METHOD, overlay_style
 

@@ -1,12 +1,4 @@
-"""Draw an explanation over the original image, or show the image only where the map is strong, and save images.
-
-overlay        the image with the map over it
-cutout         the image only where the map is strong
-contact_sheet  images by methods, with titles
-figure         a matplotlib figure with a colour bar in the map's units
-shared_limit   one scale for several drawings
-save_picture   fast and atomic writing of image files
-"""
+"""Draw an explanation over the original image, or show the image only where the map is strong, and save images."""
 
 from __future__ import annotations
 
@@ -22,11 +14,7 @@ from ..io.atomic_write import atomic_write
 from ..io.image_io import ImageLike
 from ..validation import check_number
 from .blending import Area, Opacity, Plane, box_pixels, frame_of, paint, require_one, resize_to_pixels, scale_map
-from .figure import figure
-from .heatmap import Percentile, shared_limit, significance
-from .sheet import contact_sheet
-
-__all__ = ["contact_sheet", "cutout", "figure", "overlay", "save_picture", "shared_limit"]
+from .heatmap import Percentile, significance
 
 PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 JPEG_QUALITY = 90

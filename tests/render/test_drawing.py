@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from saliency import contact_sheet, figure
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import RenderError
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity, color_table
 from saliency.render.heatmap import heatmap, shared_limit, significance, standard_error
-from saliency.render.overlay import contact_sheet, cutout, figure, overlay, save_picture
+from saliency.render.overlay import cutout, overlay, save_picture
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # The photo -----------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import saliency
+from saliency import contact_sheet, cutout, figure, overlay
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.preprocess import Box, Frame, Preprocess
 from saliency.render.blending import CENTRE, Opacity, box_pixels, color_table, resize_to_pixels
 from saliency.render.heatmap import shared_limit
-from saliency.render.overlay import contact_sheet, cutout, figure, overlay
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
 # Geometry ------------------------------------------------------------------------------------------------------

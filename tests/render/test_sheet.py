@@ -16,11 +16,11 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageFont
 
+from saliency import contact_sheet, figure
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.preprocess import Frame, Preprocess
 from saliency.render.blending import color_table
-from saliency.render.overlay import contact_sheet, figure
 from saliency.render.sheet import ellipsised, wrapped
 from tests.drawing import explained, hot, noise, pixels_of, whole
 
@@ -160,7 +160,7 @@ def test_a_figure_of_nothing_is_an_error() -> None:
 @pytest.mark.slow
 def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
     check = (
-        "import sys, saliency.render.overlay; "
+        "import sys, saliency; saliency.overlay, saliency.figure, saliency.contact_sheet; "
         "print([m for m in ('matplotlib', 'cv2', 'torchvision', 'timm') if m in sys.modules])"
     )
     found = subprocess.run(  # noqa: S603
@@ -173,7 +173,7 @@ def test_drawing_is_imported_without_matplotlib_opencv_or_pyplot() -> None:
 def test_a_figure_does_not_import_pyplot() -> None:
     check = (
         "import sys, torch; sys.path.insert(0, 'tests'); from drawing import explained, noise, whole; "
-        "from saliency.render.overlay import figure; "
+        "from saliency import figure; "
         "figure(explained(torch.rand(1, 3, 3), whole(noise(9, 9)))); print('matplotlib.pyplot' in sys.modules)"
     )
     root = Path(__file__).parents[2]
