@@ -30,7 +30,7 @@ import saliency
 from benchmarks.timing import Timing, verdict
 from saliency.batch import OverlayStyle, batch
 from saliency.batch.drawing import write_results
-from saliency.batch.engine_local import count_cores
+from saliency.batch.engines import count_cores
 from saliency.batch.listing import with_names
 from saliency.batch.network import Network, Task
 from saliency.batch.output_folder import LISTING

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from saliency import Preprocess
 from saliency.batch import Summary, batch
-from saliency.batch.engine_local import LocalEngine
+from saliency.batch.engines import LocalEngine
+from saliency.batch.manifest import Manifest, Row, encode
 from saliency.batch.report import report
 
 IMPORTED: list[object] = [cv2, mpl, LocalEngine, report]
@@ -134,7 +135,7 @@ def run_batch(source: Path, out: Path, options: dict[str, Any], slow: bool = Fal
     torch.set_num_threads(1)
     if slow:
         Path.write_bytes = _write_slowly  # type: ignore[assignment, method-assign]
-        os.write = _write_half  # type: ignore[assignment]
+        Manifest.append = _append_slowly  # type: ignore[assignment, method-assign]
     quick(source, out, **options)
 
 
@@ -146,9 +147,16 @@ def _write_slowly(path: Path, data: bytes) -> int:
     return len(data)
 
 
-def _write_half(file: int, data: memoryview, real: Callable[[int, memoryview], int] = os.write) -> int:
-    time.sleep(0.001)
-    return real(file, data[: len(data) // 2 + 1])
+def _append_slowly(
+    manifest: Manifest, rows: Sequence[Row], real: Callable[[Manifest, Sequence[Row]], None] = Manifest.append
+) -> None:
+    whole = b"".join(map(encode, rows))
+    end = manifest.path.stat().st_size if manifest.path.exists() else 0
+    with manifest.path.open("ab", buffering=0) as file:
+        file.write(whole[: len(whole) // 2])
+        time.sleep(0.001)
+        os.truncate(manifest.path, end)
+    real(manifest, rows)
 
 
 def quick(source: Path, out: Path, **options: Any) -> Summary:

@@ -1,7 +1,7 @@
 """Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
     batch                 explain images into a folder; the command `saliency batch` calls it
-    saved_maps.redraw     draw overlays from saved maps in another style
+    drawing.redraw        draw overlays from saved maps in another style
 
 The output folder contains overlays/, photos/ and heat/ (images of the page), maps/ (with `maps=True`), manifest.jsonl
 (a row per image and method), manifest.json (model, options and state of the run), manifest.parquet, listing.jsonl (the
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +24,6 @@ from .sources import find_images
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from .engine_local import LocalEngine
-    from .engine_ray import RayEngine
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
@@ -103,11 +99,10 @@ def batch(
     check_choice("engine", engine, ("local", "ray"), error=BatchError)
     if workers is not None:
         workers = check_integer("workers", workers, error=BatchError)
-    named: object = methods
     run_options = RunOptions(
         model=model,
         weights=weights,
-        methods=(named,) if isinstance(named, str) else tuple(methods),
+        methods=(methods,) if isinstance(methods, str) else tuple(methods),
         layer=layer,
         options=dict(options or {}),
         target=target,
@@ -135,23 +130,13 @@ def batch(
     with locked(folder):
         with writing_to(folder):
             run = Run(run_options, images, folder)
-        try:
-            if run.is_new or not run.is_complete():
-                with _open_engine(engine, model, device, workers) as opened:
-                    run.execute(opened)
-            return run.finish()
-        finally:
-            run.manifest.close()
+        if not run.is_complete():
+            from .engines import LocalEngine, open_ray
+            from .network import find_devices
 
-
-def _open_engine(
-    engine: str, model: str | nn.Module, device: str, workers: int | None
-) -> AbstractContextManager[LocalEngine | RayEngine]:
-    if engine == "ray":
-        from .engine_ray import open_ray
-
-        return open_ray(device, workers)
-    from .engine_local import LocalEngine
-    from .network import find_devices
-
-    return nullcontext(LocalEngine(find_devices(device, model), workers))
+            if engine == "ray":
+                with open_ray(device, workers) as cluster:
+                    run.execute(cluster)
+            else:
+                run.execute(LocalEngine(find_devices(device, model), workers))
+        return run.finish()

@@ -1,40 +1,41 @@
-"""Write the files of one image, and create its manifest rows."""
+"""Draw one image: overlays, images of the page, saved maps and manifest rows; and redraw overlays from saved maps.
+
+A map is saved as float16 values in its original resolution.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import math
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from ..attribution.explanation import Explanation
+from ..errors import ExplanationError, ImageError
 from ..io.atomic_write import atomic_write
-from ..io.preprocess import Frame
-from ..render.blending import (
-    DIVERGING,
-    SEQUENTIAL,
-    ScaledMap,
-    box_pixels,
-    paint,
-    resize_to_pixels,
-    scale_map,
-    table_entries,
-    units,
-)
-from ..render.overlay import save_picture
-from .errors import Failure, printable, stops_run, unwritable
+from ..io.image_io import open_picture
+from ..io.preprocess import Box, Frame
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, paint, scale_map, units
+from ..render.overlay import overlay, save_picture
+from .errors import BatchError, Failure, printable, stops_run, unwritable
+from .listing import ImageEntry
 from .manifest import Row, make_row
 from .network import LoadedImage, Results, Task
-from .output_folder import file_names
+from .output_folder import FORMAT, MAP_SUFFIX, MAPS, PREVIEWS, file_names
 from .run_options import OverlayStyle, RunOptions
-from .saved_maps import FACTS, SavedMap
 
 PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
@@ -58,19 +59,21 @@ def write_results(
     Raises:
         StoppedError: The folder cannot be written to. A run without a manifest reports this as a failed row instead.
     """
-    if not task.methods:
-        return
     facts: dict[str, Any] = {"index": task.index, "source": printable(task.image.source), "id": task.image.name}
 
-    def failed(error: BaseException | Failure, method: str | None) -> Row:
-        if isinstance(error, OSError) and stops_run(error):
-            if options.with_manifest:
-                raise unwritable(out, error) from error
-            error = Failure("OSError", f"cannot be written: {error.strerror or error}")
-        if not isinstance(error, Failure):
-            error = Failure.of(error, task.image.path, task.image.source, method or "")
-        return make_row(**facts | {"method": method, "error": error.reason, "error_kind": error.kind})
+    def failed(error: Exception, method: str | None) -> Row:
+        failure = Failure.of(error, task.image.path, task.image.source, method or "")
+        return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
 
+    def unwritten(error: Exception, method: str | None) -> Row:
+        if not stops_run(error):
+            return failed(error, method)
+        if options.with_manifest:
+            raise unwritable(out, error) from error
+        return failed(error, method) | {"error": f"cannot be written: {error.strerror or error}"}
+
+    if not task.methods:
+        return
     if loaded.failure is not None:
         yield failed(loaded.failure, None)
         return
@@ -81,22 +84,22 @@ def write_results(
         preview = _shrink(picture, PREVIEW_SIDE) if options.with_manifest else None
         if preview is not None:
             name = file_names(task.image, "", "")["photo"]
-            facts |= _write(out, {"photo": (name, _encode(preview, "JPEG", quality=PREVIEW_QUALITY))})
+            facts |= _write(out, "photo", name, _encode(preview, "JPEG", quality=PREVIEW_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-        yield failed(error, None)
+        yield unwritten(error, None)
         return
     for method in task.methods:
         result = results[method]
-        if isinstance(result, Failure):
+        if isinstance(result, Exception):
             yield failed(result, method)
             continue
-        start = time.perf_counter()
+        start = perf_counter()
         try:
-            row = _write_method(options, out, task, replace(result, frames=(frame,)), preview, facts)
+            row = _write_method(options, out, task, result, frame, preview, facts)
         except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-            row = failed(error, method)
+            row = unwritten(error, method)
         else:
-            row["seconds"] = round(seconds + time.perf_counter() - start, 4)
+            row["seconds"] = round(seconds + perf_counter() - start, 4)
         yield row
 
 
@@ -105,14 +108,12 @@ def _write_method(
     out: Path,
     task: Task,
     explanation: Explanation,
+    frame: Frame,
     preview: Image.Image | None,
     facts: dict[str, Any],
 ) -> Row:
     """Write the files of one method, and return its row."""
     style, method = options.style, explanation.method
-    frame = explanation.frames[0]
-    if frame is None:
-        raise ValueError("there is no picture to draw on")
     scaled = scale_map(explanation, style.sign, style.percentile)
     probabilities = explanation.probabilities
     facts = {
@@ -131,33 +132,30 @@ def _write_method(
         "limit": scaled.limit,
         "colormap": style.colormap or (DIVERGING if scaled.sign == "signed" else SEQUENTIAL),
     }
-    names = file_names(task.image, method, style.format)
-    overlay = paint(frame, scaled, style.colormap, style.opacity)
+    drawing = paint(frame, scaled, style.colormap, style.opacity)
     if preview is None:
         name = f"{task.image.name}.{method}"
-        save_picture(overlay, out / f"{name}.{style.format}")
+        save_picture(drawing, out / f"{name}.{style.format}")
         if options.maps:
-            explanation.save(out / f"{name}.safetensors")
+            replace(explanation, frames=(frame,)).save(out / f"{name}.safetensors")
         return make_row(**facts, overlay=f"{name}.{style.format}")
-    (out / names["overlay"]).parent.mkdir(parents=True, exist_ok=True)
-    save_picture(overlay, out / names["overlay"])
-    facts |= {"overlay": names["overlay"], "overlay_bytes": (out / names["overlay"]).stat().st_size}
-    files = {"heat": (names["heat"], _heat_image(scaled, frame, preview.size, style))}
+    names = file_names(task.image, method, style.format)
+    file = out / names["overlay"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(drawing, file)
+    facts |= {"overlay": names["overlay"], "overlay_bytes": file.stat().st_size}
+    facts |= _write(out, "heat", names["heat"], _heat_image(scaled, frame, preview.size, style))
     if options.maps:
-        about = {name: facts[name] for name in FACTS} | {"entry": task.image.to_json()}
-        files["map"] = (names["map"], SavedMap.of(explanation, about).encode())
-    return make_row(**facts, **_write(out, files))
+        facts |= _write(out, "map", names["map"], encode_map(explanation, facts, task.image))
+    return make_row(**facts)
 
 
-def _write(out: Path, files: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
-    """Write files, given as {column: (name, data)}, and return their names and sizes for the row."""
-    facts: dict[str, Any] = {}
-    for column, (name, data) in files.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out / name) as temporary:
-            temporary.write_bytes(data)
-        facts |= {column: name, f"{column}_bytes": len(data)}
-    return facts
+def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
+    """Write a file, and return its name and size for the row."""
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out / name) as temporary:
+        temporary.write_bytes(data)
+    return {column: name, f"{column}_bytes": len(data)}
 
 
 def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:
@@ -165,23 +163,23 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
 
     The image has the proportions of the preview, and a half or a third of its size if the map cells are large enough.
     """
-    import cv2
-
     left, top, right, bottom = frame.box
     cells = (right - left) / scaled.values.shape[1], (bottom - top) / scaled.values.shape[0]
     pitch = min(cells) * preview[0] / frame.picture.width
     coarseness = max(1, min(MAX_COARSENESS, int(pitch / CELL_PIXELS)))
-    width, height = (math.ceil(side / coarseness) for side in preview)
-    across, down = width / frame.picture.width, height / frame.picture.height
-    plane = Frame(Image.new("L", (width, height)), (left * across, top * down, right * across, bottom * down))
-    area = box_pixels(plane)
-    shares = resize_to_pixels(scaled.values, plane, area)  # (rows, columns)
-    pixels: NDArray[np.uint8] = np.zeros((height, width, 4), np.uint8)
-    pixels[area][..., :3] = cv2.applyColorMap(
-        table_entries(shares, scaled.sign), scaled.colors(style.colormap)[:, None]
-    )
-    pixels[area][..., 3] = 255 if style.opacity != "map" else np.rint(255 * np.abs(shares))
-    return _encode(Image.fromarray(pixels), "WEBP", quality=HEAT_QUALITY, method=0)
+    size = math.ceil(preview[0] / coarseness), math.ceil(preview[1] / coarseness)
+    plane = Frame(Image.new("RGB", size), resize_box(frame.box, frame.picture.size, size))
+    heat = paint(plane, scaled, style.colormap, 1.0)
+    visibility = np.abs(scaled.values) if style.opacity == "map" else np.ones_like(scaled.values)
+    alpha = paint(plane, replace(scaled, values=visibility, sign="positive"), "gray", 1.0)
+    heat.putalpha(alpha.convert("L"))
+    return _encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
+
+
+def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
+    """Return the box on a picture that was resized from `size` to `new_size`, both (w, h)."""
+    across, down = new_size[0] / size[0], new_size[1] / size[1]
+    return box[0] * across, box[1] * down, box[2] * across, box[3] * down
 
 
 def _shrink(picture: Image.Image, longest: int) -> Image.Image:
@@ -201,3 +199,155 @@ def _encode(picture: Image.Image, format: str, **options: int) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+# Saved maps ----------------------------------------------------------------------------------------------------------
+
+
+def encode_map(explanation: Explanation, facts: Row, image: ImageEntry) -> bytes:
+    """Return the content of the file of a map.
+
+    The values (C, h, w) are divided by a power of two, stored as "scale", so that the largest magnitude lies between
+    1/2 and 1. In float16, large values then do not overflow, and a gradient of 1e-8 does not become zero.
+    """
+    values = explanation.values[0].detach().double().cpu().numpy()
+    largest = float(np.abs(values).max(initial=0.0))
+    scale = math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+    about = {**facts, "format": FORMAT, "entry": image.to_json(), "scale": scale, "sign": explanation.sign}
+    return save({"values": (values / scale).astype(np.float16)}, {"saliency": json.dumps(about, sort_keys=True)})
+
+
+def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
+    """Read a saved map as an explanation without a picture, with the facts of its row and of its image ("entry").
+
+    Raises:
+        ExplanationError: The file is not a map of `saliency batch`, or is damaged.
+    """
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            about = json.loads((file.metadata() or {}).get("saliency", "null"))
+            if not isinstance(about, dict) or about.get("format") != FORMAT:
+                raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
+            values = torch.from_numpy(file.get_tensor("values").astype(np.float32) * np.float32(about["scale"]))
+        numbers = torch.tensor([[about["score"]], [about["probability"] or 0.0]], dtype=torch.float32, device="cpu")
+        explanation = Explanation(
+            values=values[None],
+            scores=numbers[0],
+            method=about["method"],
+            settings=about["settings"],
+            target=(about["target"],),
+            target_names=(about["name"],),
+            probabilities=None if about["probability"] is None else numbers[1],
+            layer=about["layer"],
+            input_size=(about["input_height"], about["input_width"]),
+            frames=(None,),
+            sign=about["sign"],
+        )
+    except KeyError as error:
+        raise ExplanationError(f"{path} is damaged: missing {error}") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ExplanationError(f"{path} cannot be read as a map: {error}") from error
+    return explanation, about
+
+
+@dataclass(frozen=True, slots=True)
+class Redrawn:
+    """Result for one map.
+
+    Attributes:
+        map: The file of the map.
+        file: The overlay; None after a failure.
+        is_small: Whether the overlay was drawn on the preview, because the image no longer exists or has changed.
+        failure: Reason why there is no overlay.
+    """
+
+    map: Path
+    file: Path | None = None
+    is_small: bool = False
+    failure: Failure | None = None
+
+
+def redraw(
+    maps: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    style: OverlayStyle | None = None,
+    methods: Sequence[str] = (),
+    workers: int | None = None,
+) -> Iterator[Redrawn]:
+    """Draw the overlays of saved maps as OUT/SUB/NAME.METHOD.png, and yield the result of each map in order.
+
+    Args:
+        maps: Files, folders of them, or folders that `batch` wrote with `maps=True`.
+        out: The folder to write to.
+        style: Style of the overlays; by default that of `batch`.
+        methods: Methods to draw; empty for all.
+        workers: Number of drawing threads; None for the default of `ThreadPoolExecutor`.
+
+    Raises:
+        BatchError: There are no maps, there are no maps of these methods, or the folder cannot be written to.
+        ExplanationError: A file is not a saved map, or is damaged.
+    """
+    chosen = style or OverlayStyle()
+    files = list(_map_files([maps] if isinstance(maps, str | os.PathLike) else maps))
+    present = {path.stem.rpartition(".")[2] for path, _ in files}
+    if methods and not present & set(methods):
+        raise BatchError(f"no maps of {', '.join(methods)} were saved; there are {', '.join(sorted(present))}")
+    first: dict[Path, Path] = {}  # the map of each overlay
+    for path, name in files:
+        if not methods or path.stem.rpartition(".")[2] in methods:
+            overlay_file = Path(out) / name.with_suffix(f".{chosen.format}")
+            if first.setdefault(overlay_file, path) != path:
+                why = "another of these maps has the same name; draw each folder into a separate output folder"
+                yield Redrawn(path, failure=Failure("BatchError", why))
+    pictures = lru_cache(maxsize=8)(_picture)  # the methods of an image share its picture
+    with ThreadPoolExecutor(workers, "saliency-draw") as pool:
+        yield from pool.map(lambda file: _draw(first[file], file, chosen, pictures), first)
+
+
+def _map_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, Path]]:
+    """Yield the map files, each with its path relative to the folder of maps."""
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path, Path(path.name)
+            continue
+        inside = path / MAPS if (path / MAPS).is_dir() else path
+        files = sorted(inside.rglob(f"*.{MAP_SUFFIX}"))
+        if not files:
+            raise BatchError(f"{path} contains no maps; saliency batch --maps (maps=True) saves them")
+        yield from ((file, file.relative_to(inside)) for file in files)
+
+
+def _picture(entry: str, previews: Path) -> tuple[Image.Image, bool]:
+    """Return the picture of a map, or else its preview, and whether it is the preview."""
+    image = ImageEntry.from_json(entry)
+    preview = previews / f"{image.name}.jpg"
+    if image.current_stamp() == image.stamp:
+        return image.open(), False
+    if not preview.is_file():
+        raise ImageError(f"{image.source!r} was removed or has changed, and there is no preview {preview}")
+    return open_picture(preview), True
+
+
+def _draw(
+    path: Path, file: Path, style: OverlayStyle, pictures: Callable[[str, Path], tuple[Image.Image, bool]]
+) -> Redrawn:
+    explanation, about = read_map(path)
+    root = str(path.absolute()).removesuffix(f"{MAPS}/{about['id']}.{about['method']}.{MAP_SUFFIX}")
+    try:
+        picture, is_small = pictures(about["entry"], Path(root) / PREVIEWS)
+        frame = Frame(picture, resize_box(about["box"], (about["width"], about["height"]), picture.size))
+        drawing = overlay(
+            replace(explanation, frames=(frame,)),
+            opacity=style.opacity,
+            colormap=style.colormap,
+            sign=style.sign,
+            percentile=style.percentile,
+        )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_picture(drawing, file)
+    except Exception as error:
+        if stops_run(error):
+            raise unwritable(file.parent, error) from error
+        return Redrawn(path, failure=Failure.of(error))
+    return Redrawn(path, file, is_small)

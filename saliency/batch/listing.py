@@ -10,6 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from .errors import BatchError
@@ -65,13 +66,11 @@ class ImageEntry:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> ImageEntry:
-        """Parse the output of `to_json`. Raises ValueError or TypeError for other text."""
+        """Parse the output of `to_json`. Raises ValueError, TypeError or AttributeError for other text."""
         fields = json.loads(line)
-        if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in ("path", "source")):
-            raise ValueError("an entry without a path")
-        name = fields.get("name", "")
-        if not isinstance(name, str) or leads_out(name):
-            raise ValueError(f"an entry outside the folder: {name!r}")
+        name = PurePath(fields.get("name", ""))
+        if name.is_absolute() or ".." in name.parts:
+            raise ValueError(f"an entry outside the folder: {name}")
         return cls(**fields | {name: tuple(fields.get(name, ())) for name in ("folder", "stamp")})
 
     def open(self) -> Image.Image:
@@ -106,11 +105,6 @@ class ImageEntry:
         return not self.problem and os.path.lexists(self.path)
 
 
-def leads_out(name: str) -> bool:
-    """Return whether a relative name points outside its folder. Names written by a run never do."""
-    return os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")  # noqa: PTH117
-
-
 @dataclass(frozen=True, slots=True)
 class Listing:
     """The numbered images of a run.
@@ -119,13 +113,11 @@ class Listing:
         images: Images of earlier runs, then new images, with names and current stamps.
         changed: Numbers of the images whose file has changed since it was listed.
         removed: Sources of the images that no longer exist. These keep their numbers and stamps.
-        is_new: Whether this listing differs from the listing of earlier runs.
     """
 
     images: list[ImageEntry]
     changed: frozenset[int]
     removed: tuple[str, ...]
-    is_new: bool
 
 
 def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) -> Listing:
@@ -138,12 +130,10 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
     Raises:
         BatchError: There is no image, the folder contains a run over other images, or the target of an image changed.
     """
-    if not listed:
-        if not any(image.exists() for image in images):
-            first = images[0] if images else None
-            why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was named"
-            raise BatchError(f"there is no image: {why}")
-        return Listing(with_names(images), frozenset(), (), True)
+    if not listed and not any(image.exists() for image in images):
+        first = images[0] if images else None
+        why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was named"
+        raise BatchError(f"there is no image: {why}")
     known = dict(zip(_keys(listed), listed, strict=True))
     new: list[ImageEntry] = []
     for image, key in zip(images, _keys(images), strict=True):
@@ -153,9 +143,9 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
                 f"the target of {image.source} was {earlier.target!r} and is now {image.target!r}; choose another "
                 "folder, or start again with --restart (restart=True)"
             )
-        if earlier is None and image.exists():
+        if earlier is None and (image.exists() or not listed):
             new.append(image)
-    if new and len(new) == len(images):
+    if listed and new and len(new) == len(images):
         raise BatchError(
             f"the folder contains a run over other images, such as {listed[0].source}; choose another folder, "
             "or start again with --restart (restart=True)"
@@ -164,7 +154,7 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
     changed = frozenset(index for index, image in enumerate(listed) if stamps[index] and stamps[index] != image.stamp)
     removed = tuple(image.source for index, image in enumerate(listed) if image.stamp and not stamps[index])
     current = [replace(image, stamp=stamps[index]) if index in changed else image for index, image in enumerate(listed)]
-    return Listing([*current, *with_names(new, listed)], changed, removed, bool(new or changed))
+    return Listing([*current, *with_names(new, listed)], changed, removed)
 
 
 def _keys(images: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
@@ -180,39 +170,27 @@ def _keys(images: Sequence[ImageEntry]) -> list[tuple[object, ...]]:
 def with_names(images: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) -> list[ImageEntry]:
     """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
-    Images of one folder that differ only in their suffix keep it: a.jpg and a.png become "a.jpg" and "a.png". Other
-    images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
+    Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
     on some file systems.
 
     Args:
         images: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
     """
-    folders = ["/".join(_safe(part).replace(".", "_") for part in image.folder) for image in images]
-    stems = [_safe(os.path.splitext(image.label)[0] or image.label) for image in images]  # noqa: PTH122
-    labels = [_safe(image.label) for image in images]
-    same_stem = Counter(map(_folded, map(_joined, folders, stems)))
-    same_label = Counter(map(_folded, map(_joined, folders, labels)))
     used = {_folded(image.name) for image in listed}
     numbers: Counter[str] = Counter()
     named = []
-    for image, folder, stem, label in zip(images, folders, stems, labels, strict=True):
-        name, longer = _joined(folder, stem), _joined(folder, label)
-        alike = same_label[_folded(longer)]
-        if same_stem[_folded(name)] != alike or (alike == 1 and _folded(name) in used):
-            name = longer
-        base = _folded(name)
-        unique = name
+    for image in images:
+        # A folder has no dot in its name, and every file has one: they are never equal.
+        folders = (_safe(part).replace(".", "_") for part in image.folder)
+        name = "/".join((*folders, _safe(os.path.splitext(image.label)[0] or image.label)))  # noqa: PTH122
+        base, unique = _folded(name), name
         while _folded(unique) in used:
-            numbers[base] = max(numbers[base], 1) + 1
-            unique = f"{name}-{numbers[base]}"
+            numbers[base] += 1
+            unique = f"{name}-{numbers[base] + 1}"
         used.add(_folded(unique))
         named.append(replace(image, name=unique, stamp=image.current_stamp()))
     return named
-
-
-def _joined(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
 
 
 def _safe(text: str) -> str:
@@ -231,13 +209,3 @@ def _safe(text: str) -> str:
 
 def _folded(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
-
-
-def absolute(path: str) -> str:
-    """Return the absolute path. Links are not resolved, and undecodable bytes are kept."""
-    return os.path.abspath(path)  # noqa: PTH100
-
-
-def label_of(path: str) -> str:
-    """Return the file name at the end of a path."""
-    return os.path.basename(path) or path  # noqa: PTH119

@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.util import find_spec
 from itertools import compress, islice
 from pathlib import Path
@@ -22,8 +18,6 @@ Row = dict[str, Any]
 
 MANIFEST = "manifest.jsonl"
 PARQUET = "manifest.parquet"
-SYNC_INTERVAL = 2.0
-"""Seconds between two syncs to disk, which limit the rows that a power failure loses."""
 PARQUET_ROWS = 10_000
 """Rows per Parquet row group."""
 
@@ -62,196 +56,112 @@ def make_row(**known: Any) -> Row:
     return {column: known.get(column) for column in COLUMNS}
 
 
-@dataclass(slots=True)
-class ManifestState:
-    """Summary of the rows of a manifest.
-
-    Attributes:
-        done: For each image, the methods that have a row, as bits; -1 if a single row covers all methods.
-        rows: Number of rows.
-        failed: Numbers of the images with an error.
-        kinds: Number of failed rows by class of error.
-        is_sorted: Whether the rows are in the order of images and methods.
-        end: Total size of the complete lines, in bytes.
-        last: Image number and method index of the last row.
-    """
-
-    done: dict[int, int] = field(default_factory=dict)
-    rows: int = 0
-    failed: set[int] = field(default_factory=set)
-    kinds: Counter[str] = field(default_factory=Counter)
-    is_sorted: bool = True
-    end: int = 0
-    last: tuple[int, int] = (-1, -1)
-
-    def add(self, row: Row, method: int) -> None:
-        """Count a row. `method` is the index of its method, or -1 for a row that covers all methods."""
-        index = int(row["index"])
-        self.done[index] = self.done.get(index, 0) | (-1 if method < 0 else 1 << method)
-        self.rows += 1
-        if row["error"] is not None:
-            self.failed.add(index)
-            self.kinds[str(row["error_kind"])] += 1
-        self.is_sorted = self.is_sorted and (index, method) > self.last
-        self.last = (index, method)
-
-    def is_done(self, index: int, method: int) -> bool:
-        """Return whether an image has a row for a method."""
-        return bool(self.done.get(index, 0) >> method & 1)
-
-
 class Manifest:
     """Manifest file with one JSON line per row.
 
     Args:
         folder: Folder of the run.
         methods: Names of the methods, in order.
-        images: Number of images, to validate row indices; None for no limit.
+
+    Attributes:
+        path: The file.
+        rows: The kind of error of each row, None for a success, by (image number, index of the method). The index is -1
+            in the row of an image that could not be read, which has no method.
+        failed: Numbers of the images with an error.
     """
 
-    def __init__(self, folder: Path, methods: Sequence[str], images: int | None = None) -> None:
+    def __init__(self, folder: Path, methods: Sequence[str]) -> None:
         self.path = folder / MANIFEST
-        self._folder = folder
         self._methods = {name: index for index, name in enumerate(methods)}
-        self._images = images
-        self._file = -1
-        self._synced = time.monotonic()
-        self.state = ManifestState()
+        self.rows: dict[tuple[int, int], str | None] = {}
+        self.failed: set[int] = set()
 
-    def _method(self, row: Row) -> int:
-        """Return the index of a row's method; -1 for a row that covers all methods."""
-        return self._methods.get(str(row["method"]), -1)
+    def is_done(self, index: int, method: int) -> bool:
+        """Return whether an image has a row for a method, given by its index."""
+        return (index, method) in self.rows or (index, -1) in self.rows
+
+    def kinds(self) -> Counter[str]:
+        """Return the number of failed rows by class of error."""
+        return Counter(kind for kind in self.rows.values() if kind is not None)
+
+    def is_sorted(self) -> bool:
+        """Return whether the rows are in the order of images and methods."""
+        return list(self.rows) == sorted(self.rows)
 
     def read(self, *, retry: bool = False, changed: Container[int] = ()) -> None:
-        """Read the file, and remove damaged rows, rows of other runs and rows whose files are missing.
+        """Read the file, and remove what follows a damaged row, and rows whose files are missing.
 
         Args:
             retry: Whether rows with errors are removed too.
             changed: Numbers of the images whose rows are removed.
         """
-        self.state = state = ManifestState()
-        size = lru_cache(maxsize=8)(self._size)  # the rows of one image share its preview
-        seen: set[tuple[int, int]] = set()
+        self.rows, self.failed = {}, set()
         keep = bytearray()
-        for row, end in self._complete():
-            state.end = end
-            is_good = self._is_valid(row) and not (retry and row["error"] is not None)
-            is_good = is_good and all(row[k] is None or size(row[k]) == row[f"{k}_bytes"] for k in FILES)
-            key = row["index"], self._method(row)
-            keep.append(is_good and row["index"] not in changed and key not in seen)
+        end = 0
+        for row, line in read_rows(self.path):
+            end += len(line)
+            has_files = all(row[name] is None or self._size(row[name]) == row[f"{name}_bytes"] for name in FILES)
+            keep.append(has_files and row["index"] not in changed and not (retry and row["error"] is not None))
             if keep[-1]:
-                seen.add(key)
-                state.add(row, key[1])
+                self._count(row)
+        if self.path.is_file() and self.path.stat().st_size != end:
+            os.truncate(self.path, end)
         if not all(keep):
-            self._rewrite(compress(self.rows(), keep))
-        elif self.path.is_file() and self.path.stat().st_size != state.end:
-            os.truncate(self.path, state.end)
+            self._rewrite(compress((line for _, line in read_rows(self.path)), keep))
 
-    def open(self) -> None:
-        """Open the file for appending, after its last complete line."""
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        self._rewind()
-
-    def _rewind(self) -> None:
-        os.ftruncate(self._file, self.state.end)
-        os.lseek(self._file, 0, os.SEEK_END)
-
-    def append(self, rows: Iterable[Row]) -> None:
-        """Append all rows. If that fails, such as on a full disk, append none and raise the error."""
-        rows = list(rows)
-        data = b"".join(map(encode, rows))
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._file, view) :]
-        except BaseException:
-            with suppress(OSError):
-                self._rewind()
-            raise
-        self.state.end += len(data)
+    def append(self, rows: Sequence[Row]) -> None:
+        """Append the rows of an image. A line that cannot be written whole is removed by the next `read`."""
+        with self.path.open("ab") as file:
+            file.write(b"".join(map(encode, rows)))
         for row in rows:
-            self.state.add(row, self._method(row))
-        if time.monotonic() - self._synced > SYNC_INTERVAL:
-            os.fsync(self._file)
-            self._synced = time.monotonic()
+            self._count(row)
 
     def sort(self) -> None:
-        """Close the file, and sort its rows by image and method, since a retry appends rows at the end."""
-        self.close()
-        if not self.state.is_sorted:
-            self._rewrite(sorted(self.rows(), key=lambda row: (int(row["index"]), self._method(row))))
-            self.state.is_sorted = True
+        """Sort the rows by image and method, since a retry appends rows at the end."""
+        if not self.is_sorted():
+            self.rows = dict(sorted(self.rows.items()))
+            self._rewrite(line for _, line in sorted(read_rows(self.path), key=lambda row: self._key(row[0])))
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
+    def _count(self, row: Row) -> None:
+        self.rows[self._key(row)] = None if row["error"] is None else str(row["error_kind"])
+        if row["error"] is not None:
+            self.failed.add(row["index"])
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows."""
-        return (row for row, _ in self._complete())
+    def _key(self, row: Row) -> tuple[int, int]:
+        return row["index"], self._methods.get(row["method"], -1)
 
-    def _complete(self) -> Iterator[tuple[Row, int]]:
-        """Yield the rows before the first damaged line, each with the byte offset of its end."""
-        end = 0
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            for line in file:
-                end += len(line)
-                try:
-                    row = json.loads(line, parse_constant=_refuse)
-                except (ValueError, RecursionError):
-                    return
-                if not line.endswith(b"\n") or not isinstance(row, dict):
-                    return
-                if not row.keys() >= {"index", "method", "error", "error_kind"}:
-                    return
-                yield row, end
-
-    def _rewrite(self, rows: Iterable[Row]) -> None:
+    def _rewrite(self, lines: Iterable[bytes]) -> None:
         with atomic_write(self.path) as temporary, temporary.open("wb") as file:
-            for row in rows:
-                file.write(encode(row))
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        self.state.end = self.path.stat().st_size
-
-    def _is_valid(self, row: Row) -> bool:
-        """Return whether the columns, types, method and image number of a row are valid."""
-        if row["index"] is None or any(name not in row or not _fits(kind, row[name]) for name, kind in COLUMNS.items()):
-            return False
-        # Only an image that could not be read has a row without a method.
-        is_named = row["method"] in self._methods if row["method"] is not None else row["error"] is not None
-        return is_named and row["index"] >= 0 and (self._images is None or row["index"] < self._images)
 
     def _size(self, name: str) -> int:
         """Return the size of a file of the run in bytes; -1 if it does not exist."""
         try:
-            return os.stat(f"{self._folder}/{name}").st_size  # noqa: PTH116 - called for every file
+            return os.stat(f"{self.path.parent}/{name}").st_size  # noqa: PTH116 - called for every file
         except OSError:
             return -1
+
+
+def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
+    """Yield the rows before the first damaged line, each with its line; none if there is no file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                return
+            if not isinstance(row, dict) or row.keys() != COLUMNS.keys() or not line.endswith(b"\n"):
+                return
+            yield row, line
 
 
 def encode(row: Row) -> bytes:
     """Encode a row as a line."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _fits(kind: type, value: object) -> bool:
-    """Return whether a value of a row has the type of its column."""
-    if value is None:
-        return True
-    if kind is list:
-        return isinstance(value, list) and len(value) == 4 and all(type(edge) in (int, float) for edge in value)
-    return type(value) in ((int, float) if kind is float else (kind,))
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> bool:

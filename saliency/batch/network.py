@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +21,17 @@ from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.preprocess import Box
 from ..targets.targets import Categories, ClassScore, class_index, class_scores
 from ..zoo import load
-from .errors import BatchError, Failure
+from .errors import BatchError
 from .listing import ImageEntry
 from .run_options import RunOptions
 
-Results = Mapping[str, Explanation | Failure]
-"""Result of every method for one image, by the name of the method."""
+Results = Mapping[str, Explanation | Exception]
+"""Explanation or error of every method for one image, by the name of the method."""
+_Outcomes = dict[str, list[Explanation | Exception]]
+"""Explanation or error of every image of a batch, by the name of the method."""
 
 CHUNK_CPU, CHUNK_ACCELERATOR = 8, 64
 """Default passes of one image per chunk. They are fixed so that resumed runs write identical bytes."""
-BATCH_CPU, BATCH_ACCELERATOR = 8, 64
-"""Default images per batch. Larger batches are not faster on CPUs."""
-BUFFER_BYTES = 256 << 20
-"""Bytes of decoded images that are kept for drawing. Images beyond that are decoded again."""
 
 
 class BatchTooLargeError(MemoryError):
@@ -85,38 +83,15 @@ class LoadedImage:
         entry: The image in the listing.
         failure: Reason why the image cannot be explained.
         tensor: (C, H, W) input of the model; None after a failure.
-        size: (w, h) of the picture.
         box: Position of the input on the picture.
-        picture: The decoded picture; None if the buffer has no room for it.
+        picture: The decoded picture; None if it was too large to be kept.
     """
 
     entry: ImageEntry
-    failure: Failure | None = None
+    failure: Exception | None = None
     tensor: Tensor | None = None
-    size: tuple[int, int] = (0, 0)
     box: Box = (0.0, 0.0, 0.0, 0.0)
     picture: Image.Image | None = None
-
-
-class PictureBuffer:
-    """Limit on the total size of decoded pictures in memory."""
-
-    def __init__(self, size: int = BUFFER_BYTES) -> None:
-        self._left = size
-        self._lock = threading.Lock()
-
-    def has_room(self, picture: Image.Image) -> bool:
-        """Reserve room for a picture if there is enough, and return whether there is."""
-        with self._lock:
-            fits = 3 * picture.width * picture.height <= self._left
-            self._left -= 3 * picture.width * picture.height * fits
-            return fits
-
-    def release(self, loaded: LoadedImage) -> None:
-        """Free the room of a picture."""
-        if loaded.picture is not None:
-            with self._lock:
-                self._left += 3 * loaded.size[0] * loaded.size[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +134,19 @@ class Network:
         self.preprocess = preprocess
         self.categories = self.methods[0].categories
         self._target = find_class(options.target, self.categories)
-        self._separate: frozenset[str] = frozenset()
+        self._separate: set[str] = set()  # methods that do not share the passes of the others
 
-    def load(self, entry: ImageEntry, buffer: PictureBuffer | None = None) -> LoadedImage:
-        """Decode and preprocess an image. An error is returned as its `failure`."""
+    def load(self, entry: ImageEntry, most_pixels: float = math.inf) -> LoadedImage:
+        """Decode and preprocess an image, and keep a picture of at most `most_pixels`.
+
+        An error is returned as its `failure`.
+        """
         try:
             picture = entry.open()
-            box, tensor = self.preprocess.box(picture.size), self.preprocess(picture)
-            kept = picture if buffer is None or buffer.has_room(picture) else None
-            return LoadedImage(entry, None, tensor, picture.size, box, kept)
+            kept = picture if picture.width * picture.height <= most_pixels else None
+            return LoadedImage(entry, None, self.preprocess(picture), self.preprocess.box(picture.size), kept)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(entry, Failure.of(error, entry.path, entry.source))
+            return LoadedImage(entry, error)
 
     def explain(self, batch: Sequence[LoadedImage], *, may_split: bool = True) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.
@@ -185,52 +162,42 @@ class Network:
             BatchTooLargeError: The batch does not fit into memory, and may not be split.
         """
         results: list[Results] = [{} for _ in batch]
-        targets: list[int | None] = [None] * len(batch)
+        targets: list[int | None] = []
         inputs: dict[int, Tensor] = {}  # of the images that can be explained
         for index, image in enumerate(batch):
+            target = image.entry.target
             try:
-                target = image.entry.target
-                targets[index] = self._target if target is None else find_class(target, self.categories)
+                targets.append(self._target if target is None else find_class(target, self.categories))
+            except TargetError as error:
+                targets.append(None)
+                results[index] = {method.name: error for method in self.methods}
+            else:
                 if image.tensor is not None:
                     inputs[index] = image.tensor
-            except TargetError as error:
-                results[index] = {method.name: Failure.of(error) for method in self.methods}
         shapes = {x.shape for x in inputs.values()}
         for shape in sorted(shapes):
             # If all images have one size, they keep their positions. Otherwise each size runs as a batch of its own.
-            rows = [index for index in range(len(batch)) if len(shapes) == 1 or shape == _shape(inputs.get(index))]
+            rows = [index for index, x in inputs.items() if x.shape == shape] if len(shapes) > 1 else range(len(batch))
             empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
             x = torch.stack([inputs.get(index, empty) for index in rows]).to(self.device, self._dtype)  # (N, C, H, W)
             outcomes = self._explain_all(x, [targets[index] for index in rows], may_split)
             for position, index in enumerate(rows):
                 if index in inputs:
-                    entry = batch[index].entry
-                    results[index] = {
-                        method.name: _as_result(outcomes[method.name][position], entry.path, entry.source, method.name)
-                        for method in self.methods
-                    }
+                    results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
         return results
 
-    def _explain_all(
-        self, x: Tensor, targets: list[int | None], may_split: bool
-    ) -> dict[str, list[Explanation | Exception]]:
-        separate = self._separate
-        groups = [[method for method in self.methods if method.name not in separate]]
-        groups += [[method] for method in self.methods if method.name in separate]
-        outcomes: dict[str, list[Explanation | Exception]] = {}
-        for methods in filter(None, groups):
-            outcomes |= self._attempt(methods, x, targets, may_split)
-        failed = {
-            name for name, results in outcomes.items() if all(isinstance(result, Exception) for result in results)
-        }
-        # A method that failed on all images runs separately from now on, so that the others can share their passes.
-        if failed - separate and len(failed) < len(outcomes):
-            self._separate = separate | failed
+    def _explain_all(self, x: Tensor, targets: list[int | None], may_split: bool) -> _Outcomes:
+        """Run all methods on a batch. Those that fail on every image run separately from then on."""
+        shared = [method for method in self.methods if method.name not in self._separate]
+        outcomes: _Outcomes = {}
+        for methods in [shared, *([method] for method in self.methods if method not in shared)]:
+            if methods:
+                outcomes |= self._attempt(methods, x, targets, may_split)
         return outcomes
 
     def _attempt(
         self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None], may_split: bool
-    ) -> dict[str, list[Explanation | Exception]]:
+    ) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:
@@ -251,22 +218,17 @@ class Network:
             raise BatchTooLargeError(f"{len(x)} images at once")
         if len(methods) > 1 and not is_too_large:
             return {k: v for method in methods for k, v in self._attempt([method], x, targets, may_split).items()}
-        if len(x) == 1 or isinstance(error, NotApplicableError | LayerError | MethodError):
-            return {method.name: [error] * len(x) for method in methods}
+        if isinstance(error, NotApplicableError | LayerError | MethodError):
+            self._separate.add(methods[0].name)
+            return {methods[0].name: [error] * len(x)}
+        if len(x) == 1:
+            return {method.name: [error] for method in methods}
         size = (len(x) + 1) // 2 if is_too_large else 1
         parts = [
             self._attempt(methods, x[start : start + size], targets[start : start + size], may_split)
             for start in range(0, len(x), size)
         ]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
-
-
-def _shape(x: Tensor | None) -> torch.Size | None:
-    return None if x is None else x.shape
-
-
-def _as_result(result: Explanation | Exception, *names: str) -> Explanation | Failure:
-    return Failure.of(result, *names) if isinstance(result, Exception) else result
 
 
 def find_class(target: int | str | None, categories: Categories) -> int | None:
@@ -315,14 +277,13 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
-    """Return a network per device. The first uses the model itself if loaded by name or on that device, else a copy."""
+    """Return a network per device. The first uses the model itself if it is on that device; others use a copy."""
     like = reference_tensor(model)
     here = torch.device("cpu") if like is None else like.device
-    replicas = []
-    for index, device in enumerate(devices):
-        replica = model if index == 0 and (isinstance(options.model, str) or device == here) else copy.deepcopy(model)
-        replicas.append(replica if device == here else move_model(replica, device))
-    return [Network(options, replica) for replica in replicas]
+    return [
+        Network(options, model if index == 0 and device == here else move_model(copy.deepcopy(model), device))
+        for index, device in enumerate(devices)
+    ]
 
 
 def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[Attribution]:

@@ -6,23 +6,21 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from .errors import BatchError, Failure, StoppedError, writing_to
 from .listing import ImageEntry, merge_listing
-from .manifest import PARQUET, Manifest, Row, write_parquet
+from .manifest import MANIFEST, PARQUET, Manifest, Row, read_rows, write_parquet
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
 from .run_options import Progress, RunOptions, Summary
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .engine_local import LocalEngine
-    from .engine_ray import RayEngine
+    from .engines import LocalEngine, RayEngine
     from .network import Task
 
 DISTRIBUTION = "saliency-toolkit"
@@ -45,28 +43,23 @@ class Run:
         self._fresh = 0
         self._failures: list[tuple[str, str, str]] = []
         self.folder.remove_temporary_files()
-        head = self.folder.read_head(damaged=options.restart)
-        if head is not None and (options.restart or not self.folder.has_rows()):
-            methods = [method["name"] for method in head["methods"]] or options.methods
-            self.folder.clear(self.folder.read_listing(damaged=True), methods)
+        head = self.folder.read_head()
+        if head is not None and (options.restart or next(read_rows(folder / MANIFEST), None) is None):
+            self.folder.clear(self.folder.read_listing(), [method["name"] for method in head["methods"]])
             head = None
         listed = self.folder.read_listing() if head is not None else []
         if head is not None and not listed:
             raise BatchError(f"{folder / LISTING} is missing or empty; start again with --restart (restart=True)")
-        self.is_new = head is None
         self.listing = merge_listing(listed, images)
         self.images = self.listing.images
-        if head is None:
-            self.folder.require_free(self.images, options.methods)
         self.head = self._new_head() if head is None else self._checked_head(head)
-        limit = options.limit
-        self.total = len(self.images) if limit is None else min(limit, len(self.images))
-        self.manifest = Manifest(folder, options.methods, len(self.images))
+        self.total = min(options.limit or len(self.images), len(self.images))
+        self.manifest = Manifest(folder, options.methods)
         # The listing with new stamps is written later: after an interruption, changes are detected again.
         self.manifest.read(retry=options.retry, changed=self.listing.changed)
         self.folder.remove([self.images[index] for index in self.listing.changed], options.methods)
         # An earlier run may have explained images beyond the limit.
-        self._done = sum(index < self.total for index in self.manifest.state.done)
+        self._done = {index for index, _ in self.manifest.rows if index < self.total}
 
     def _new_head(self) -> dict[str, Any]:
         fingerprint = self.options.fingerprint()
@@ -80,20 +73,13 @@ class Run:
             "model": {"name": self.options.model_name, "weights": fingerprint["weights"]},
             "command": list(self.options.command),
             "fingerprint": fingerprint,
-            "batch_size": self.options.batch_size,
-            "counts": {},
-            "methods": [],
-            "categories": None,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "finished": False,
         }
 
     def _checked_head(self, head: dict[str, Any]) -> dict[str, Any]:
         old, new = head["fingerprint"], self.options.fingerprint()
         different = [
-            f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-            for name in dict.fromkeys([*old, *new])
-            if old.get(name) != new.get(name)
+            f"{name} was {old.get(name)!r} and is now {new[name]!r}" for name in new if old.get(name) != new[name]
         ]
         if different:
             raise BatchError(
@@ -104,9 +90,12 @@ class Run:
 
     def is_complete(self) -> bool:
         """Return whether all images have a row for every method."""
-        everything = (1 << len(self.options.methods)) - 1
-        done = self.manifest.state.done
-        return all(done.get(index, 0) & everything == everything for index in range(self.total))
+        return all(not self._missing(index) for index in range(self.total))
+
+    def _missing(self, index: int) -> tuple[str, ...]:
+        """Return the methods without a row for an image."""
+        methods = enumerate(self.options.methods)
+        return tuple(name for method, name in methods if not self.manifest.is_done(index, method))
 
     def execute(self, engine: LocalEngine | RayEngine) -> None:
         """Write the missing files and rows.
@@ -122,32 +111,29 @@ class Run:
         model = load_model(options)
         self._check_and_describe(Network(options, model))
         # A resumed run keeps its batch size. Only a smaller size is accepted, for machines with less memory.
-        known = [size for size in (options.batch_size, self.head["batch_size"]) if size is not None]
-        size = min(known, default=engine.batch_size(len(self.images)))
+        known = [size for size in (options.batch_size, self.head.get("batch_size")) if size is not None]
+        size = min(known, default=max(1, min(engine.most, len(self.images) // engine.parallel)))
         self.head |= {"batch_size": size, "finished": False}
         with writing_to(self.folder.path):
             # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
             self.folder.write_head(self.head)
-            if self.listing.is_new:
-                self.folder.write_listing(self.images)
-            self.manifest.open()
-        context = RunContext(options, self.folder.path, model, is_first=not self.manifest.state.rows)
-        is_finished = False
+            self.folder.write_listing(self.images)
+        context = RunContext(options, self.folder.path, model, is_first=not self.manifest.rows)
         with interruption() as is_interrupted:
-            while not is_finished:
+            while True:
                 groups = self._groups(self.head["batch_size"])
                 try:
                     with closing(engine.execute(context, groups, is_interrupted)) as results:
                         for rows in results:
                             self._add(rows)
-                    is_finished = True
+                    break
                 except BatchTooLargeError:
                     # Nothing is written yet: start again with half the batch size.
                     self.head["batch_size"] = (self.head["batch_size"] + 1) // 2
                     with writing_to(self.folder.path):
                         self.folder.write_head(self.head)
             if is_interrupted():
-                raise KeyboardInterrupt(f"{self._done} of {self.total} images are done; re-run to resume")
+                raise KeyboardInterrupt(f"{len(self._done)} of {self.total} images are done; re-run to resume")
 
     def _check_and_describe(self, network: Any) -> None:
         """Check the colormap, and add the methods and the number of classes to the head."""
@@ -167,22 +153,15 @@ class Run:
 
         for start in range(0, self.total, size):
             group = range(start, min(start + size, len(self.images)))
-            missing = [
-                tuple(
-                    name
-                    for method, name in enumerate(self.options.methods)
-                    if index < self.total and not self.manifest.state.is_done(index, method)
-                )
-                for index in group
-            ]
+            missing = [self._missing(index) if index < self.total else () for index in group]
             if any(missing):
                 yield [Task(index, self.images[index], methods) for index, methods in zip(group, missing, strict=True)]
 
     def _add(self, rows: list[Row]) -> None:
         """Append the rows of an image to the manifest, and report the progress."""
-        options, state = self.options, self.manifest.state
+        options, manifest, index = self.options, self.manifest, rows[0]["index"]
         failed = [row for row in rows if row["error"] is not None]
-        if state.rows == sum(state.kinds.values()) and self.images[rows[0]["index"]].target is None:
+        if len(self._done) == len(manifest.failed) and self.images[index].target is None:
             require_sensible_options(
                 options, [Failure(row["error_kind"], row["error"]) if row["error"] else None for row in rows]
             )
@@ -190,44 +169,42 @@ class Run:
             method = f" by {failed[0]['method']}" if failed[0]["method"] else ""
             reason = f"{failed[0]['source']}{method}: {failed[0]['error']}"
             raise StoppedError(f"{reason}; --strict (strict=True) stops at the first failure")
-        self._done += rows[0]["index"] not in state.done
         with writing_to(self.folder.path):
-            self.manifest.append(rows)
+            manifest.append(rows)
+        self._done.add(index)
         self._fresh += 1
         self._failures += [(row["source"], row["method"] or "", row["error"]) for row in failed]
         del self._failures[FAILURES_SHOWN:]
         if options.on_progress is not None:
-            options.on_progress(Progress(self._done, self.total, self._fresh, len(state.failed)))
+            options.on_progress(Progress(len(self._done), self.total, self._fresh, len(manifest.failed)))
 
     def finish(self) -> Summary:
         """Sort the manifest, write the Parquet table and the page, and return the summary."""
-        state, complete = self.manifest.state, self.is_complete()
-        counts = {"photos": len(self.images), "rows": state.rows, "failed": len(state.failed)}
-        is_same = state.is_sorted and self.head["counts"] == counts and self.head["finished"] == complete
-        page, table = self.folder.path / PAGE, self.folder.path / PARQUET
-        with writing_to(self.folder.path):
-            self.manifest.sort()
-            if not is_same:
-                self.head |= {"counts": counts, "finished": complete}
-                self.folder.write_head(self.head)
-            if not (is_same and table.is_file()):
-                write_parquet(self.manifest.rows(), table)
-            if not (is_same and page.is_file()):
-                from .report import report
+        manifest, complete = self.manifest, self.is_complete()
+        counts = {"photos": len(self.images), "rows": len(manifest.rows), "failed": len(manifest.failed)}
+        is_same = manifest.is_sorted() and self.head.get("counts") == counts and self.head["finished"] == complete
+        page = self.folder.path / PAGE
+        if not (is_same and page.is_file()):
+            from .report import report
 
+            with writing_to(self.folder.path):
+                manifest.sort()
+                write_parquet((row for row, _ in read_rows(manifest.path)), self.folder.path / PARQUET)
                 report(self.folder.path)
+                # Written last: without it, an interrupted update is repeated.
+                self.folder.write_head(self.head | {"counts": counts, "finished": complete})
         return Summary(
-            self.folder.path,
-            page,
-            self.total,
-            self._done,
-            self._fresh,
-            len(state.failed),
-            Counter(state.kinds),
-            tuple(self._failures),
-            time.monotonic() - self._start,
-            len(self.listing.changed),
-            self.listing.removed,
+            folder=self.folder.path,
+            page=page,
+            images=self.total,
+            done=len(self._done),
+            fresh=self._fresh,
+            failed=len(manifest.failed),
+            kinds=manifest.kinds(),
+            failures=tuple(self._failures),
+            seconds=time.monotonic() - self._start,
+            changed=len(self.listing.changed),
+            removed=self.listing.removed,
         )
 
 
@@ -261,15 +238,8 @@ def interruption() -> Iterator[Callable[[], bool]]:
         pressed = True
 
     is_main = threading.current_thread() is threading.main_thread()
-    handled = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if is_main and signal.getsignal(number) is signal.default_int_handler
-    ]
-    for number in handled:
-        signal.signal(number, handle)
-    try:
+    with ExitStack() as undo:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if is_main and signal.getsignal(number) is signal.default_int_handler:
+                undo.callback(signal.signal, number, signal.signal(number, handle))
         yield lambda: pressed
-    finally:
-        for number in handled:
-            signal.signal(number, signal.default_int_handler)

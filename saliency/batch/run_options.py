@@ -7,7 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from ..validation import check_choice, check_integer, check_number
 from .errors import BatchError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 Format = Literal["png", "jpg", "webp"]
 Sign = Literal["positive", "signed", "absolute"]
@@ -143,11 +143,10 @@ class RunOptions:
     with_manifest: bool = True
 
     def __post_init__(self) -> None:
-        methods: object = self.methods
-        if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
-            raise BatchError(f"methods={methods!r}: expected a list of names, such as ['grad_cam']")
-        if len(set(methods)) < len(methods):
-            raise BatchError(f"methods={list(methods)}: a method is named twice")
+        if not self.methods:
+            raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
+        if len(set(self.methods)) < len(self.methods):
+            raise BatchError(f"methods={list(self.methods)}: a method is named twice")
         for name in ("batch_size", "limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), error=BatchError)
@@ -159,15 +158,14 @@ class RunOptions:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that determine the files, as JSON values. A run resumes only with an equal fingerprint."""
-        style = {name: getattr(self.style, name) for name in ("format", "opacity", "colormap", "sign", "percentile")}
         values = {
             "model": self.model_name,
             "weights": self._weights(),
-            "methods": list(self.methods),
+            "methods": self.methods,
             "layer": self.layer,
             "options": dict(sorted(self.options.items())),
             "target": self.target,
-            **style,
+            **asdict(self.style),
             "maps": self.maps,
         }
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # as read back from the file
@@ -176,35 +174,28 @@ class RunOptions:
     def _weights(self) -> str | None:
         """Return the name of the weights, or a digest of a file or a model in memory."""
         if not isinstance(self.model, str):
-            return f"sha256:{_digest(self.model)}"
+            return _digest(self.model.state_dict())
         if self.weights is None or not os.path.isfile(self.weights):  # noqa: PTH113 - unlike Path, never raises
             return self.weights
         with Path(self.weights).open("rb") as file:
             return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
 
 
-def _digest(model: nn.Module) -> str:
+def _digest(tensors: Mapping[str, object]) -> str:
+    """Return a digest of the names, types, shapes and values of tensors."""
     import torch
 
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
+    for name, value in tensors.items():
         digest.update(name.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(_bytes(value))
-    return digest.hexdigest()[:16]
-
-
-def _bytes(values: Tensor) -> memoryview:
-    import torch
-
-    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def _describe(value: object) -> str:
     """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        digest = hashlib.sha256(_bytes(value)).hexdigest()[:16]
-        return f"{value.dtype} {tuple(value.shape)} sha256:{digest}"
-    return str(value)
+    return _digest({"": value}) if isinstance(value, torch.Tensor) else str(value)

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
                 loaded = network.load(image)
                 results = network.explain([loaded])[0]
                 if not any(row["overlay"] for row in rows):
-                    errors = [result if isinstance(result, Failure) else None for result in results.values()]
+                    errors = [Failure.of(one) if isinstance(one, Exception) else None for one in results.values()]
                     require_sensible_options(options, errors)
                 thumbs.append({})
                 for row in write_results(options, arguments.out, Task(index, image, tuple(methods)), loaded, results):

@@ -8,8 +8,8 @@ from collections import Counter
 from rich.text import Text
 
 from ..batch import StoppedError
+from ..batch.drawing import redraw
 from ..batch.report import report as write_page
-from ..batch.saved_maps import redraw
 from ..render.blending import color_table
 from .console import Screen, UsageError, count, visible
 from .options import overlay_style

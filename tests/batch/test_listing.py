@@ -32,12 +32,8 @@ def test_a_name_is_the_file_name_without_its_suffix() -> None:
     assert named("cat.jpg", "tiger.cat.png") == ["cat", "tiger.cat"]
 
 
-def test_images_that_differ_in_their_suffix_keep_it() -> None:
-    assert named("a.jpg", "a.png", "b.png") == ["a.jpg", "a.png", "b"]
-
-
 def test_images_of_one_name_are_numbered() -> None:
-    assert named("a.jpg", "a.jpg", "a.jpg", "a-2.jpg") == ["a", "a-2", "a-3", "a-2.jpg"]
+    assert named("a.jpg", "a.jpg", "a.png", "a-2.jpg") == ["a", "a-2", "a-3", "a-2-2"]
     assert named("a-2.jpg", "a.jpg", "a.jpg") == ["a-2", "a", "a-3"]
 
 
@@ -57,7 +53,7 @@ def test_a_folder_never_has_the_name_of_a_file() -> None:
 
 
 def test_names_of_earlier_runs_are_not_given_again() -> None:
-    assert names([photo("a.png"), photo("b.png")], taken=[ImageEntry("/a", "a", name="a")]) == ["a.png", "b"]
+    assert names([photo("a.png"), photo("b.png")], taken=[ImageEntry("/a", "a", name="a")]) == ["a-2", "b"]
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_no_text_of_a_file_runs_or_becomes_an_element(opened: Visit, tmp_path: P
         failed(1, method, source=HOSTILE, error=HOSTILE, error_kind=HOSTILE),
         failed(2, source="javascript:alert(1)", error=HOSTILE),
     ]
-    out = folder(tmp_path / "out", rows, pictures=True, model={"name": HOSTILE}, command=[HOSTILE])
+    out = folder(tmp_path / "out", rows, pictures=True, model={"name": HOSTILE, "weights": HOSTILE}, command=[HOSTILE])
     page = opened.go(report(out))
     assert page.locator("#model").text_content() == HOSTILE
     for key in ("/", "a", "Enter", "Enter", "ArrowRight", "ArrowRight", "Escape", "?"):

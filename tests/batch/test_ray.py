@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saliency.batch import BatchError, Progress, StoppedError, batch
-from saliency.batch import engine_ray as ray_engine
-from saliency.batch.engine_ray import Actor, RayEngine, Resources, open_ray
+from saliency.batch import BatchError, Progress, StoppedError, batch, engines
+from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
 from saliency.batch.network import RunContext, Task
@@ -92,12 +91,9 @@ def on_cluster(source: Path, out: Path, model: Any, **options: Any) -> Run:
     run_options = RunOptions(model=model, **{"methods": METHODS, "batch_size": 4, **options})
     with locked(out):
         run = Run(run_options, find_images([source]), out)
-        try:
-            with open_ray("cpu", 2) as engine:
-                run.execute(engine)
-            run.finish()
-        finally:
-            run.manifest.close()
+        with open_ray("cpu", 2) as engine:
+            run.execute(engine)
+        run.finish()
     return run
 
 
@@ -151,7 +147,7 @@ def test_images_that_kill_every_worker_stop_the_run_and_it_resumes(
     photos(tmp_path / "in", 12)
     plain(tmp_path / "in" / "09.png", BLACK)
     (tmp_path / "marks").mkdir()
-    monkeypatch.setattr(ray_engine, "MAX_TRIES", 1)
+    monkeypatch.setattr(engines, "MAX_TRIES", 1)
     model = Deadly(tmp_path / "marks", 1)
     with pytest.raises(StoppedError, match=r"1 workers died on the same images: .*08\.png and 3 more; finished images"):
         on_cluster(tmp_path / "in", tmp_path / "out", model)
@@ -172,8 +168,8 @@ def test_a_stopped_run_is_resumed_by_either_engine(cluster: Any, tmp_path: Path)
         on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), on_progress=break_off)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert 0 < len(rows(tmp_path / "out")) < 80
-    done = on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), limit=30).manifest.state.done
-    assert len(done) == 30
+    done = on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), limit=30).manifest.rows
+    assert len({index for index, _ in done}) == 30
     unchanged = {path for path, written in made.items() if path.suffix == ".png" and path.stat().st_mtime_ns == written}
     assert len(unchanged) >= 2
     quick(tmp_path / "in", tmp_path / "out", methods=METHODS)
@@ -185,7 +181,7 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos(tmp_path / "in", 20)
-    monkeypatch.setattr(ray_engine, "MAX_TRIES", 1)  # a batch that does not fit kills no worker
+    monkeypatch.setattr(engines, "MAX_TRIES", 1)  # a batch that does not fit kills no worker
     on_cluster(tmp_path / "in", tmp_path / "out", Tiny(most=3), maps=True, batch_size=8)
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert about["batch_size"] == 2
@@ -283,13 +279,9 @@ def executed(local: RayEngine, tmp_path: Path, is_interrupted: Callable[[], bool
     return list(local.execute(context, groups, is_interrupted))
 
 
-def table(*results: Any) -> dict[str, Any]:
-    return {"result": SimpleNamespace(to_pylist=lambda: list(results))}
-
-
 def test_rows_come_back_image_by_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [[make_row(index=index)] for index in range(3)]
-    local = engine(lambda: iter([table(*given[:2]), table(given[2])]), monkeypatch)
+    local = engine(lambda: iter([{"results": given[:2]}, {"results": given[2:]}]), monkeypatch)
     assert executed(local, tmp_path) == given
 
 
@@ -297,12 +289,12 @@ def test_no_more_batches_are_awaited_once_the_run_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [[make_row(index=index)] for index in range(3)]
-    local = engine(lambda: iter([table(*given[:2]), table(given[2])]), monkeypatch)
+    local = engine(lambda: iter([{"results": given[:2]}, {"results": given[2:]}]), monkeypatch)
     assert executed(local, tmp_path, lambda: True) == given[:2]
 
 
 def test_an_error_that_no_image_caused_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = engine(lambda: iter([table(ZeroDivisionError("in a worker"))]), monkeypatch)
+    local = engine(lambda: iter([{"results": ZeroDivisionError("in a worker")}]), monkeypatch)
     with pytest.raises(ZeroDivisionError, match="in a worker"):
         executed(local, tmp_path)
 
@@ -321,11 +313,11 @@ def test_a_worker_that_sees_another_folder_is_an_error(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "get", lambda context: context)
-    context = RunContext(RunOptions(model="x"), tmp_path, torch.nn.Identity(), is_first=True)
+    context = RunContext(RunOptions(model="tiny"), tmp_path, Tiny(), is_first=True)
     for holder in (b"1", b"2"):
-        actor = Actor(context, holder, Resources(actors=1), 1, "0" * 16)
+        actor = Actor(context, holder, Resources(actors=1), 1)
         with pytest.raises(BatchError, match="choose a folder for --out that all machines share"):
-            actor._explain_counted([Task(0, ImageEntry("0", "0"), ("grad_cam",))])
+            actor._explain([Task(0, ImageEntry("0", "0"), ("grad_cam",))], "attempts")
         (tmp_path / LOCK).write_bytes(b"1")
 
 
@@ -334,5 +326,5 @@ def test_a_model_that_cannot_be_pickled_is_named() -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
-    with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* pass a model by name"):
+    with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* pickle must accept it"):
         local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))

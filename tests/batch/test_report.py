@@ -18,7 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from saliency.batch.report import packing, report
+from saliency.batch import BatchError
+from saliency.batch import report as page_of
+from saliency.batch.manifest import make_row
+from saliency.batch.report import report
 from saliency.cli.console import Screen, UsageError
 from saliency.cli.render import report as report_command
 from saliency.errors import ExplanationError
@@ -26,12 +29,7 @@ from saliency.render.blending import color_table
 
 Row = dict[str, Any]
 
-KEYS = (
-    *("index", "source", "id", "method", "target", "name", "probability", "score", "layer", "width", "height"),
-    *("input_width", "input_height", "box", "settings", "sign", "units", "limit", "overlay", "photo", "heat", "map"),
-    *("map_key", "colormap", "seconds", "error", "error_kind"),
-)
-EMPTY: Row = dict.fromkeys(KEYS)
+EMPTY: Row = make_row()
 ABOUT: Row = {
     "format": "saliency batch 1",
     "versions": {"saliency": "0.1.0", "torch": "2.15.0", "torchvision": "0.30.0", "python": "3.11"},
@@ -123,9 +121,9 @@ def unpacked(data: Row) -> list[Row]:
     """Photos with their rows as dictionaries by the keys of the manifest, as the page's script reads them."""
     photos = json.loads(zlib.decompress(base64.b64decode(data["photos"])))
     for photo in photos:
-        photo |= {key: photo.get(key) for key in packing._PHOTO}
+        photo |= {key: photo.get(key) for key in page_of._PHOTO}
         for each in photo["rows"]:
-            each |= {key: each.get(key) for key in packing._ROW}
+            each |= {key: each.get(key) for key in page_of._ROW}
             each["bar"] = data["head"]["bars"].get(each["bar"])
     return list(photos)
 
@@ -237,7 +235,7 @@ JSON = st.recursive(
 @given(JSON)
 @pytest.mark.slow
 def test_data_is_json_that_cannot_leave_its_element(value: object) -> None:
-    text = packing.dumped(value)
+    text = page_of.dumped(value)
     assert json.loads(text) == value
     assert not set(text) & set("<>&\u2028\u2029")
     text.encode()
@@ -269,21 +267,10 @@ def test_half_a_surrogate_pair_is_no_obstacle(tmp_path: Path) -> None:
         ("heat/../../secret.png", None),
         ("/etc/secret.png", None),
         ("//example.org/x.png", None),
-        ("", None),
-        (7, None),
-        (None, None),
     ],
 )
-def test_addresses_are_encoded_and_stay_in_the_folder(path: object, address: str | None) -> None:
-    assert packing.address(path) == address
-
-
-def test_nan_and_infinity_in_a_manifest_are_unknown_numbers(tmp_path: Path) -> None:
-    out = folder(tmp_path / "out", [row(0, score=float("nan"), limit=float("-inf"), settings={"at": float("inf")})])
-    text = (out / "manifest.jsonl").read_text().replace("7.1", "1e999")
-    (out / "manifest.jsonl").write_text(text.replace('"probability": 0.39', '"probability": 1e999'))
-    found = unpacked(Elements(report(out)).data)[0]["rows"][0]
-    assert (found["score"], found["limit"], found["settings"], found["probability"]) == (None, None, {"at": None}, None)
+def test_addresses_are_encoded_and_stay_in_the_folder(path: str, address: str | None) -> None:
+    assert page_of.address(path) == address
 
 
 def test_the_page_of_an_interrupted_run_has_what_is_whole(tmp_path: Path) -> None:
@@ -299,25 +286,19 @@ def test_what_is_no_batch_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(ExplanationError, match=r"no manifest\.json in .*the folder that saliency batch"):
         report(tmp_path)
     out = folder(tmp_path / "out", [row(0)], format="saliency batch 9")
-    with pytest.raises(ExplanationError, match=r"the format 'saliency batch 9', expected \"saliency batch 1\""):
-        report(out)
-    for text in (b"[]", b"null"):
+    for text in ((out / "manifest.json").read_bytes(), b"[]", b"null", b"{", b"\xff"):
         (out / "manifest.json").write_bytes(text)
-        with pytest.raises(ExplanationError, match="the format None"):
-            report(out)
-    for text in (b"{", b"\xff"):
-        (out / "manifest.json").write_bytes(text)
-        with pytest.raises(ExplanationError, match="is not JSON in UTF-8"):
+        with pytest.raises(BatchError, match="is damaged, or not of this version"):
             report(out)
     assert not (out / "index.html").exists()
 
 
-@pytest.mark.parametrize("line", [b"nonsense", b"[]", b"{}", b'{"index": "0"}', b"\xff"])
-def test_a_broken_line_is_named_by_its_number(line: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b"nonsense", b"[]", b"{}", b"\xff"])
+def test_a_damaged_line_is_an_error(line: bytes, tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0), row(1)])
     first, second = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (out / "manifest.jsonl").write_bytes(first + line + b"\n" + second)
-    with pytest.raises(ExplanationError, match="line 2 is not"):
+    with pytest.raises(ExplanationError, match=f"is damaged after byte {len(first)}"):
         report(out)
 
 
@@ -346,8 +327,8 @@ def test_ten_thousand_photos_are_a_page_of_a_few_megabytes(tmp_path: Path) -> No
 def test_the_bar_has_the_colours_of_the_overlay(tmp_path: Path) -> None:
     rows = [
         row(0, colormap="viridis"),
-        row(1, colormap=None),
-        row(2, colormap=None, sign="signed"),
+        row(1),
+        row(2, colormap="RdBu_r", sign="signed"),
         row(3, colormap="x"),
     ]
     bars = [each["rows"][0]["bar"] for each in unpacked(Elements(report(folder(tmp_path / "out", rows))).data)]

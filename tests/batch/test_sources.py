@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from saliency.batch import BatchError
+from saliency.batch import BatchError, batch
 from saliency.batch.errors import printable
 from saliency.batch.listing import ImageEntry
 from saliency.batch.sources import find_images, parse_target
@@ -105,21 +105,12 @@ def test_the_files_of_the_run_are_skipped(tmp_path: Path) -> None:
         assert names(found, tmp_path) == ["a.png", "out/c.png"]
 
 
-@pytest.mark.parametrize("recursive_or_pattern", [True, False])
-def test_the_files_of_another_run_are_skipped_unless_named(tmp_path: Path, recursive_or_pattern: bool) -> None:
-    touch(tmp_path, "a.png", "one/manifest.json", "one/listing.jsonl", "one/photos/a.jpg", "one/b.png", "photos/c.png")
-    word = tmp_path if recursive_or_pattern else f"{tmp_path}/**/*.*"
-    found = find_images([word], recursive=recursive_or_pattern, out=tmp_path / "two")
-    assert sorted(names(found, tmp_path)) == ["a.png", "one/b.png", "photos/c.png"]
-    for named in (tmp_path / "one" / "photos", f"{tmp_path}/one/photos/*"):
-        assert names(find_images([named], out=tmp_path / "two"), tmp_path) == ["one/photos/a.jpg"]
-
-
 @pytest.mark.parametrize("word", ["photos", "photos/a.jpg", "photos/*", "."])
 def test_images_where_the_run_would_write_are_refused(tmp_path: Path, word: str) -> None:
     touch(tmp_path, "photos/a.jpg")
     with pytest.raises(BatchError, match=r"photos exists.*choose another folder"):
-        find_images([f"{tmp_path}/{word}"], recursive=True, out=tmp_path)
+        batch(f"{tmp_path}/{word}", tmp_path, recursive=True)
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def test_undecodable_names_survive_the_listing(tmp_path: Path) -> None:

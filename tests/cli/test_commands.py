@@ -436,7 +436,7 @@ def test_files_of_photos_that_differ_in_the_suffix_or_the_folder_do_not_collide(
     copies(tmp_path / "in2", "b.jpg", "c d.jpg")
     photos = [tmp_path / "in", tmp_path / "in2", tmp_path / "in" / "a.jpg"]
     assert explain(run, tmp_path / "out", *photos).code == 0
-    expected = ["a.jpg", "a.png", "b", "b-2", "c d"]
+    expected = ["a", "a-2", "b", "b-2", "c d"]
     assert names(tmp_path / "out") == sorted(f"{label}.grad_cam.png" for label in expected)
 
 

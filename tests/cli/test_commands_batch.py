@@ -21,9 +21,10 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency.batch import OverlayStyle, StoppedError, batch, network
+from saliency.batch import OverlayStyle, StoppedError, batch
+from saliency.batch.drawing import encode_map, read_map, redraw
+from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import write_parquet
-from saliency.batch.saved_maps import read_map, redraw
 from saliency.cli import batch as batching
 from saliency.cli import command_parser
 from saliency.cli import render as rendering
@@ -42,7 +43,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(network, "load", lambda name, weights: Tiny())
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
 
     def go(*words: object) -> tuple[int, str, str]:
         code = batching.run(command_parser("batch").parse([str(word) for word in words]), Screen())
@@ -121,7 +122,7 @@ def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(
     monkeypatch.setattr("saliency.methods.METHODS", chosen)
     model = Tiny()
     model.features[1] = torch.nn.SiLU()
-    monkeypatch.setattr(network, "load", lambda name, weights: model)
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
     code, _, err = run(source, "--out", tmp_path / "out", "-m", "all", "--limit", "2")
     assert {each["error_kind"] for each in rows(tmp_path / "out")} == {None, "NotApplicableError"}
     assert code == 0, err
@@ -271,7 +272,7 @@ def test_kept_values_are_the_values_to_half_precision_however_small(source: Path
     quick(source, tmp_path / "run", model=model, methods=("vanilla_gradient",), maps=True, batch_size=1, target=1)
     for index in range(5):
         alone = saliency.VanillaGradient(model).attribute(source / f"0{index}.png", 1)
-        again = read_map(tmp_path / "run" / "maps" / f"0{index}.vanilla_gradient.safetensors").explanation()
+        again = read_map(tmp_path / "run" / "maps" / f"0{index}.vanilla_gradient.safetensors")[0]
         assert float(alone.values.abs().max()) < 1e-8
         assert torch.allclose(again.values, alone.values, rtol=1e-3, atol=float(alone.values.abs().max()) * 1e-6)
         assert (again.target, again.target_names, again.method) == (alone.target, alone.target_names, alone.method)
@@ -292,7 +293,7 @@ def test_where_the_photo_is_gone_its_preview_is_drawn_on(render: Run, source: Pa
     shutil.rmtree(tmp_path / "run" / "photos")
     code, _, err = render(tmp_path / "run", "--out", tmp_path / "again")
     assert code == 1
-    assert "00.png' cannot be read: No such file" in err
+    assert "00.png' was removed or has changed, and there is no preview" in err
 
 
 def test_no_map_is_drawn_on_a_photo_that_has_changed(render: Run, source: Path, tmp_path: Path) -> None:
@@ -337,21 +338,22 @@ def test_no_overlay_is_drawn_over_one_of_another_run(render: Run, source: Path, 
     assert (tmp_path / "again" / "00.grad_cam.png").read_bytes() == ours
 
 
-@pytest.mark.parametrize(("fact", "value"), [("id", "../../escaped"), ("method", "x/../../y"), ("scale", None)])
+@pytest.mark.parametrize(("fact", "value"), [("id", "../../escaped"), ("method", "x/../../y"), ("score", None)])
 def test_maps_that_someone_has_changed_write_nothing_elsewhere(
     render: Run, source: Path, tmp_path: Path, fact: str, value: str | None
 ) -> None:
     quick(source, tmp_path / "run", maps=True)
     file = tmp_path / "run" / "maps" / "00.grad_cam.safetensors"
-    kept = read_map(file)
+    explanation, about = read_map(file)
+    about[fact] = value
     if value is None:
-        del kept.about[fact]
-    else:
-        kept.about[fact] = value
-    file.write_bytes(kept.encode())
+        del about[fact]
+    file.write_bytes(encode_map(explanation, about, ImageEntry.from_json(about["entry"])))
     before = set(tmp_path.rglob("*"))
     with (
-        pytest.raises(saliency.ExplanationError, match="is damaged: missing scale") if value is None else nullcontext()
+        pytest.raises(saliency.ExplanationError, match="is damaged: missing 'score'")
+        if value is None
+        else nullcontext()
     ):
         render(tmp_path / "run", "--out", tmp_path / "again")
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "again")} == before
@@ -366,7 +368,7 @@ def test_drawing_again_stops_where_nothing_can_be_written(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("saliency.batch.saved_maps.save_picture", full)
+    monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
     with pytest.raises(StoppedError, match="free disk space"):
         list(redraw(tmp_path / "run", tmp_path / "again", style=OverlayStyle()))
 

@@ -5,16 +5,35 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
-from pathlib import Path
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote
 
+from ...errors import ExplanationError, RenderError
 from ...io.atomic_write import atomic_write
-from .packing import Packer, Row, dumped, read_rows, read_run
+from ...render.blending import color_table
+from ..manifest import MANIFEST, Row, read_rows
+from ..output_folder import ABOUT, PAGE, OutputFolder
 
 __all__ = ["report"]
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "main.js")
+COLOURS = 17  # colours per colour bar; the browser interpolates between them
+
+# Columns of the manifest that the page shows, per photo and per row.
+_PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
+_ROW = (
+    *("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit"),
+    *("colormap", "heat", "overlay", "error", "error_kind"),
+)
+_FILES = ("photo", "heat", "overlay")
 
 
 def report(folder: Path) -> Path:
@@ -32,46 +51,109 @@ def report(folder: Path) -> Path:
         OSError: The folder cannot be written to.
     """
     folder = Path(folder)
-    run = read_run(folder)
-    listed = run.get("methods")
-    methods = listed if isinstance(listed, list) else []
-    packer = Packer(str(method.get("name")) if isinstance(method, dict) else str(method) for method in methods)
-    photos = packer.pack(read_rows(folder))
-    page = folder / "index.html"
-    with atomic_write(page) as temporary:
-        temporary.write_text(_page(_head(run, packer), photos), "utf-8", newline="\n")
-    return page
+    run = OutputFolder(folder).read_head() if (folder / ABOUT).is_file() else None
+    if run is None:
+        raise ExplanationError(f"no {ABOUT} in {folder}; expected the folder that saliency batch --out wrote")
+    with atomic_write(folder / PAGE) as temporary:
+        temporary.write_text(_page(run, _rows(folder / MANIFEST)), "utf-8", newline="\n")
+    return folder / PAGE
 
 
-def _head(run: Row, packer: Packer) -> Row:
-    """Return the facts about the run for the page, without times, so that a resumed run gives the same page."""
-    model = run.get("model")
-    named = model if isinstance(model, dict) else {"name": model}
-    command = run.get("command")
-    return {
-        "model": named.get("name"),
-        "weights": named.get("weights"),
-        "versions": run.get("versions"),
-        "command": [str(word) for word in command] if isinstance(command, list) else command,
-        "methods": packer.methods,
-        "bars": packer.bars,
-        "photos": packer.photos,
-        "failed": packer.failed,
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a manifest, without an incomplete last line, which a killed run may leave."""
+    end = 0
+    for row, line in read_rows(path):
+        end += len(line)
+        yield row
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(end)
+            if file.readline().endswith(b"\n"):
+                raise ExplanationError(f"{path} is damaged after byte {end}; run saliency batch again to repair it")
+
+
+def _page(run: Row, rows: Iterable[Row]) -> str:
+    methods = {method["name"]: index for index, method in enumerate(run["methods"])}
+    bars: dict[str, list[str] | None] = {}
+    photos = [_photo(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
+    # No times: a resumed run gives the same page.
+    head = {
+        "model": run["model"]["name"],
+        "weights": run["model"]["weights"],
+        "versions": run["versions"],
+        "command": run["command"],
+        "methods": list(methods),
+        "bars": bars,
+        "photos": len(photos),
+        "failed": sum(any("error" in row for row in photo["rows"]) for photo in photos),
     }
-
-
-def _page(head: Row, photos: str) -> str:
-    title = f"{head['model']}: {head['photos']:,} photos".encode("utf-8", "backslashreplace").decode()
+    packed = base64.b64encode(zlib.compress(dumped(photos).encode())).decode()
+    title = f"{head['model']}: {len(photos):,} photos".encode("utf-8", "backslashreplace").decode()
     style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
     parts = {
         "title": html.escape(title),
         "policy": _policy(style, script),
         "style": style,
-        "data": f'{{"head":{dumped(head)},"photos":"{photos}"}}',
+        "data": f'{{"head":{dumped(head)},"photos":"{packed}"}}',
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _template("page.html"))
+
+
+def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list[str] | None]) -> Row:
+    """Return the columns of a photo and of its rows, and add the colours of its colour bars to `bars`.
+
+    The method of a row is an index; -1 if the photo failed before any method.
+    """
+    # A row of a failed method may lack the sizes, which the rows of other methods contain.
+    known = {key: value for row in reversed(rows) for key, value in row.items() if value is not None}
+    packed = []
+    for row in rows:
+        is_signed = row["sign"] == "signed"
+        bar = f"{row['colormap']}{' signed' * is_signed}"
+        if row["colormap"] is not None:
+            bars[bar] = colours(row["colormap"], is_signed)
+        packed.append({**_selected(row, _ROW), "method": methods.get(row["method"], -1), "bar": bar})
+    return {**_selected(known, _PHOTO), "rows": packed}
+
+
+def _selected(row: Row, keys: Iterable[str]) -> Row:
+    """Return the given columns of a row, without unknown values."""
+    values = {key: address(row[key]) if key in _FILES else row[key] for key in keys if row.get(key) is not None}
+    # The page shows fewer than six digits.
+    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+    return {key: value for key, value in rounded.items() if value is not None}
+
+
+def dumped(value: object) -> str:
+    """Return JSON that is safe inside a script element: HTML characters and JavaScript line breaks are escaped.
+
+    Lone surrogates, which UTF-8 cannot encode, are escaped as well.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def address(path: str) -> str | None:
+    """Return a path of the manifest as a relative, percent-encoded URL; None if it points outside the folder."""
+    if path.startswith("/") or ".." in PurePosixPath(path).parts:
+        return None
+    return "./" + quote(path, safe="/", errors="surrogatepass")
+
+
+@cache
+def colours(name: str, signed: bool) -> list[str] | None:
+    """Return the colours of a bar from low to high as "#rrggbb"; None for a colormap unknown to this process."""
+    try:
+        entries = color_table(name, centred=signed)
+    except RenderError:
+        return None
+    low = 1 if signed else 0
+    places = [low + round(i * (255 - low) / (COLOURS - 1)) for i in range(COLOURS)]
+    return ["#{:02x}{:02x}{:02x}".format(*row) for row in entries[places].tolist()]
 
 
 def _policy(style: str, script: str) -> str:

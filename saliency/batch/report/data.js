@@ -1,4 +1,4 @@
-// Unpack the data of the page: photos with their rows, as written by packing.py.
+// Unpack the data of the page: photos with their rows, as written by `_photo`.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const head = data.head;

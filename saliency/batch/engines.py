@@ -1,0 +1,397 @@
+"""Engines that run the batches: on this machine, or on a Ray cluster.
+
+On CPUs several networks run in parallel with one thread each, instead of one network with many threads. Threads then
+do not wait for each other at the end of each layer, and loading and drawing use the idle time.
+
+On a cluster, Ray Data maps the batches over actors that hold the model. The actors write the files into a folder that
+all machines share. The rows return to the calling process, which writes the manifest. Ray restarts an actor that has
+died, and repeats its batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import os
+import queue
+import re
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from ..engine.allocator import keep_memory
+from ..errors import SaliencyError
+from .drawing import write_results
+from .errors import BatchError, StoppedError, printable
+from .manifest import Row
+from .network import BatchTooLargeError, LoadedImage, Network, Results, RunContext, Task, replicate
+from .output_folder import LOCK
+
+MAX_PARALLEL = 8
+"""Networks that run in parallel on CPUs; each needs the memory of a batch."""
+BATCH_CPU, BATCH_ACCELERATOR = 8, 64
+"""Default images per batch. Larger batches are not faster on CPUs."""
+MOST_PIXELS = 2_000_000
+"""Largest picture that is kept for drawing. A larger one is decoded again, to limit the memory of a batch."""
+MAX_TRIES = 4
+"""Number of Ray actors that may die on the same batch before the run stops."""
+MAX_CPUS = 8
+"""Largest number of CPU cores of a Ray actor with a GPU, for loading and drawing."""
+OBJECT_STORE = 256 << 20
+"""Shared memory of a Ray cluster started here, in bytes. A large model is spilled to disk."""
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Worker:
+    """Loads, explains and draws the images of a batch. Several threads may use it at once.
+
+    Args:
+        context: The run.
+        networks: Networks for the passes. A network runs one batch at a time.
+        threads: Number of threads for loading and drawing.
+    """
+
+    def __init__(self, context: RunContext, networks: Sequence[Network], threads: int) -> None:
+        self._context = context
+        self._load = networks[0].load
+        self._free: queue.SimpleQueue[Network] = queue.SimpleQueue()
+        for network in networks:
+            self._free.put(network)
+        self.io = ThreadPoolExecutor(threads, "saliency-io", torch.set_num_threads, (1,))
+
+    def explain(self, group: Sequence[Task]) -> list[Future[list[Row]]]:
+        """Explain a batch, and start to draw its images. Return the future rows of every image."""
+        loaded = list(self.io.map(lambda task: self._load(task.image, MOST_PIXELS), group))
+        network = self._free.get()
+        start = time.perf_counter()
+        try:
+            results = network.explain(loaded, may_split=self._context.may_split(group))
+        finally:
+            self._free.put(network)
+        seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
+        return [
+            self.io.submit(self._draw, task, image, outcomes, seconds)
+            for task, image, outcomes in zip(group, loaded, results, strict=True)
+        ]
+
+    def _draw(self, task: Task, loaded: LoadedImage, results: Results, seconds: float) -> list[Row]:
+        return list(write_results(self._context.options, self._context.out, task, loaded, results, seconds))
+
+
+class LocalEngine:
+    """Engine that runs on this machine.
+
+    Args:
+        devices: Devices; one network runs on each.
+        workers: Number of threads for loading and drawing. On a single CPU device also the number of networks that run
+            in parallel, at most `MAX_PARALLEL`.
+
+    Attributes:
+        parallel: Number of batches that run in parallel.
+        most: Default number of images per batch, if there are enough for all parallel networks.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], workers: int | None = None) -> None:
+        self.devices = list(devices)
+        on_cpu = all(device.type == "cpu" for device in devices)
+        self.workers = workers or count_cores()
+        self.parallel = min(self.workers, MAX_PARALLEL) if on_cpu and len(self.devices) == 1 else len(self.devices)
+        self.most = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
+
+    def execute(
+        self, context: RunContext, groups: Iterable[Sequence[Task]], is_interrupted: Callable[[], bool]
+    ) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images.
+
+        Args:
+            context: The run.
+            groups: The batches. An image without methods is not explained and only keeps its position in the batch.
+            is_interrupted: Function that returns whether to stop starting batches.
+
+        Raises:
+            BatchTooLargeError: The first batch does not fit into memory, and nothing has been written yet.
+            StoppedError: The folder cannot be written to.
+        """
+        import cv2
+
+        replicas = replicate(context.options, context.model, self.devices)
+        networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
+        threads = max(1, count_cores() // self.parallel)
+        with ExitStack() as undo:
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            undo.callback(cv2.setNumThreads, cv2.getNumThreads())
+            torch.set_num_threads(threads)
+            cv2.setNumThreads(1)
+            worker = Worker(context, networks, max(2, self.workers))
+            # One thread more than networks: it loads the next batch.
+            batches = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (threads,))
+            undo.callback(batches.shutdown, cancel_futures=True)
+            undo.callback(worker.io.shutdown, cancel_futures=True)
+            pending: deque[Future[list[Future[list[Row]]]]] = deque()
+            for group in groups:
+                if is_interrupted():
+                    break
+                pending.append(batches.submit(worker.explain, group))
+                if len(pending) > self.parallel + 1:
+                    yield from _rows(pending.popleft().result())
+            while pending:
+                yield from _rows(pending.popleft().result())
+
+
+def _rows(images: Iterable[Future[list[Row]]]) -> Iterator[list[Row]]:
+    """Wait for the images of a batch, and yield the rows of each image that has rows."""
+    return filter(None, (image.result() for image in images))
+
+
+# Ray -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Resources of a cluster that the actors use.
+
+    Attributes:
+        actors: Number of actors.
+        cpus: CPU cores per actor.
+        gpus: GPUs per actor.
+        calls: Batches in flight per actor. With a GPU, images are loaded and drawn during the passes of another batch.
+    """
+
+    actors: int
+    cpus: int = 1
+    gpus: int = 0
+    calls: int = 1
+
+    @classmethod
+    def of(cls, available: dict[str, float], device: str, workers: int | None) -> Resources:
+        """Choose one actor per GPU if there are any, else one per CPU core.
+
+        Args:
+            available: Resources of the cluster, as Ray names them.
+            device: "auto", "cpu" or "cuda".
+            workers: Number of actors; None for all that fit.
+
+        Raises:
+            BatchError: The cluster has no such device, or too few.
+        """
+        cpus, gpus = int(available.get("CPU", 0)), int(available.get("GPU", 0))
+        if device not in ("auto", "cpu", "cuda"):
+            raise BatchError(f'device "{device}": on Ray each worker has a GPU of its own; use auto, cpu or cuda')
+        if device == "cuda" and not gpus:
+            raise BatchError('device "cuda": the Ray cluster has no GPU; use cpu or auto')
+        on_gpu = gpus > 0 and device != "cpu"
+        most = gpus if on_gpu else cpus
+        if (workers or 1) > most:
+            raise BatchError(f"{workers or 1} workers: the Ray cluster has {cpus} CPU cores and {gpus} GPUs")
+        if not on_gpu:
+            return cls(actors=workers or most)
+        return cls(actors=workers or most, cpus=max(1, min(MAX_CPUS, cpus // gpus)), gpus=1, calls=2)
+
+
+@contextmanager
+def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEngine]:
+    """Connect to a Ray cluster: that of this process, that at RAY_ADDRESS, or one started here until the block ends.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        workers: Number of actors; by default one per GPU, or one per CPU core without GPUs.
+
+    Raises:
+        BatchError: Ray is not installed, or the cluster cannot be reached or has no such device.
+    """
+    try:
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.data")
+    except ImportError as error:
+        install = 'pip install "saliency-toolkit[ray]"'
+        raise BatchError(f'--engine ray (engine="ray") needs Ray: {_in_one_line(error)}; {install}') from error
+    with ExitStack() as undo:
+        for name, level in (("ray.data", logging.WARNING), ("ray.data._internal.progress", logging.ERROR)):
+            undo.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
+            logging.getLogger(name).setLevel(level)
+        if not ray.is_initialized():
+            _connect(ray, workers, undo)
+        yield RayEngine(ray, Resources.of(ray.cluster_resources(), device, workers))
+
+
+def _connect(ray: Any, workers: int | None, undo: ExitStack) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or start one on this machine."""
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"address": address}
+    if not address:
+        options = {"address": "local", "num_cpus": workers or count_cores(), "include_dashboard": False}
+        options["object_store_memory"] = OBJECT_STORE
+        if "RAY_USAGE_STATS_ENABLED" not in os.environ:
+            os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+            undo.callback(os.environ.pop, "RAY_USAGE_STATS_ENABLED", None)
+    undo.callback(ray.shutdown)
+    # Ray replaces the SIGTERM handler that interrupts a run; restore it below.
+    handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    try:
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f"the cluster at RAY_ADDRESS={address} cannot be reached" if address else "Ray cannot be started"
+        raise BatchError(f"{where}: {_in_one_line(error)}; check that it runs, or use --engine local") from error
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+class RayEngine:
+    """Engine that runs on a Ray cluster; created by `open_ray`.
+
+    Args:
+        ray: The module `ray`, connected to a cluster.
+        resources: Resources that the actors use.
+    """
+
+    def __init__(self, ray: Any, resources: Resources) -> None:
+        self._ray, self._resources = ray, resources
+        self.parallel = resources.actors
+        self.most = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
+
+    def execute(
+        self, context: RunContext, groups: Iterable[Sequence[Task]], is_interrupted: Callable[[], bool]
+    ) -> Generator[list[Row], None, None]:
+        """Yield the rows of each image, in the order of the images. See `LocalEngine.execute`.
+
+        Raises:
+            StoppedError: Ray failed, or several actors died on the same images.
+        """
+        items = [{"group": self._ray.cloudpickle.dumps(group), "attempts": f".{uuid4().hex}.part"} for group in groups]
+        try:
+            for row in self._results(self._share(context), items, context.out) if items else ():
+                results = self._ray.cloudpickle.loads(row["results"])
+                if isinstance(results, Exception):
+                    raise results
+                yield from results
+                if is_interrupted():
+                    return
+        except self._ray.exceptions.RayError as error:
+            raise StoppedError(
+                f"Ray failed: {_in_one_line(error)}; finished images are kept, and the same call resumes"
+            ) from error
+
+    def _share(self, context: RunContext) -> Any:
+        """Put the run context, including the model, into the shared memory of the cluster."""
+        options = replace(context.options, model=context.options.model_name, on_progress=None)
+        out = Path(os.path.abspath(context.out))  # noqa: PTH100 - links are kept: their targets may differ per machine
+        try:
+            return self._ray.put(RunContext(options, out, copy.deepcopy(context.model).cpu(), context.is_first))
+        except (TypeError, AttributeError, ValueError) as error:
+            raise BatchError(
+                f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; pickle must accept it"
+            ) from error
+
+    def _results(self, context: Any, items: list[dict[str, Any]], out: Path) -> Iterator[dict[str, bytes]]:
+        """Map the batches over the actors, and yield the results of each batch, in order."""
+        data, resources = self._ray.data, self._resources
+        # One block per batch: its rows return as soon as the batch is done.
+        batches = data.from_items(items, override_num_blocks=len(items))
+        batches.context.execution_options.preserve_order = True
+        batches.context.enable_progress_bars = batches.context.print_on_execution_start = False
+        batches.context.execution_no_progress_timeout_s = -1  # a batch may take long
+        results = batches.map(
+            Actor,
+            fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES),
+            compute=data.ActorPoolStrategy(
+                size=resources.actors,
+                max_concurrent_calls_per_actor=resources.calls,
+                enable_true_multi_threading=resources.calls > 1,
+            ),
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
+        )
+        yield from results.iter_rows()
+
+
+class Actor:
+    """Ray actor that holds the model and explains batches.
+
+    Args:
+        context: Ray reference to the run context.
+        holder: Content of the lock file of the run.
+        resources: Resources of the actors.
+        max_tries: Number of actors that may die on the same batch.
+    """
+
+    def __init__(self, context: Any, holder: bytes, resources: Resources, max_tries: int) -> None:
+        ray = importlib.import_module("ray")
+        self._pickle, self._holder, self._max_tries = ray.cloudpickle, holder, max_tries
+        self._threads = 1 if resources.gpus else resources.cpus
+        self._error: Exception | None = None
+        # No other code uses this process, so process-wide settings are safe.
+        keep_memory()
+        importlib.import_module("cv2").setNumThreads(1)
+        try:
+            shared: RunContext = ray.get(context)
+            self._out = shared.out
+            network = Network(shared.options, shared.model.to("cuda" if resources.gpus else "cpu"))
+            self._worker = Worker(shared, [network], resources.cpus)
+        except Exception as error:  # noqa: BLE001 - raised in __call__: Ray would retry a failing constructor forever
+            self._error = error
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, bytes]:
+        """Explain a batch. Return the pickled rows of every image, or the pickled error."""
+        results: list[list[Row]] | Exception
+        try:
+            results = self._explain(self._pickle.loads(row["group"]), row["attempts"])
+        except Exception as error:  # noqa: BLE001 - raised by the run; not every error can be pickled
+            is_known = isinstance(error, SaliencyError | BatchTooLargeError)
+            results = error if is_known else StoppedError(f"{type(error).__name__}: {error}")
+        return {"results": self._pickle.dumps(results)}
+
+    def _explain(self, group: Sequence[Task], counter: str) -> list[list[Row]]:
+        """Explain a batch, unless the run has ended or too many actors have died on the batch.
+
+        The size of the file `counter` is the number of actors that started the batch. It is removed by the next run if
+        it is left over.
+        """
+        if self._error is not None:
+            raise self._error
+        self._require_lock()
+        attempts = self._out / counter
+        with attempts.open("ab") as file:
+            file.write(b".")
+        if attempts.stat().st_size > self._max_tries:
+            names = [printable(task.image.source) for task in group if task.methods]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise StoppedError(
+                f"{self._max_tries} workers died on the same images: {names[0]}{more}; finished images are kept: check "
+                "the memory of the workers, use a smaller --batch-size, or leave these images out, and re-run to resume"
+            )
+        try:
+            torch.set_num_threads(self._threads)
+            return list(_rows(self._worker.explain(group)))
+        finally:
+            attempts.unlink(missing_ok=True)
+
+    def _require_lock(self) -> None:
+        """Raise BatchError if the output folder, as seen from this machine, is not locked by this run."""
+        lock = self._out / LOCK
+        if not lock.is_file() or lock.read_bytes() != self._holder:
+            raise BatchError(
+                f"{self._out} on {os.uname().nodename} is not the folder of this run, or the run has ended; "
+                "choose a folder for --out that all machines share at the same path"
+            )
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return the first and last line of an error. In Ray's errors, the last line often contains the cause."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__
