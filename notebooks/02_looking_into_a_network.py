@@ -340,7 +340,7 @@ print(f"loss {inspection.gradient_statistics(exploding, [(points, labels)], loss
 
 
 # %%
-def train(network, steps=200):
+def train(network, steps=100):
     """Train by plain gradient descent and return the loss of each step."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02)
     losses = []

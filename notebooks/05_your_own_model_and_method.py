@@ -94,7 +94,7 @@ random = np.random.default_rng(0)
 network = ShapeNet()
 optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
 losses = []
-for _ in range(400):
+for _ in range(150):
     labels = random.integers(0, 3, 32)
     batch = torch.stack([as_input(draw([SHAPES[label]], random)) for label in labels])
     loss = F.cross_entropy(network(batch), torch.tensor(labels))

@@ -82,8 +82,8 @@ sheet(rows, columns=7, thumb=120)
 # ## Methods of many passes
 #
 # These smooth, integrate or perturb, and take tens to thousands of passes. Here they get 96 passes or a few steps,
-# which is less than their authors recommend, on two of the photos. This is still the longest wait in these pages,
-# about a minute.
+# which is less than their authors recommend, on one of the photos. This is still the longest wait in these pages,
+# about half a minute.
 
 # %%
 quick = {"passes": 96, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "precision": "fast"}
@@ -92,10 +92,9 @@ for cls in many:
     options = {name: value for name, value in quick.items() if name in cls.options()}
     methods.append(cls(model, **options))
 
-two = [photo for photo in PHOTOS if photo.stem in ("astronaut", "coffee")]
-rows = [saliency.explain_together(methods, photo) for photo in two]
-print(f"{len(methods)} methods on {len(two)} photos: {sum(map(len, rows))} maps")
-sheet(rows, columns=7, thumb=120)
+coffee = saliency.explain_together(methods, "../assets/coffee.jpg")
+print(f"{len(coffee)} methods on one photo")
+sheet([coffee], columns=7, thumb=120)
 
 # %% [markdown]
 # **What to see.** FullGrad above, and occlusion, RISE, Sobol and XRAI here, find the coffee as a whole. The path
