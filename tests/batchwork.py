@@ -124,7 +124,7 @@ def assert_same(out: Path, other: Path) -> None:
 def forked(function: Callable[..., None], *arguments: object) -> Any:
     """Start a process that has imported everything, and runs a function of this module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.batchwork"])
+    context.set_forkserver_preload(["tests.batchwork", "timm"])
     child = context.Process(target=function, args=arguments)
     child.start()
     return child

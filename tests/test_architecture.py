@@ -146,7 +146,10 @@ def test_nothing_below_the_drawing_draws(name: str) -> None:
     assert not found
 
 
-HEAVY = ("torchvision", "timm", "matplotlib", "cv2", "skimage", "sklearn", "scipy", "rich", "pandas", "ray")
+HEAVY = (
+    *("torchvision", "timm", "huggingface_hub", "matplotlib", "cv2", "skimage", "sklearn", "scipy"),
+    *("rich", "pandas", "ray"),
+)
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(MODULES) if not name or layer(name) < LAYERS.index("cli")])
@@ -169,7 +172,8 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_every_public_name_together_load_nothing_heavy() -> None:
-    loaded = loaded_by("import saliency\nfor name in saliency.__all__: getattr(saliency, name)")
+    names = "for name in saliency.__all__: getattr(saliency, name)"
+    loaded = loaded_by(f"import saliency, saliency.zoo, saliency.inspection.gradient_flow\n{names}")
     assert not loaded & set(HEAVY)
     assert "torch" in loaded
 

@@ -153,7 +153,7 @@ def memory(case: MethodCase) -> None:
             gc.unfreeze()
 
 
-def _require_released(case: MethodCase, calls: int = 50) -> None:
+def _require_released(case: MethodCase, calls: int = 20) -> None:
     model = case.model()
     method = case.on(model)
     for _ in range(2):

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
+import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
+from saliency.cli import main
 from saliency.cli.console import Screen, as_typed, visible
 from saliency.errors import SaliencyWarning
+from tests.batchwork import forked
 from tests.commandline import copies, started
 
 
+def run_on_terminal(terminal: str, words: list[str], folder: Path | None) -> None:
+    """Run a command whose three streams are a terminal, and end the process."""
+    device = os.open(terminal, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(device, stream)
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        os.environ.pop(name, None)
+    os.environ["TERM"] = "xterm-256color"
+    os.chdir(folder or ".")
+    sys.exit(main(words))
+
+
 def under_terminal(columns: int, *words: object, folder: Path | None = None) -> str:
-    """What a command prints on a terminal of so many columns."""
+    """Return what a command prints on a terminal of so many columns, in a process that has imported torch before."""
     pty = pytest.importorskip("pty")
     import fcntl
     import struct
@@ -26,21 +45,17 @@ def under_terminal(columns: int, *words: object, folder: Path | None = None) -> 
 
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
-    environment["TERM"] = "xterm-256color"
-    process = started(*words, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=folder)
-    os.close(slave)
+    process = forked(run_on_terminal, os.ttyname(slave), [str(word) for word in words], folder)
     output = b""
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:
-            break
-        output += chunk
-        if not chunk:
-            break
+    while select.select([master, process.sentinel], [], [])[0] != [process.sentinel]:
+        output += os.read(master, 65536)
+    os.close(slave)
+    with suppress(OSError):  # the end of a terminal that nobody has open
+        while chunk := os.read(master, 65536):
+            output += chunk
     os.close(master)
-    assert process.wait() in (0, 1)
+    process.join()
+    assert process.exitcode in (0, 1)
     return output.decode().replace("\r\n", "\n")
 
 

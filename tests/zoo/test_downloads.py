@@ -137,34 +137,34 @@ def run(code: str, *, first_on_path: Path | None = None) -> str:
 
 
 @pytest.mark.slow
-def test_importing_the_zoo_imports_neither_torchvision_nor_timm() -> None:
-    code = "import sys, saliency.zoo; print({'torchvision', 'timm', 'huggingface_hub'} & sys.modules.keys())"
-    assert run(code).strip() == "set()"
-
-
-@pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "timm/resnet18"])
-@pytest.mark.slow
-def test_a_torchvision_built_for_another_torch_is_said_in_words(tmp_path: Path, name: str) -> None:
+def test_a_torchvision_built_for_another_torch_is_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(
         "raise RuntimeError('operator torchvision::nms does not exist')", "utf-8"
     )
-    code = f"""
+    code = """
+import os
 from saliency.zoo import load
 from saliency.errors import ModelError
-for attempt in range(2):
-    try:
-        load({name!r}, weights=None)
-    except ModelError as error:
-        print(error)
+for name in ("resnet18", "efficientnet_lite0", "timm/resnet18"):
+    if os.fork():  # a process for each name, as the first import differs from later ones
+        os.wait()
+        continue
+    for attempt in range(2):
+        try:
+            load(name, weights=None)
+        except ModelError as error:
+            print(error, flush=True)
+    os._exit(0)
 """
     lines = run(code, first_on_path=tmp_path).splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 6
     for line in lines:
         assert "a CPU torch and a CUDA torchvision" in line
         assert f"torch {torch.__version__.partition('+')[0]}" in line
         assert 'pip install --upgrade "torch>=2.14" "torchvision>=0.29"' in line
-    assert "operator torchvision::nms does not exist" in lines[0]
+    for line in lines[::2]:
+        assert "operator torchvision::nms does not exist" in line
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
