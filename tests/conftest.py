@@ -48,6 +48,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter free all modules at its end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random weights in each run, whatever tests came before in this process."""
