@@ -193,7 +193,9 @@ def _described(tensor: Tensor) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means out of memory, on any device."""
     text, signs = str(error).lower(), ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in text for sign in signs))
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def reference_tensor(model: nn.Module) -> Tensor | None:
