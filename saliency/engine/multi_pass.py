@@ -55,8 +55,8 @@ class MultiPassAttribution(Attribution):
             process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
             a number, calls on one machine agree bit for bit.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
-            and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for methods that only
-            need forwards. Both are timed on the first passes, and not used if they are slower.
+            and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
+            gradients; others run "fast". Both are timed on the first passes, and not used if they are slower.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
         on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
             begun, only their first chunk is computed.

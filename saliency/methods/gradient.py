@@ -232,7 +232,7 @@ class RectGrad(RectifiedGradient):
 
 def _positive_gradient_in_place(grad_input: Tensor, grad_output: Tensor) -> Tensor:
     """In place, which halves the cost: the derivative of a ReLU is a new tensor that is not used elsewhere."""
-    return grad_input.clamp_(min=0)
+    return grad_input.relu_()
 
 
 def _positive_incoming(grad_input: Tensor, grad_output: Tensor) -> Tensor:
