@@ -12,7 +12,7 @@ the test that fails first when PyTorch changes it:
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
 - `Module._forward_hooks` and similar dicts list and order hooks, `_modules` and `_parameters` also list entries that
   are None or have two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
-- `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
+- `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
 - `_scaled_dot_product_attention_math` makes second derivatives possible: `inspection/test_jacobian.py`.
@@ -62,11 +62,6 @@ def forget_empty_hooks(tensor: Tensor) -> None:
     """Set the hooks of a tensor without hooks back to None, as they were before the first hook."""
     if not tensor._backward_hooks:
         tensor._backward_hooks = None
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return the identity of the memory of a tensor, shared by all views of it."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 # Modules.
