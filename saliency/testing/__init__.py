@@ -22,8 +22,8 @@ from torch import nn
 
 from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
-from . import consistency, results  # noqa: F401 - register their checks
-from .case import CHECKS, Check, MethodCase, images, tiny_model
+from .case import Check, MethodCase, images, tiny_model
+from .checks import CHECKS
 from .unchanged import Snapshot
 
 __all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model"]

@@ -1,9 +1,10 @@
-"""Test cases for the checks: a method with its options, small models and images. Global random states are unchanged."""
+"""A method to check with its options, small models and images, and requirements. Global random states do not change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,22 +17,13 @@ from ..attribution.explanation import Explanation
 Check = Callable[["MethodCase"], None]
 """Function that raises AssertionError if a method fails the check."""
 
-CHECKS: dict[str, Check] = {}
-"""All checks by name."""
-
 SIZE = (16, 16)
-
-
-def check(function: Check) -> Check:
-    """Register a check under the name of its function."""
-    CHECKS[function.__name__] = function
-    return function
 
 
 class TinyNet(nn.Module):
     """Classifier that most methods support, with an in-place and reused ReLU, a functional ReLU and a linear head.
 
-    BatchNorm and dropout detect methods that run it in training mode. `spare` is a layer that is never called.
+    BatchNorm and dropout detect methods that run it in training mode.
     """
 
     def __init__(self, classes: int = 5) -> None:
@@ -44,7 +36,6 @@ class TinyNet(nn.Module):
         self.last = nn.Conv2d(6, 8, 3, padding=1)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(8, classes)
-        self.spare = nn.Conv2d(3, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 3, H, W) -> (N, classes)."""
@@ -104,6 +95,11 @@ class MethodCase:
         """Explain a batch with a new method, by default two images on a new model."""
         method = self.on(self.model() if model is None else model)
         return method.attribute(images(2) if x is None else x, target)
+
+    @cached_property
+    def expected(self) -> Explanation:
+        """The explanation of `images(2)` for the classes 0 and 1, shared by the checks."""
+        return self.explain()
 
     @property
     def has_chunks(self) -> bool:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution
 from ..errors import LayerError, TargetError
 from ..hooks.autograd_graph import global_module_hooks, tensor_hooks, tensor_version
-from .case import CHECKS, MethodCase, images, require
+from .case import Check, MethodCase, images, require
 
 
 class Snapshot:
@@ -133,8 +134,8 @@ def with_user_state(model: nn.Module, *, training: bool) -> nn.Module:
     return model
 
 
-Ending = tuple[Attribution, Any, type[BaseException] | None] | None
-"""The method, the target and the expected error; None for an ending that the method cannot have."""
+Ending = tuple[Attribution, Any, tuple[type, ...]] | None
+"""The method, the target and the expected errors, NoneType for none; None for an ending that the method cannot have."""
 
 
 def _failing_target(output: Any) -> Tensor:
@@ -142,12 +143,10 @@ def _failing_target(output: Any) -> Tensor:
 
 
 def _layer_never_called(case: MethodCase, model: nn.Module) -> Ending:
-    model.add_module("never_called", nn.Conv2d(3, 3, 1, device="meta").to_empty(device="cpu").requires_grad_(False))
-    for parameter in model.get_submodule("never_called").parameters():
-        parameter.fill_(0.5)
-    choices = {"layer": "never_called", "layers": ["never_called"]}
-    name = next((name for name in choices if name in case.method.parameters()), None)
-    return (case.on(model, **{name: choices[name]}), 0, LayerError) if name else None
+    model.add_module("never_called", nn.Identity())
+    options: dict[str, Any] = {"layer": "never_called", "layers": ["never_called"]}
+    name = next((name for name in options if name in case.method.parameters()), None)
+    return (case.on(model, **{name: options[name]}), 0, (LayerError,)) if name else None
 
 
 def _interrupted(case: MethodCase, model: nn.Module, *, forward: int) -> Ending:
@@ -159,30 +158,26 @@ def _interrupted(case: MethodCase, model: nn.Module, *, forward: int) -> Ending:
         if forwards == forward:
             raise KeyboardInterrupt
 
-    _last_leaf(model).register_forward_hook(interrupt)
-    return case.on(model), 0, KeyboardInterrupt if forward == 1 else None
+    model.get_submodule(_last_leaf(case.model())).register_forward_hook(interrupt)
+    return case.on(model), 0, (KeyboardInterrupt,) if forward == 1 else (KeyboardInterrupt, NoneType)
 
 
-def _last_leaf(model: nn.Module) -> nn.Module:
+def _last_leaf(model: nn.Module) -> str:
     """Return the leaf module that finishes last in a forward pass, when most temporary state exists."""
-    called = [model]
-    leaves = [module for module in model.modules() if not any(module.children())]
-    handles = [module.register_forward_hook(lambda m, i, o: called.append(m)) for module in leaves]
-    training = [(module, module.training) for module in model.modules()]
+    called = [""]
+    for name, module in model.named_modules():
+        if not any(module.children()):
+            module.register_forward_hook(lambda module, inputs, output, name=name: called.append(name))
     with torch.no_grad():
-        model.eval()(images(1))
-    for module, flag in training:
-        module.training = flag
-    for handle in handles:
-        handle.remove()
+        model(images(1))
     return called[-1]
 
 
 _ENDINGS: dict[str, Callable[[MethodCase, nn.Module], Ending]] = {
-    "after a call": lambda case, model: (case.on(model), [0, 1], None),
-    "after a bad target": lambda case, model: (case.on(model), 5000, TargetError),
-    "after an error in the target": lambda case, model: (case.on(model), _failing_target, UserError),
-    "after a bad shape": lambda case, model: (case.on(model), 0, Exception),
+    "after a call": lambda case, model: (case.on(model), [0, 1], (NoneType,)),
+    "after a bad target": lambda case, model: (case.on(model), 5000, (TargetError,)),
+    "after an error in the target": lambda case, model: (case.on(model), _failing_target, (UserError,)),
+    "after a bad shape": lambda case, model: (case.on(model), 0, (Exception,)),
     "after a layer that is never called": _layer_never_called,
     "after an interrupt": partial(_interrupted, forward=1),
     "after a late interrupt": partial(_interrupted, forward=2),
@@ -194,6 +189,14 @@ _MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
+
+
+def _error_of(method: Attribution, x: Tensor, target: Any) -> BaseException | None:
+    try:
+        method.attribute(x, target)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared with the expected one
+        return error
+    return None
 
 
 def _check_ending(ending: str, case: MethodCase) -> None:
@@ -210,25 +213,14 @@ def _check_ending(ending: str, case: MethodCase) -> None:
                 x.requires_grad_()
                 x.grad = torch.ones_like(x)
             before = Snapshot(model=model, method=method, input=x)
-            _require_outcome(expected, method, x, target, where)
+            error = _error_of(method, x, target)
             changed = before.changes()
+        if not isinstance(error, expected):
+            outcome = f"got {type(error).__name__}: {error}" if error else "nothing was raised"
+            raise AssertionError(f"{where}: expected {expected[0].__name__}, but {outcome}") from error
         require(not changed, f"{where}: {', '.join(changed[:6])}{' and more' * (len(changed) > 6)} changed")
 
 
-def _require_outcome(
-    expected: type[BaseException] | None, method: Attribution, x: Tensor, target: Any, where: str
-) -> None:
-    try:
-        method.attribute(x, target)
-    except (Exception, KeyboardInterrupt) as error:
-        late = isinstance(error, KeyboardInterrupt) and expected is None
-        if not late and (expected is None or not isinstance(error, expected)):
-            wanted = expected.__name__ if expected else "no error"
-            raise AssertionError(f"{where}: expected {wanted}, got {type(error).__name__}: {error}") from error
-        return
-    require(expected is None, f"{where}: expected {expected and expected.__name__}, but nothing was raised")
-
-
-CHECKS.update(
-    {f"untouched_{ending.replace(' ', '_')}": partial(_check_ending, ending) for ending in _ENDINGS},
-)
+UNCHANGED_CHECKS: dict[str, Check] = {
+    f"untouched_{ending.replace(' ', '_')}": partial(_check_ending, ending) for ending in _ENDINGS
+}

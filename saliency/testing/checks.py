@@ -1,0 +1,660 @@
+"""Checks of a method: its documentation, its results, and that equal inputs give equal results in all circumstances."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import json
+import math
+import pickle
+import random
+import re
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attribution.base import METHODS, Attribution, explain_together, source, summary
+from ..attribution.explanation import Explanation, Sign
+from ..errors import ImageError, NonFiniteError, NotApplicableError, SaliencyError, TargetError
+from ..methods.gradient import VanillaGradient
+from .case import (
+    SIZE,
+    Check,
+    MethodCase,
+    images,
+    require,
+    require_raises,
+    require_same,
+    require_same_explanation,
+)
+from .unchanged import UNCHANGED_CHECKS, Snapshot, with_user_state
+
+CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)
+"""All checks by name."""
+
+
+def check(function: Check) -> Check:
+    """Register a check under the name of its function."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+# One result in all circumstances -------------------------------------------------------------------------------
+
+Variant = Callable[[MethodCase], Explanation]
+"""Function that explains `images(2)` for the classes 0 and 1 under circumstances that must not change the result."""
+
+
+def _under(context: Callable[[], AbstractContextManager[Any]]) -> Variant:
+    def explain(case: MethodCase) -> Explanation:
+        model = case.model()
+        with context():
+            return case.explain(model)
+
+    return explain
+
+
+def _returning(pack: Callable[[Tensor], Any], target: Any = (0, 1)) -> Variant:
+    def explain(case: MethodCase) -> Explanation:
+        model = case.model()
+        model.register_forward_hook(lambda module, inputs, output: pack(output))
+        return case.explain(model, target=target)
+
+    return explain
+
+
+def _compiled(case: MethodCase) -> Explanation:
+    compiled: Any = torch.compile(case.model(), backend="eager")
+    return case.explain(compiled)
+
+
+def _other_default_dtype() -> ExitStack:
+    undo = ExitStack()
+    undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+    return undo
+
+
+_VARIANTS: dict[str, dict[str, Variant]] = {
+    "frozen_model": {"frozen parameters": lambda case: case.explain(case.model().requires_grad_(False))},
+    "callers_modes": {
+        "under no_grad": _under(torch.no_grad),
+        "under inference_mode": _under(torch.inference_mode),
+        "a model in training mode": lambda case: case.explain(with_user_state(case.model(), training=True)),
+    },
+    # Like torch.set_default_device; meta tensors have no values.
+    "default_device": {"a default device other than the model's": _under(lambda: torch.device("meta"))},
+    "default_dtype": {"a default dtype other than the model's": _under(_other_default_dtype)},
+    "named_outputs": {
+        "a model that returns a dictionary with logits": _returning(lambda y: {"logits": y, "hidden": y[:, :1]}),
+        "a model that returns a dictionary with one tensor": _returning(lambda y: {"anything": y, "loss": None}),
+        "a model that returns a tuple of one tensor": _returning(lambda y: (y,)),
+    },
+    "wrapped_model": {
+        "a model wrapped by torch.compile": _compiled,
+        "a model wrapped by DataParallel": lambda case: case.explain(nn.DataParallel(case.model())),
+    },
+}
+
+
+def _check_variants(name: str, case: MethodCase) -> None:
+    for circumstances, explain in _VARIANTS[name].items():
+        require_same_explanation(explain(case), case.expected, circumstances)
+
+
+CHECKS |= {name: partial(_check_variants, name) for name in _VARIANTS}
+
+
+@check
+def copies(case: MethodCase) -> None:
+    """Deep copies and pickled copies give the same explanation."""
+    method, x = case.on(case.model()), images(2)
+    require_same_explanation(copy.deepcopy(method).attribute(x, [0, 1]), case.expected, "a deep copy")
+    module = vars(sys.modules.get(case.method.__module__, object))
+    if module.get(case.method.__qualname__) is case.method:  # pickle finds classes by name
+        pickled = pickle.loads(pickle.dumps(method))  # noqa: S301 - pickled in the same line
+        require_same_explanation(pickled.attribute(x, [0, 1]), case.expected, "a pickled copy")
+
+
+@check
+def half_precision(case: MethodCase) -> None:
+    """Half precision changes a map by rounding only, in a 16-bit model and under the caller's autocast."""
+    maps = {"under autocast": _under(lambda: torch.autocast("cpu", torch.bfloat16))(case).values}
+    for dtype in (torch.bfloat16, torch.float16):
+        maps[f"a model in {dtype}"] = case.explain(case.model().to(dtype), images(2).to(dtype)).values
+    for what, values in maps.items():
+        cosine = float(F.cosine_similarity(values.flatten(1).float(), case.expected.values.flatten(1).float()).min())
+        require(cosine > 0.95, f"{what}: cosine {cosine:.3f} with the map in float32")
+
+
+def _require_images_alone(method: Attribution, x: Tensor, targets: list[int], what: str) -> None:
+    batch = method.attribute(x, targets)
+    for i, target in enumerate(targets):
+        alone = method.attribute(x[i], target)
+        require_same_explanation(batch[i], alone, f"image {i} of {what} against the image alone")
+
+
+@check
+def batch_is_its_images(case: MethodCase) -> None:
+    """A batch gives the same results as its images one by one."""
+    x = images(3, dtype=torch.float64)
+    _require_images_alone(case.on(case.precise_model()), x, [1, 0, 1], "a batch")
+
+
+@check
+def signed_layer(case: MethodCase) -> None:
+    """A layer with signed activations gives the same results for a batch and for its images one by one."""
+    model = case.precise_model()
+    layer = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)), None)
+    if layer is None or "layer" not in case.method.parameters() or "layer" in case.options:
+        return
+    method, x = case.on(model, layer=layer), images(2, dtype=torch.float64)
+    if _explains(method, x, [1, 0]):  # some methods read the last layer only
+        _require_images_alone(method, x, [1, 0], "a batch at a signed layer")
+
+
+def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
+    try:
+        method.attribute(x, target)
+    except NotApplicableError:
+        return False
+    return True
+
+
+@check
+def seed_fixes_the_result(case: MethodCase) -> None:
+    """The global random states do not affect the result."""
+    model, x = case.model(), images(2)
+    # "auto" chooses the chunk size by timing, and chunk sizes differ by rounding.
+    options = {"chunk": 2} if case.has_chunks else {}
+    method = case.on(model, **options)
+    first = method.attribute(x, [0, 1])
+    with ExitStack() as undo:
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the global one
+        undo.callback(random.setstate, random.getstate())
+        torch.rand(3, dtype=torch.float32, device="cpu"), np.random.rand(3), random.random()  # noqa: NPY002, S311
+        repeated, rebuilt = method.attribute(x, [0, 1]), case.on(model, **options).attribute(x, [0, 1])
+    for explanation, what in ((repeated, "the same call again"), (rebuilt, "a new object with the same options")):
+        equal = torch.equal(explanation.values, first.values) and torch.equal(explanation.scores, first.scores)
+        require(equal, f"{what}, after the global random states changed, gave different values")
+
+
+@check
+def chunks_do_not_show(case: MethodCase) -> None:
+    """Any chunk size gives the same result, also after a chunk runs out of memory and is repeated in halves."""
+    if not case.has_chunks:
+        return
+    x = images(2, dtype=torch.float64)
+    expected = case.on(case.precise_model(), chunk=1).attribute(x, [0, 1])
+    for chunk in (3, "auto"):
+        explanation = case.on(case.precise_model(), chunk=chunk).attribute(x, [0, 1])
+        _require_same_estimates(explanation, expected, f"in chunks of {chunk} against one by one")
+    model, failed = case.precise_model(), False
+
+    def fail_once(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        nonlocal failed
+        if not failed and len(inputs[0]) == 3:
+            failed = True
+            raise torch.OutOfMemoryError("simulated by saliency.testing")
+
+    model.register_forward_hook(fail_once)
+    explanation = case.on(model, chunk=3).attribute(x[:1], 0)
+    _require_same_estimates(explanation, expected[0], "of a chunk repeated after memory ran out")
+
+
+def _require_same_estimates(explanation: Explanation, expected: Explanation, what: str) -> None:
+    scale = float(expected.values.abs().max())
+    try:
+        require_same(explanation.values, expected.values, f"values {what}")
+        for name in ("error", "agreement", "residual"):
+            value, wanted = getattr(explanation, name), getattr(expected, name)
+            require((value is None) == (wanted is None), f"{name} {what}: {value}, expected {wanted}")
+            if value is not None:
+                require_same(value + scale, wanted + scale, f"{name} {what}")
+    except AssertionError as error:
+        raise AssertionError(
+            f"{error}; make(start, stop) must return the same inputs for the same pass numbers at every call: draw "
+            "pass i from saliency.generator(seed, i)"
+        ) from error
+
+
+@check
+def images_that_affect_each_other(case: MethodCase) -> None:
+    """If the images of a batch affect each other's scores, the passes of an image run one by one."""
+    if not case.has_chunks:
+        return
+    model, x = case.precise_model(), images(1, dtype=torch.float64)
+    model.register_forward_hook(lambda module, inputs, output: output - output.mean(0) / 2)
+    expected = case.on(model, chunk=1).attribute(x, 0)
+    for chunk in (3, "auto"):
+        values = case.on(model, chunk=chunk).attribute(x, 0).values
+        require_same(values, expected.values, f"chunks of {chunk} on a model whose images affect each other")
+
+
+@check
+def several_targets(case: MethodCase) -> None:
+    """`attribute_classes` gives the same results as `attribute` for each target."""
+    method, x = case.on(case.model()), images(2)
+    targets: list[Any] = [0, [1, 0], None]
+    for explanation, target in zip(method.attribute_classes(x, targets), targets, strict=True):
+        expected = method.attribute(x, target)
+        require_same_explanation(explanation, expected, f"attribute_classes against attribute, target {target}")
+
+
+@check
+def together_with_others(case: MethodCase) -> None:
+    """`explain_together` gives the same results as separate calls, for this method and for others."""
+    model, x = case.model(), images(2)
+    method, plain = case.on(model), VanillaGradient(model)
+    before, shared, after = explain_together([plain, method, plain], x, [0, 1])
+    require_same_explanation(shared, case.expected, "explain_together against attribute")
+    for explanation in (before, after):
+        what = "the plain gradient, explained together with this method"
+        require_same_explanation(explanation, plain.attribute(x, [0, 1]), what)
+
+
+@check
+def top_class(case: MethodCase) -> None:
+    """Without a target, the top class of each image is explained."""
+    model, x = case.model(), images(3)
+    with torch.no_grad():
+        top = model(x).argmax(1).tolist()
+    explanation = case.explain(model, x, None)
+    require(explanation.target == tuple(top), f"without a target, {explanation.target} was explained, expected {top}")
+    require_same_explanation(explanation, case.explain(model, x, top), "no target against the top classes by index")
+
+
+def _two_classes(output: Tensor) -> Tensor:
+    return output[[0, 1], [0, 1]]
+
+
+def _with_constant(rows: int, scores: Tensor) -> dict[str, Tensor]:
+    return {"scores": scores, "constant": scores.new_full((rows, 3), 1 / rows)}
+
+
+def _times_constant(output: dict[str, Tensor]) -> Tensor:
+    # The sum of all rows is 1, unless the constant is sliced like a batch.
+    return _two_classes(output["scores"]) * output["constant"][:, 0].sum()
+
+
+_FUNCTION_TARGETS: dict[str, Variant] = {
+    "a list of one dictionary per image": _returning(
+        lambda scores: [{"scores": row, "size": row[:2]} for row in scores],
+        lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
+    ),
+    "a tensor with the images second": _returning(
+        lambda scores: torch.stack([scores, -scores]).contiguous(), lambda output: _two_classes(output[0])
+    ),
+    **{
+        f"a dictionary with a constant of {rows} rows": _returning(partial(_with_constant, rows), _times_constant)
+        for rows in (1, 2, 3, 4, 8, 16)
+    },
+}
+
+
+@check
+def function_targets(case: MethodCase) -> None:
+    """A function of any output gives the same result as a function of a tensor, with constants of any length."""
+    if not _explains(case.on(case.model()), images(2), _two_classes):  # some methods explain classes only
+        return
+    expected = case.explain(target=_two_classes)
+    for output, explain in _FUNCTION_TARGETS.items():
+        require_same(explain(case).values, expected.values, f"a function of {output} against a function of a tensor")
+
+
+@check
+def nested_in_the_target(case: MethodCase) -> None:
+    """A call inside the target function of another call affects neither result."""
+    method, x, other = case.on(case.model()), images(2), images(1, seed=9)
+    inner = method.attribute(other, 1)
+
+    def nesting(output: Tensor) -> Tensor:
+        require_same_explanation(method.attribute(other, 1), inner, "a call inside the target of another")
+        return output[:, 0]
+
+    if _explains(method, x, lambda output: output[:, 0]):  # some methods explain classes only
+        expected = method.attribute(x, lambda output: output[:, 0]).values
+        require_same(method.attribute(x, nesting).values, expected, "a call with another one inside its target")
+
+
+@check
+def nested_in_the_model(case: MethodCase) -> None:
+    """A call inside the model's forward of another call affects neither result."""
+    model, other = case.model(), images(1, seed=9)
+    method = case.on(model)
+    inner = method.attribute(other, 1)
+    busy = False
+
+    def explain(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal busy
+        if not busy:
+            busy = True
+            require_same_explanation(method.attribute(other, 1), inner, "a call inside the model of another")
+            busy = False
+
+    model.register_forward_hook(explain)
+    what = "a call with another one inside the model's forward"
+    require_same_explanation(method.attribute(images(2), [0, 1]), case.expected, what)
+
+
+@check
+def threads_do_not_see_each_other(case: MethodCase) -> None:
+    """Parallel calls on one model give the same results as single calls, and so do plain gradients in other threads."""
+    model, twin = case.model(), case.model()
+    method, reference = case.on(model), case.on(twin)
+    batches = [images(2, seed=seed) for seed in range(4)]
+    # Compute the expected values with a twin model, so that the threads are the first to run this model.
+    explained = [reference.attribute(x, [i % 2, 0]) for i, x in enumerate(batches)]
+    plain = [_plain_gradient(twin, x) for x in batches]
+
+    def explain(i: int) -> None:
+        explanation = method.attribute(batches[i], [i % 2, 0])
+        require_same_explanation(explanation, explained[i], "a call in parallel threads")
+
+    def differentiate(i: int) -> None:
+        what = "a plain gradient in a thread parallel to this method"
+        require_same(_plain_gradient(model, batches[i]), plain[i], what)
+
+    _run_in_threads([explain, differentiate] * 4)
+
+
+@check
+def threads_share_a_training_model(case: MethodCase) -> None:
+    """Calls in threads on a model in training mode restore it once all are done."""
+    model, x = with_user_state(case.model(), training=True), images(2)
+    method = case.on(model)
+    before = Snapshot(model=model, method=method, input=x)
+
+    def explain(_: int) -> None:
+        what = "a call in parallel threads on a training model"
+        require_same_explanation(method.attribute(x, [0, 1]), case.expected, what)
+
+    _run_in_threads([explain] * 8)
+    changed = before.changes()
+    require(not changed, f"after 8 threads: {', '.join(changed[:6])} changed")
+
+
+def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)[:, 0].sum(), x)
+    return gradient
+
+
+def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 4) -> None:
+    """Run each job in its own thread, all in parallel, and raise the first failure."""
+    start = threading.Barrier(len(jobs))
+
+    def run(number: int, job: Callable[[int], None]) -> None:
+        start.wait()
+        for i in range(rounds):
+            job((number + i) % 4)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            futures = [pool.submit(run, number, job) for number, job in enumerate(jobs)]
+        for future in futures:
+            future.result()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+# Documentation, settings and results ---------------------------------------------------------------------------
+
+
+@check
+def documented(case: MethodCase) -> None:
+    """The class has a name, a complete docstring, `cost`, `units` and `sign`, and is in the registry."""
+    cls = case.method
+    text = inspect.getdoc(cls) or ""
+    missing = [part for part in ("Values:", "Raises:", "Source:") if not re.search(rf"^{part}", text, re.MULTILINE)]
+    for holds, failure in (
+        (cls.name, f'{cls.__name__} has no name; give the class one: name = "my_cam"'),
+        (cls.__dict__.get("__doc__"), f"{cls.__name__} has no docstring of its own"),
+        (summary(cls).endswith("."), f"the docstring does not begin with a sentence: {summary(cls)!r}"),
+        (not missing, f"the docstring has no line that begins with {', '.join(missing)}"),
+        (source(cls), "the docstring has an empty source"),
+        (cls.cost, "`cost` is empty; give the number of passes per call"),
+        (cls.units, "`units` is empty; give the units of the values"),
+        (cls.sign in get_args(Sign), f"`sign` is {cls.sign!r}, which is not one of {get_args(Sign)}"),
+        (re.fullmatch(r"[a-z][a-z0-9_]*", cls.name), f"`name` is {cls.name!r}; expected one like grad_cam"),
+        (METHODS.get(cls.name) is cls, f'METHODS["{cls.name}"] is {METHODS.get(cls.name)}'),
+    ):
+        require(bool(holds), failure)
+
+
+@check
+def result(case: MethodCase) -> None:
+    """The explanation contains correct values, scores, probabilities and metadata, and can be saved and loaded."""
+    model, x = case.model(), images(2)
+    method = case.on(model)
+    explanation = method.attribute(x, [0, 1])
+    with torch.no_grad():
+        output = model(x)
+    by_probability = all(name.startswith("probability of ") for name in explanation.target_names)
+    explained = output.softmax(1) if by_probability else output
+    require_same(explanation.scores, explained[[0, 1], [0, 1]], "the scores against the model's output")
+    probabilities = explanation.probabilities
+    require(probabilities is not None, "no probabilities for classes")
+    if probabilities is not None:
+        require_same(probabilities, output.softmax(1)[[0, 1], [0, 1]], "the probabilities")
+    shape = tuple(explanation.values.shape)
+    at_input, at_layer = shape == (2, 3, *SIZE), len(shape) == 4 and shape[:2] == (2, 1)
+    require(at_input or at_layer, f"values of shape {shape}; expected (N, C, H, W) or (N, 1, h, w)")
+    require(bool(explanation.values.any()), "the values are zero everywhere on an ordinary image")
+    for name, tensor in (("values", explanation.values), ("scores", explanation.scores)):
+        require(not tensor.requires_grad, f"the {name} require gradients; detach them")
+        require(tensor.dtype == output.dtype, f"the {name} are {tensor.dtype}, the model's output {output.dtype}")
+    facts = ("method", "target", "settings", "input_size", "frames")
+    expected = (method.name, (0, 1), method.settings, SIZE, (None, None))
+    actual = tuple(getattr(explanation, name) for name in facts)
+    require(actual == expected, f"the explanation has {facts} = {actual}, expected {expected}")
+    with TemporaryDirectory() as folder:
+        loaded = Explanation.load(explanation.save(f"{folder}/saved.safetensors"))
+    require_same_explanation(loaded, explanation, "saved and loaded")
+    require(loaded.coverage == explanation.coverage, "saved and loaded: the coverage differs")
+
+
+@check
+def residual(case: MethodCase) -> None:
+    """If there is a residual, values plus residual equal the score up to a constant per class."""
+    explanation = case.explain(case.precise_model(), images(4, dtype=torch.float64), 0)
+    stated = explanation.residual
+    if stated is None:
+        return
+    require(stated.shape == (4,), f"a residual of shape {tuple(stated.shape)}; expected (N,)")
+    require(bool(torch.isfinite(stated).all()), "a residual that is NaN or infinite")
+    if case.method.is_complete:
+        # The values should sum to the score minus the score of a baseline or a bias, which is constant per class.
+        missing = explanation.scores - explanation.values.flatten(1).sum(1)
+        spread = float((missing - stated).std())
+        rounding = 1e-5 * float(explanation.scores.abs().max() + missing.abs().max())
+        failure = "values plus residual do not equal the score: the difference varies by"
+        require(spread <= rounding, f"{failure} {spread:.3g} between images")
+
+
+@check
+def settings(case: MethodCase) -> None:
+    """Options are stored as attributes, and a method built from its settings has the same settings."""
+    model = case.model()
+    method = case.on(model)
+    missing = [name for name in case.method.options() if not hasattr(method, name)]
+    require(not missing, f"the options {missing} are not attributes; store each under its name in the constructor")
+    options = dict(method.settings)
+    require(json.loads(json.dumps(options)) == options, f"the settings change in a JSON round trip: {options}")
+    plain = {name: value for name, value in options.items() if getattr(method, name) == value}
+    rebuilt = dict(case.on(model, **plain).settings)
+    require(rebuilt == options, f"rebuilt from its settings, the method has {rebuilt}, expected {options}")
+    require(case.method.__name__ in repr(method), f"repr() does not name the class: {method!r}")
+
+
+@check
+def memory(case: MethodCase) -> None:
+    """Calls leak no tensors, and neither model nor input is kept alive."""
+    # Exclude existing objects from garbage collection, which takes seconds in a large process.
+    is_frozen = gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.collect()
+        gc.freeze()
+    try:
+        _require_released(case)
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
+
+
+def _require_released(case: MethodCase, calls: int = 12) -> None:
+    model, x = case.model(), images(1)
+    method = case.on(model)
+    for _ in range(2):
+        method.attribute(images(1), 0)
+    before = _live_tensors()
+    for _ in range(calls):
+        method.attribute(images(1), 0)
+    growth = _live_tensors() - before
+    require(growth < calls // 2, f"{growth} more tensors are alive after {calls} calls")
+    model_reference, x_reference = weakref.ref(model), weakref.ref(x)
+    explanation = method.attribute(x, 0)
+    del model, method, x
+    gc.collect()
+    require(model_reference() is None, "the model stays alive after the method is deleted")
+    require(x_reference() is None, "the explanation keeps the input alive")
+    del explanation
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    # Use the type instead of isinstance: some objects warn when `__class__` is accessed.
+    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
+
+
+# Degenerate input ----------------------------------------------------------------------------------------------
+
+
+def _finite_explanation(method: Attribution, x: Tensor, what: str) -> Explanation | None:
+    """Return the explanation, and check that it is finite; None for a SaliencyError, which must have a message."""
+    try:
+        explanation = method.attribute(x, [0, 1])
+    except SaliencyError as error:
+        require(bool(str(error)), f"{what}: {type(error).__name__} without a message")
+        return None
+    require(bool(torch.isfinite(explanation.values).all()), f"{what}: values that are NaN or infinite")
+    require(len(explanation.values) == len(x), f"{what}: {len(explanation.values)} maps for {len(x)} images")
+    return explanation
+
+
+@check
+def constant_image(case: MethodCase) -> None:
+    """A constant image gives finite values or a SaliencyError."""
+    for level in (0.0, 0.5, -2.0):
+        _finite_explanation(case.on(case.model()), torch.full_like(images(2), level), f"an image of {level} everywhere")
+
+
+@check
+def zero_gradient(case: MethodCase) -> None:
+    """A head of zeros gives zero values, unless the method does not use the head."""
+    model, x = case.model(), images(2)
+    with torch.no_grad():
+        classes = model(x).shape[1]
+        heads = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+        for module in [module for module in heads if module.weight.shape[0] == classes] or heads[-1:]:
+            module.weight.zero_()
+    explanation = _finite_explanation(case.on(model), x, "a head of zeros")
+    if explanation is None or not explanation.values.any():
+        return
+    # A map of activations alone is the same for any head.
+    values, normal = explanation.values, case.expected.values
+    same = values.shape == normal.shape and torch.allclose(values, normal)
+    require(same, "with a head of zeros, the values are neither zero nor equal to those of the original head")
+
+
+@check
+def one_pixel(case: MethodCase) -> None:
+    """Tiny images give finite values or a SaliencyError."""
+    for size in ((1, 1), (2, 2), (1, 9)):
+        model = case.model()
+        if _runs(model, size):
+            _finite_explanation(case.on(model), images(2, size), f"an input of {size[0]}x{size[1]}")
+
+
+@check
+def non_square(case: MethodCase) -> None:
+    """Height and width are not confused."""
+    for height, width in ((12, 20), (20, 12)):
+        model = case.model()
+        if not _runs(model, (height, width)):
+            continue
+        explanation = case.explain(model, images(2, (height, width)))
+        size = explanation.input_size
+        require(size == (height, width), f"input_size {size} of a {height}x{width} input")
+        h, w = explanation.values.shape[-2:]
+        require(
+            h <= height and w <= width and abs(h * width - w * height) <= max(height, width),
+            f"a map of {h}x{w} for an input of {height}x{width}",
+        )
+
+
+def _runs(model: nn.Module, size: tuple[int, int]) -> bool:
+    try:
+        with torch.no_grad():
+            model(images(1, size))
+    except (RuntimeError, ValueError, AssertionError):  # models of a fixed input size
+        return False
+    return True
+
+
+@check
+def not_finite(case: MethodCase) -> None:
+    """NaN or infinity in the input or the model's output raises NonFiniteError."""
+    model = case.model()
+    for bad in (math.nan, math.inf, -math.inf):
+        x = images(2)
+        x[1, 0, 3, 3] = bad
+        require_raises(NonFiniteError, partial(case.explain, model, x), f"{bad} in the input")
+    model.register_forward_hook(lambda module, inputs, output: output * math.nan)
+    require_raises(NonFiniteError, lambda: case.explain(model), "a model that returns NaN")
+
+
+@check
+def unscaled_input(case: MethodCase) -> None:
+    """A float tensor with values in 0..255 gives a warning."""
+    x = images(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        case.on(case.model()).read((x - x.min()) / (x.max() - x.min()) * 255)
+    require(any("0..255" in str(warning.message) for warning in caught), "no warning for a float tensor in 0..255")
+
+
+@check
+def empty_batch(case: MethodCase) -> None:
+    """A batch of no images raises ImageError."""
+    method = case.on(case.model())
+    require_raises(ImageError, lambda: method.attribute(images(1)[:0], 0), "a batch of no images")
+    require_raises(ImageError, lambda: method.attribute([], 0), "a list of no images")
+
+
+@check
+def bad_targets(case: MethodCase) -> None:
+    """A target that does not fit the output raises TargetError."""
+    model, x = case.model(), images(2)
+    bad: list[Any] = [-1, 2.5, math.nan, 10**6, [0, 10**6], [0], [0, 1, 0], [], "espresso", True, b"a", {"a": 1}]
+    bad += [torch.tensor([0.5, 1.0], device="cpu")]
+    bad += [lambda output: output.sum(), lambda output: output.argmax(1), lambda output: 1.0]
+    for target in bad:
+        what = "a target function that gives no score per image" if callable(target) else f"target {target!r}"
+        require_raises(TargetError, partial(case.explain, model, x, target), what)
