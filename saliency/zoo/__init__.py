@@ -70,7 +70,7 @@ def load(
     classes = None
     with _fixed_random_state():
         if file is not None:
-            model, classes = fit(lambda number: library.build(bare, number), file, library.rename)
+            model, classes = fit(lambda number: library.build(bare, number), file)
         else:
             model = library.build(bare) if weights is None else library.pretrained(bare, named)
         facts = library.facts(model, bare, named)
@@ -113,10 +113,10 @@ def _find(name: str) -> tuple[Torchvision | Timm, str]:
     source, slash, bare = name.partition("/")
     for library in _LIBRARIES:
         sought = bare if slash and source == library.source else name
-        if sought in library.names() or sought in library.tagged():
+        if sought in library.names(tags=True):
             return library, sought
     bare = name.rpartition("/")[2]
-    known = [known for library in _LIBRARIES for known in (library.tagged() if "." in bare else library.names())]
+    known = [known for library in _LIBRARIES for known in library.names(tags="." in bare)]
     raise ModelError(f'no model "{name}"{did_you_mean(bare, known) or "; `saliency models` lists them"}')
 
 

