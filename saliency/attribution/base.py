@@ -26,7 +26,7 @@ from ..io.preprocess import PreprocessLike, as_preprocess
 from ..targets.targets import TargetLike, as_categories
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
-from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared, signature_of
+from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 
 METHODS: dict[str, type[Attribution]] = {}
@@ -44,18 +44,6 @@ class BatchAttribution(NamedTuple):
     error: Tensor | None = None  # in the shape of the values
     agreement: Tensor | None = None  # (N,)
     effort: tuple[RunStats, ...] = ()
-
-
-def _signature(cls: type[Attribution]) -> inspect.Signature:
-    """The signature of the constructor. In those that a subclass writes, `**keywords` stand for what follows."""
-    own: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__[: cls.__mro__.index(Attribution)]:
-        if "__init__" in vars(base) and issubclass(base, Attribution):
-            _, *parameters = inspect.signature(base.__init__).parameters.values()
-            own = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} | own
-            if all(p.kind != p.VAR_KEYWORD for p in parameters):
-                return inspect.Signature(list(own.values()))
-    return signature_of(cls, own.values())
 
 
 class Attribution(HasOptions, ABC):
@@ -82,8 +70,6 @@ class Attribution(HasOptions, ABC):
     quick_options: ClassVar[Mapping[str, Any]] = {}
     """Options for a quick call, if the defaults take many passes: for tests and previews."""
 
-    __signature__: ClassVar[inspect.Signature]
-
     model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False
     )
@@ -96,7 +82,6 @@ class Attribution(HasOptions, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__signature__ = _signature(cls)
         name = cls.__dict__.get("name", "")
         if not name:
             return
@@ -106,21 +91,12 @@ class Attribution(HasOptions, ABC):
             raise TypeError(f'{cls.__qualname__}: the name "{name}" belongs to {known.__module__}.{known.__qualname__}')
         METHODS[name] = cls
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        try:
-            call = signature_of(type(self)).bind(*arguments, **options)
-        except TypeError as error:
-            raise TypeError(f"{type(self).__name__}() {error}") from None
-        call.apply_defaults()
+    def set_options(self, values: dict[str, Any]) -> None:
+        """Store the values of all options; the model may have the preprocessing and the class names."""
         for name in get_args(ModelAttribute):
-            if call.arguments[name] is None:
-                call.arguments[name] = model_attribute(name, call.arguments["model"])
-        for name, option in declared(type(self)).items():
-            setattr(self, name, call.arguments[option.parameter])
-        self.__post_init__()
-
-    def __post_init__(self) -> None:
-        """Check options against each other, and derive what they determine; called after all are set."""
+            if values[name] is None:
+                values[name] = model_attribute(name, values["model"])
+        super().set_options(values)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -135,8 +111,11 @@ class Attribution(HasOptions, ABC):
 
     @classmethod
     def parameters(cls) -> list[str]:
-        """Return the names of the constructor's parameters."""
-        return list(cls.__signature__.parameters)
+        """Return the names of the constructor's parameters; `**keywords` stand for the declared options."""
+        parameters = inspect.signature(cls).parameters.values()
+        own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        passed_on = declared(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
+        return list(dict.fromkeys([*own, *passed_on]))
 
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
         """Explain one image or several.
@@ -227,7 +206,7 @@ class Attribution(HasOptions, ABC):
 class TracedAttribution(Attribution):
     """Base class of methods that read one forward, which several methods and targets can share.
 
-    A subclass declares what it needs in `gradients` and `layers`, and reads it in `explain_gradients`.
+    A subclass declares what it needs in `gradients` and `layer_names`, and reads it in `explain_gradients`.
     """
 
     gradients: ClassVar[str] = "input"
@@ -235,7 +214,7 @@ class TracedAttribution(Attribution):
     backwards: ClassVar[int | None] = None
     """Maximum number of backward passes for one target. The last one frees the graph; None keeps the graph."""
 
-    def layers(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
+    def layer_names(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the names of the layers that the method reads on a batch, for a target; none by default."""
         return ()
 
@@ -258,7 +237,7 @@ def read_one_forward(
     """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
     if len(x) > 1 and has_batch_statistics(methods[0].model):
         warn_of_coupled_images()
-    layers = [method.layers(x, targets[0]) for method in methods]
+    layers = [method.layer_names(x, targets[0]) for method in methods]
     depths = {method.gradients for method in methods}
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
     backwards = [method.backwards for method in methods if method.backwards is not None]

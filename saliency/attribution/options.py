@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import Signature
+from inspect import Parameter, Signature, getattr_static
 from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
 
 Chunk = int | Literal["auto"]
@@ -31,13 +30,19 @@ class ConvertedOption(Generic[_Given, _Stored]):
 
     is_positional = False
 
-    def __init__(self, default: _Given, check: Callable[..., _Stored], *arguments: Any, **keywords: Any) -> None:
+    def __init__(
+        self,
+        default: _Given,
+        check: Callable[..., _Stored] = lambda name, value: value,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> None:
         self.default: Any = default
         self.__doc__ = f"Option of the constructor, by default {default!r}."
         self._check, self._arguments, self._keywords = check, arguments, keywords
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = self.parameter = name
+        self.name = name
 
     @overload
     def __get__(self, method: None, owner: type) -> Self: ...
@@ -61,17 +66,8 @@ class ConvertedOption(Generic[_Given, _Stored]):
 class Option(ConvertedOption[_Same, _Same]):
     """Option of a method, declared as a class attribute: `grid: Option[int] = Option(7, check_integer)`.
 
-    Args:
-        default: The value if none is given. If it is None, None is never checked.
-        check: A function of the option's name and a value that returns the value, or raises MethodError.
-        *arguments: Further arguments of `check`.
-        **keywords: Further keywords of `check`.
+    The arguments are those of `ConvertedOption`. Without a check, any value is stored as it is.
     """
-
-    def __init__(
-        self, default: _Same, check: Callable[..., _Same] = lambda name, value: value, *arguments: Any, **keywords: Any
-    ) -> None:
-        super().__init__(default, check, *arguments, **keywords)
 
 
 class PositionalOption(ConvertedOption[_Given, _Stored]):
@@ -81,25 +77,15 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
         check: A function of the method and a value that returns the stored value.
         default: The value if none is given; without it, the option is required.
         kw_only: For type checkers.
-        alias: The name of the parameter, if it is not that of the attribute.
     """
 
     is_positional = True
 
     def __init__(
-        self,
-        *,
-        check: Callable[[Any, Any], _Stored],
-        default: Any = inspect.Parameter.empty,
-        kw_only: Literal[False],
-        alias: str = "",
+        self, *, check: Callable[[Any, Any], _Stored], default: Any = Parameter.empty, kw_only: Literal[False]
     ) -> None:
         super().__init__(default, check)
         self.__doc__ = "Parameter of the constructor, also by position."
-        self._alias = alias
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.parameter = name, self._alias or name
 
     def convert(self, method: Any, value: Any) -> _Stored:
         """Return the value that a method stores for a given one."""
@@ -108,26 +94,57 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
 
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(PositionalOption,))
 class HasOptions:
-    """Base class that lets type checkers read the declared options as parameters of the constructor."""
+    """Base class of classes whose constructor takes their declared options.
+
+    A class may have a constructor of its own, which passes the options on.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        inherited = getattr_static(cls, "__init__")
+        if inherited is object.__init__ or hasattr(inherited, "__signature__"):
+            setattr(cls, "__init__", _constructor(cls))  # noqa: B010 - type checkers derive it from the options
+
+    def set_options(self, values: dict[str, Any]) -> None:
+        """Store the values of all options, those of the base classes first."""
+        for name in declared(type(self)):
+            setattr(self, name, values[name])
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check options against each other, and derive what they determine; called after all are set."""
 
 
 def declared(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
-    """Return the options of a class by attribute, those of its base classes first."""
+    """Return the options of a class by name, those of its base classes first."""
     options: dict[str, ConvertedOption[Any, Any]] = {}
     for base in reversed(cls.__mro__):
         options |= {name: option for name, option in vars(base).items() if isinstance(option, ConvertedOption)}
     return options
 
 
-def signature_of(cls: type, own: Iterable[inspect.Parameter] = ()) -> Signature:
-    """Return the signature of a constructor: its own parameters and the options; the model first, and nearest class."""
+def _constructor(cls: type) -> Callable[..., None]:
+    """Return the constructor of a class. The parameters are the model, and the options of the nearest class first."""
     options = declared(cls)
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = {parameter.name: parameter for parameter in own}
-    for option in (options[name] for base in cls.__mro__ for name in vars(base) if name in options):
-        parameter = inspect.Parameter(option.parameter, kinds[option.is_positional], default=option.default)
-        parameters.setdefault(option.parameter, parameter)
-    return Signature(sorted(parameters.values(), key=lambda p: (p.kind, p.name != "model")))
+    nearest = dict.fromkeys(name for base in cls.__mro__ for name in vars(base) if name in options)
+    kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [Parameter(n, kinds[options[n].is_positional], default=options[n].default) for n in nearest]
+    parameters.sort(key=lambda parameter: (parameter.kind, parameter.name != "model"))
+    signature = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+
+    def initialise(self: HasOptions, *arguments: Any, **values: Any) -> None:
+        """Create the method from its options, which the class describes."""
+        try:
+            call = signature.bind(self, *arguments, **values)
+        except TypeError as error:
+            names = ", ".join(parameter.name for parameter in parameters)
+            raise TypeError(f"{type(self).__name__}() {error}; it takes {names}") from None
+        call.apply_defaults()
+        self.set_options(call.arguments)
+
+    vars(initialise)["__signature__"] = signature
+    initialise.__name__, initialise.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
+    return initialise
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class LayerAttribution(TracedAttribution):
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
-    def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layer, or the default one."""
         return (self.layer or default_layer(self.model, x, target),)
 

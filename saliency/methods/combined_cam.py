@@ -83,17 +83,17 @@ class _LayerFusion(TracedAttribution):
     gradients = "layers"
     backwards = 1
     sign = "positive"
-    fused: PositionalOption[Sequence[str | nn.Module] | None, tuple[str, ...] | None] = PositionalOption(
-        check=_layer_names, default=None, kw_only=False, alias="layers"
+    layers: PositionalOption[Sequence[str | nn.Module] | None, tuple[str, ...] | None] = PositionalOption(
+        check=_layer_names, default=None, kw_only=False
     )
     cam: Option[str] = Option("layer_cam", check_choice, tuple(_CAMS))
 
     def __post_init__(self) -> None:
         self._cam = _CAMS[self.cam](self.model)
 
-    def layers(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
+    def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
         """Return the named layers, or the last layer of each of the last three resolutions."""
-        layers = self.fused or scan_layers(self.model, x, target).last_per_resolution()
+        layers = self.layers or scan_layers(self.model, x, target).last_per_resolution()
         if not layers:
             raise LayerError(
                 f"no layer of {type(self.model).__name__} has a spatial output; name some with layers=[...]"

@@ -56,22 +56,22 @@ class NoisyAttribution(SampledAttribution):
     inner_options: ConvertedOption[MethodOptions, list[list[Setting]]] = ConvertedOption((), lambda name, pairs: pairs)
     noise: Option[float] = Option(0.15, check_noise)
 
-    def __init__(self, model: nn.Module | Attribution, **options: Any) -> None:
-        inner, inner_options = options.get("inner", VanillaGradient.name), options.get("inner_options", ())
-        if not isinstance(model, Attribution):
-            wrapped = get_method(inner)(model, **_by_name(inner_options))
-        elif inner_options or inner not in (VanillaGradient.name, _name_of(model)):
+    def set_options(self, values: dict[str, Any]) -> None:
+        """Store the values of all options, after the wrapped method was created from them."""
+        wrapped, inner, inner_options = values["model"], values["inner"], values["inner_options"]
+        if not isinstance(wrapped, Attribution):
+            wrapped = get_method(inner)(wrapped, **_by_name(inner_options))
+        elif inner_options or inner not in (VanillaGradient.name, _name_of(wrapped)):
             raise MethodError(
-                f"{type(self).__name__} got the method {model!r} and also inner={inner!r} with inner_options="
+                f"{type(self).__name__} got the method {wrapped!r} and also inner={inner!r} with inner_options="
                 f"{inner_options!r}; pass either of them"
             )
         else:
-            wrapped = model
-            options = {"preprocess": wrapped.preprocess, "categories": wrapped.categories} | options
-        options |= {"inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
-        super().__init__(wrapped.model, **options)
-        self._wrapped = wrapped
+            values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories") if values[n] is None}
+        self._wrapped: Attribution = wrapped
         self._coverages: list[Coverage | None] | None = None
+        values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
+        super().set_options(values)
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Explain all images, with the coverage that the wrapped method reports."""
