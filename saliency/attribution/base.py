@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -79,6 +79,10 @@ class Attribution(HasOptions, ABC):
     categories: ConvertedOption[Sequence[str] | None, tuple[str, ...] | None] = ConvertedOption(
         None, lambda name, like: as_categories(like)
     )
+
+    if TYPE_CHECKING:  # METHODS[name] takes options that this class does not declare
+
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -318,6 +322,8 @@ def _to_json(setting: Any) -> Setting:
         setting = setting.tolist()
     if isinstance(setting, tuple | list):
         return [_to_json(value) for value in setting]
+    if isinstance(setting, Mapping):
+        return {name: _to_json(value) for name, value in setting.items()}
     if setting is None or isinstance(setting, str | int | float | bool):
         return setting
     return str(getattr(setting, "name", "") or getattr(setting, "__name__", "") or type(setting).__name__)

@@ -25,7 +25,7 @@ from ..io.preprocess import Box, Frame
 from .options import RunStats
 
 Sign = Literal["positive", "signed", "absolute"]
-Setting = str | int | float | bool | None | list[Any]
+Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
 _TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement")

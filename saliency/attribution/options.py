@@ -107,7 +107,7 @@ class HasOptions:
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, those of the base classes first."""
-        for name in declared(type(self)):
+        for name in reversed(declared(type(self))):
             setattr(self, name, values[name])
         self.__post_init__()
 
@@ -116,19 +116,20 @@ class HasOptions:
 
 
 def declared(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
-    """Return the options of a class by name, those of its base classes first."""
+    """Return the options of a class by name, those of the nearest class first."""
     options: dict[str, ConvertedOption[Any, Any]] = {}
-    for base in reversed(cls.__mro__):
-        options |= {name: option for name, option in vars(base).items() if isinstance(option, ConvertedOption)}
+    for base in cls.__mro__:
+        for name, option in vars(base).items():
+            if isinstance(option, ConvertedOption):
+                options.setdefault(name, option)
     return options
 
 
 def _constructor(cls: type) -> Callable[..., None]:
     """Return the constructor of a class. The parameters are the model, and the options of the nearest class first."""
     options = declared(cls)
-    nearest = dict.fromkeys(name for base in cls.__mro__ for name in vars(base) if name in options)
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [Parameter(n, kinds[options[n].is_positional], default=options[n].default) for n in nearest]
+    parameters = [Parameter(n, kinds[options[n].is_positional], default=options[n].default) for n in options]
     parameters.sort(key=lambda parameter: (parameter.kind, parameter.name != "model"))
     signature = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
 

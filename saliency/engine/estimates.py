@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -64,16 +65,65 @@ class Estimate:
         return above / below if below else (0.0 if not above else math.inf)
 
     @property
+    def samples(self) -> int:
+        """The number of samples so far."""
+        return self.count
+
+    @property
     def agreement(self) -> float | None:
         """The rank correlation between the maps of the even and of the odd samples; None below four samples.
 
         Channels are summed first.
         """
-        if self.count < 4:
-            return None
+        return rank_correlation(*self.halves()) if self.samples >= 4 else None
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the maps of the even and of the odd samples."""
         evens = (self.count + 1) // 2
-        odd = self.mean * self.count - self._even
-        return rank_correlation(self._even / evens, odd / (self.count - evens))
+        return self._even / evens, (self.mean * self.count - self._even) / (self.count - evens)
+
+
+class ScoreEstimate(Estimate):
+    """Map that is computed from all scores so far. A subclass writes `solve`.
+
+    Attributes:
+        scores: (n,) all scores so far, float64 on the CPU.
+    """
+
+    least_samples = 2
+    """The number of samples from which their spread can end the passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def add(self, samples: Tensor) -> None:
+        """Add the scores (k,) of the next passes."""
+        self.scores = torch.cat([self.scores, samples.detach().cpu().double().flatten()])
+        self.count = len(self.scores)
+
+    @abstractmethod
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the map from some of the samples so far, and its standard error if it is known."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The map from all scores."""
+        return self.solve(slice(None))[0]
+
+    @property
+    def error(self) -> Tensor | None:
+        """The standard error of the map."""
+        return self.solve(slice(None))[1]
+
+    @property
+    def relative_error(self) -> float:
+        """As for every estimate; infinite for few samples."""
+        return super().relative_error if self.samples >= self.least_samples else math.inf
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the maps of the even and of the odd samples."""
+        return self.solve(slice(0, None, 2))[0], self.solve(slice(1, None, 2))[0]
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:

@@ -19,6 +19,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..errors import MethodError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
+from ..hooks.rectifiers import Coverage
 from ..validation import check_choice, check_integer, check_number, is_integer
 from .estimates import Estimate
 from .runner import PassRunner, no_autocast
@@ -35,6 +36,7 @@ class ImageAttribution(NamedTuple):
     agreement: float | None = None
     residual: float | None = None
     layer: str | None = None
+    coverage: Coverage | None = None
 
 
 def check_chunk(option: str, value: object) -> Chunk:
@@ -131,8 +133,8 @@ class SampledAttribution(MultiPassAttribution):
     """The number of passes if no limit is set."""
 
     def limits(self) -> Budget:
-        """Return the limits that were set, with `MOST_PASSES` if only a tolerance or a time was set."""
-        return Budget(self.most_passes, self.seconds, self.tolerance)
+        """Return the limits that were set."""
+        return Budget(self.passes, self.seconds, self.tolerance)
 
     @property
     def most_passes(self) -> int:
@@ -185,7 +187,8 @@ def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tupl
     return BatchAttribution(
         torch.stack([image.values for image in images]),
         scores,
-        layer=images[0].layer,
+        images[0].coverage,
+        images[0].layer,
         residual=_row([image.residual for image in images], scores),
         error=torch.stack(errors) if len(errors) == len(images) else None,
         agreement=_row([image.agreement for image in images], scores),

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..attribution.options import Budget, Chunk, OnInterrupt, Precision, RunStats, Stopped
 from ..attribution.resolved_target import (
@@ -180,6 +181,7 @@ class PassRunner(ExitStack):
         super().__init__()
         self._bar: Any = None
         self._began = time.perf_counter()
+        self._next_check = 2 * CHECK_INTERVAL  # the samples from which a tolerance is checked again
         device = self.x.device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._autocast: dict[str, Any] = {"device_type": device, "dtype": dtype, "enabled": enabled}
@@ -273,8 +275,8 @@ class PassRunner(ExitStack):
             # Not inference_mode: neither worker threads of the model nor what it caches could use such tensors.
             with torch.set_grad_enabled(backward):
                 scores = self.target(len(inputs))(run_model(model, at))
-                gradients = gradient_at(scores, at) if backward else inputs[:0]
-            return ChunkResult(start, inputs, scores.detach(), gradients)
+                gradients = gradients_at(scores, [at])[0] if backward else None
+            return ChunkResult(start, inputs, scores.detach(), inputs[:0] if gradients is None else gradients)
 
         yield from self.chunks(compute, count, kind)
 
@@ -352,11 +354,22 @@ class PassRunner(ExitStack):
             self.stopped = "seconds"
         return self.stopped in ("interrupt", "seconds")
 
+    def until_precise(self, estimate: Estimate, results: Iterator[_T]) -> Iterator[_T]:
+        """Yield results, which the caller adds to an estimate, until it meets the tolerance."""
+        for result in results:
+            yield result
+            if self.enough(estimate):
+                return
+
     def enough(self, estimate: Estimate) -> bool:
-        """Return whether an estimate meets the tolerance, which ends the passes."""
+        """Return whether an estimate meets the tolerance, which ends the passes.
+
+        A check takes longer the more samples there are, so the next one waits for a sixteenth more.
+        """
         tolerance = self.budget.tolerance
-        if tolerance is None or estimate.count < 2 * CHECK_INTERVAL or estimate.count % CHECK_INTERVAL:
+        if tolerance is None or estimate.count < self._next_check or estimate.count % CHECK_INTERVAL:
             return False
+        self._next_check = estimate.count + max(1, estimate.count // 16)
         if estimate.relative_error > tolerance:
             return False
         self.stopped = "tolerance"
@@ -368,17 +381,25 @@ def no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def gradient_at(scores: Tensor, at: Tensor) -> Tensor:
-    """Return the gradient of the sum of some scores at an input. Raises TargetError where there is none."""
+def gradients_at(
+    scores: Tensor, at: Sequence[Tensor] | Sequence[GradientEdge], *, keep_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the sum of some scores at the input, which comes first, and elsewhere.
+
+    Raises:
+        TargetError: The scores have no gradient at the input.
+    """
     if not scores.requires_grad:
         raise TargetError(
             "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
         )
     try:
-        (gradient,) = torch.autograd.grad(scores.sum(), at, allow_unused=True)
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            scores.sum(), at, retain_graph=keep_graph, allow_unused=True
+        )
     except RuntimeError:
         refuse_checkpoints(scores)
         raise
-    if gradient is None:
+    if gradients[0] is None:
         raise TargetError(INDEPENDENT)
-    return gradient
+    return gradients

@@ -38,6 +38,13 @@ class GivenImages:
     name: str
     values: Tensor  # (K, C, H, W)
 
+    def as_input(self, x: Tensor) -> Tensor:
+        """Return the images in the type of an input (1, C, H, W). Raises MethodError if they have another size."""
+        if self.values.shape[1:] != x.shape[1:]:
+            got, expected = ("x".join(map(str, images.shape[1:])) for images in (self.values, x))
+            raise MethodError(f"the {self.name} is {got}, and the model's input {expected}; expected the same size")
+        return self.values.to(x)
+
 
 ResolvedBaseline = str | float | GivenImages
 BaselineLike = ImageLike | float | Sequence[ImageLike | float]
@@ -122,12 +129,7 @@ def baselines(
 
 def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: int, number: int) -> Tensor:
     if isinstance(resolved, GivenImages):
-        if resolved.values.shape[1:] != x.shape[1:]:
-            got, expected = ("x".join(map(str, images.shape[1:])) for images in (resolved.values, x))
-            raise MethodError(
-                f"the baseline ({resolved.name}) is {got}, and the image {expected}; expected the same size"
-            )
-        return resolved.values.to(x)
+        return resolved.as_input(x)
     if resolved == "blur":
         return blurred(x, BASELINE_BLUR * min(x.shape[-2:]))
     if resolved == "noise":
@@ -147,39 +149,36 @@ the model takes it."""
 Fill = float | str | tuple[float, ...] | GivenImages
 
 
-def resolve_fill(like: FillLike, *, partial: str = "") -> Fill:
+def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
     """Return a checked fill.
 
     Args:
+        option: The name of the option.
         like: See `FillLike`.
         partial: The name of a method that hides pixels in part, which "inpaint" cannot.
 
     Raises:
         MethodError: The value is invalid.
     """
-    fill: Any = like
-    if isinstance(fill, Tensor):
-        image = fill[0] if fill.dim() == 4 and len(fill) == 1 else fill
+    if isinstance(like, GivenImages) or (isinstance(like, str) and like in FILLS):
+        if like == "inpaint" and partial:
+            raise MethodError(
+                f'{partial} hides pixels in part, which {option}="inpaint" cannot; use "blur", "mean" or a number'
+            )
+        return like
+    if is_real(like):
+        return float(like)
+    if isinstance(like, list | tuple) and like and all(map(is_real, like)):
+        return tuple(map(float, like))
+    got = repr(like)
+    if isinstance(like, Tensor):
+        image = like[0] if like.dim() == 4 and len(like) == 1 else like
         if image.dim() == 3 and image.is_floating_point() and torch.isfinite(image).all():
             return GivenImages("image", image.detach().clone()[None])
-        fill = f"a {fill.dtype} tensor of shape {tuple(fill.shape)}"
-    elif isinstance(fill, str):
-        if fill == "inpaint" and partial:
-            raise MethodError(
-                f'{partial} hides pixels in part, which fill="inpaint" cannot; use "blur", "mean" or a number'
-            )
-        if fill in FILLS:
-            return fill
-        raise MethodError(f'fill="{fill}" is not one of {", ".join(FILLS)}{did_you_mean(fill, FILLS)}')
-    elif isinstance(fill, GivenImages):
-        return fill
-    elif is_real(fill):
-        return float(fill)
-    elif isinstance(fill, list | tuple) and fill and all(map(is_real, fill)):
-        return tuple(map(float, fill))
+        got = f"a {like.dtype} tensor of shape {tuple(like.shape)}"
     raise MethodError(
-        f"fill={fill} is invalid; expected a finite number, one number per channel, one of {', '.join(FILLS)}, or a "
-        "finite float tensor (C, H, W) as the model takes it"
+        f"{option}={got} is invalid; expected a finite number, one number per channel, one of {', '.join(FILLS)}, or a "
+        f"finite float tensor (C, H, W) as the model takes it{did_you_mean(str(like), FILLS)}"
     )
 
 
@@ -187,7 +186,7 @@ class FillOption(ConvertedOption[FillLike, Fill]):
     """Option for the value of hidden pixels."""
 
     def __init__(self, default: FillLike = 0.0, *, partial: str = "") -> None:
-        super().__init__(default, lambda name, like: resolve_fill(like, partial=partial))
+        super().__init__(default, resolve_fill, partial=partial)
 
 
 class Filler:
@@ -213,33 +212,20 @@ class Filler:
         """Return the images (k, C, H, W) in which the pixels of a boolean mask (k, 1, H, W) are replaced."""
         if not self._inpaints:
             return torch.where(hidden, self.background, self.x)
-        return torch.stack([self._inpainted(self.x[0], mask[0]) for mask in hidden])
+        return torch.stack([self._inpainted(mask[0]) for mask in hidden])
 
-    def patch(self, top: int, left: int, size: tuple[int, int]) -> Tensor:
-        """Return the content (C, h, w) of a hidden window of `size` (h, w)."""
-        height, width = size
-        if not self._inpaints:
-            return self.background[0, :, top : top + height, left : left + width]
-        # Inpainting uses nearby pixels only, so the rest of the image is left out.
-        margin = 2 * INPAINT_RADIUS
-        above, before = max(top - margin, 0), max(left - margin, 0)
-        part = self.x[0, :, above : top + height + margin, before : left + width + margin]
-        rows, columns = slice(top - above, top - above + height), slice(left - before, left - before + width)
-        hidden = torch.zeros(part.shape[1:], dtype=torch.bool, device="cpu")
-        hidden[rows, columns] = True
-        return self._inpainted(part, hidden)[:, rows, columns]
-
-    def _inpainted(self, image: Tensor, hidden: Tensor) -> Tensor:
-        """An image or a part of it, (C, h, w), with the pixels `hidden` (h, w) inpainted from those around them.
+    def _inpainted(self, hidden: Tensor) -> Tensor:
+        """The image (C, H, W) with the pixels `hidden` (H, W) inpainted from those around them.
 
         Source: Bertalmio et al., "Navier-Stokes, Fluid Dynamics, and Image and Video Inpainting" (2001),
             https://doi.org/10.1109/CVPR.2001.990497. OpenCV's implementation depends on a range of 0 to 255.
         """
         import cv2
 
+        image = self.x[0]
         if bool(hidden.all()):
             return torch.zeros_like(image)
-        low, high = (extreme.cpu().double()[:, None, None] for extreme in self.x[0].flatten(1).aminmax(dim=1))
+        low, high = (extreme.cpu().double()[:, None, None] for extreme in image.flatten(1).aminmax(dim=1))
         scale = (high - low).clamp(min=1e-30) / 255
         mask = hidden.cpu().numpy().astype(np.uint8)
         channels = ((image.cpu().double() - low) / scale).float().numpy()
@@ -255,12 +241,7 @@ def _background(x: Tensor, fill: Fill) -> Tensor:
     if fill == "blur":
         return blurred(x, FILL_BLUR * min(x.shape[2:]))
     if isinstance(fill, GivenImages):
-        if fill.values.shape != x.shape:
-            raise MethodError(
-                f"the fill has the shape {tuple(fill.values.shape[1:])}, and the model's input {tuple(x.shape[1:])}; "
-                "expected the same size and channels"
-            )
-        return fill.values.to(x)
+        return fill.as_input(x)
     numbers = fill if isinstance(fill, tuple) else (0.0 if fill == "inpaint" else float(fill),)
     if len(numbers) not in (1, x.shape[1]):
         raise MethodError(

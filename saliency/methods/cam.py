@@ -399,7 +399,6 @@ def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -
         NotApplicableError: No layer of the model does this.
     """
     scores, pooled = output_tensor(output).detach(), activation.mean((2, 3))
-    tolerance = 1e-3 if scores.dtype in (torch.float32, torch.float64) else 3e-2
     for module in model.modules():
         if not isinstance(module, nn.Linear | nn.Conv2d) or not isinstance(getattr(module, "weight", None), Tensor):
             continue
@@ -407,9 +406,15 @@ def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -
         if scores.dim() == 2 and weight.shape == (scores.shape[1], pooled.shape[1]):
             weight = weight.to(pooled)
             expected = F.linear(pooled, weight, None if module.bias is None else module.bias.detach().to(pooled))
-            if torch.allclose(expected, scores.to(pooled), rtol=tolerance, atol=tolerance * float(scores.abs().max())):
+            if is_close(scores, expected):
                 return weight
     raise NotApplicableError(
         f'cam: no linear layer maps the mean activations of "{layer}" to the output of {type(model).__name__}; use '
         "grad_cam, which is the same where cam applies"
     )
+
+
+def is_close(output: Tensor, expected: Tensor) -> bool:
+    """Return whether the output of a model is the expected one up to the rounding of its type."""
+    rounding = 1e-6 if output.dtype == torch.float64 else 1e-3 if output.dtype == torch.float32 else 3e-2
+    return torch.allclose(output, expected.to(output), rtol=rounding, atol=rounding * float(expected.abs().max()))

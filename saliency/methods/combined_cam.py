@@ -112,9 +112,9 @@ class _LayerFusion(TracedAttribution):
         resized = [F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in scaled]
         return BatchAttribution(self.combine(torch.stack(resized)), grads.scores, layer=", ".join(layers))
 
-    @abstractmethod
     def scaled(self, shares: Tensor) -> Tensor:
-        """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum."""
+        """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum; by default not at all."""
+        return shares
 
     @abstractmethod
     def combine(self, maps: Tensor) -> Tensor:
@@ -179,15 +179,11 @@ class RefineCAM(_LayerFusion):
         LayerError: A layer does not exist, is not run, or has no spatial output.
         TargetError: The target does not fit the model's output.
 
-    Source: "RefineCAM" (2026), https://arxiv.org/abs/2605.14641.
+    Source: Domeniconi et al., "How to Evaluate and Refine your CAM" (2026), https://arxiv.org/abs/2605.14641.
     """
 
     name = "refine_cam"
     units = "product of the shares of each layer's largest"
-
-    def scaled(self, shares: Tensor) -> Tensor:
-        """Return the shares as they are."""
-        return shares
 
     def combine(self, maps: Tensor) -> Tensor:
         """Return the product of the maps."""

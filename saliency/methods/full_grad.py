@@ -20,11 +20,11 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
 from ..engine.multi_pass import ImageAttribution, stack_images
-from ..errors import NotApplicableError, TargetError, warn
+from ..engine.runner import gradients_at
+from ..errors import NotApplicableError, warn
 from ..hooks.autograd_graph import next_functions
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from ..hooks.rectifiers import INDEPENDENT, refuse_checkpoints
 from ..layers.find import scan_layers
 from ..layers.layout import layout_from
 
@@ -137,21 +137,9 @@ class _BiasForward:
     def map(self, target: ResolvedTarget, *, keep_graph: bool) -> tuple[Tensor, Tensor, float]:
         """Return the score (), the map (1, H, W) and the residual for one target."""
         score = target(self.output)
-        if not score.requires_grad:
-            raise TargetError(
-                "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
-            )
         outputs = [tensor for tensor in tree_tensors(self.output) if tensor.requires_grad]
         at = [*map(get_gradient_edge, (self.x, *outputs)), *(bias.edge for bias in self.biases)]
-        try:
-            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                score.sum(), at, retain_graph=keep_graph, allow_unused=True
-            )
-        except RuntimeError:
-            refuse_checkpoints(score)
-            raise
-        if gradients[0] is None:
-            raise TargetError(INDEPENDENT)
+        gradients = gradients_at(score, at, keep_graph=keep_graph)
         # The target is an operation too: its bias is zero for the score of a class.
         total = float(score.detach())
         for gradient, output in zip(gradients[1:], outputs, strict=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -30,14 +30,6 @@ NEW_NODES = 4
 
 CLOSE = 1e-9
 """The error of a step of Guided IG, as a share of the whole path."""
-
-
-class NodesOption(Option[int]):
-    """Option for the number of nodes, declared after the option `rule`, which determines the least number."""
-
-    def convert(self, method: Any, value: Any) -> int:
-        """Return the checked number."""
-        return len(quadrature(method.rule, value).at)
 
 
 class IntegratedGradients(MultiPassAttribution):
@@ -84,7 +76,7 @@ class IntegratedGradients(MultiPassAttribution):
 
     baseline: BaselineOption = BaselineOption("mean")
     rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
-    steps: NodesOption = NodesOption(50)
+    steps: Option[int] = Option(50, check_integer)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -226,11 +218,9 @@ class ExpectedGradients(SampledAttribution):
                 [torch.lerp(reference, x[0], point) for reference, point in map(draw, range(start, stop))]
             )
 
-        for done in passes.gradients(make, self.most_passes):
+        for done in passes.until_precise(estimate, passes.gradients(make, self.most_passes)):
             references = torch.stack([draw(done.start + row)[0] for row in range(len(done.scores))])
             estimate.add((x - references).to(wide(x)) * done.gradients)
-            if passes.enough(estimate):
-                break
         return from_estimate(estimate, x.to(wide(x)))
 
 
@@ -352,18 +342,18 @@ class BlurIG(MultiPassAttribution):
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
     rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
-    steps: NodesOption = NodesOption(100)
+    steps: Option[int] = Option(100, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
-        nodes = quadrature(self.rule, self.steps)
-        sigmas, image = nodes.at * self.max_sigma, Diffusion(passes.x[0])
+        nodes, weights = quadrature(self.rule, self.steps)
+        sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0])
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
         for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
             rows = slice(done.start, done.start + len(done.scores))
             change = image.derivative(sigmas[rows]).to(values.dtype)  # (k, C, H, W)
-            weights = (nodes.weights[rows] * self.max_sigma).to(values)
-            values -= torch.einsum("k,kchw,kchw->chw", weights, change, done.gradients.to(values.dtype))
+            widths = (weights[rows] * self.max_sigma).to(values)
+            values -= torch.einsum("k,kchw,kchw->chw", widths, change, done.gradients.to(values.dtype))
         blurred = image(torch.tensor([self.max_sigma], dtype=torch.float64, device="cpu"))
         return ImageAttribution(values, residual=residual_of(passes, values, score, blurred))
 
@@ -390,12 +380,12 @@ def mean_gradients(passes: PassRunner, references: Tensor, rule: Rule, steps: in
 
     After an interrupt, the mean over the passes that were run.
     """
-    nodes = quadrature(rule, steps)
-    repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), nodes.weights)  # (K, K * n)
+    nodes, of_path = quadrature(rule, steps)
+    repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), of_path)  # (K, K * n)
     weights = repeated.to(passes.x.device, wide(passes.x))
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
     counted = weights.new_zeros(len(references))
-    for done in passes.gradients(on_paths(passes.x, references, nodes.at), weights.shape[1]):
+    for done in passes.gradients(on_paths(passes.x, references, nodes), weights.shape[1]):
         of_chunk = weights[:, done.start : done.start + len(done.scores)]
         total += torch.einsum("pk,kchw->pchw", of_chunk, done.gradients.to(weights.dtype))
         counted += of_chunk.sum(1)
@@ -418,15 +408,10 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class Nodes(NamedTuple):
-    """Nodes and weights of a quadrature rule over 0..1."""
+def quadrature(rule: Rule, count: int) -> tuple[Tensor, Tensor]:
+    """Return the rising nodes (n,) and the weights (n,), of sum 1, of a rule for integrals over 0..1.
 
-    at: Tensor  # (n,) float64, rising
-    weights: Tensor  # (n,) float64, of sum 1
-
-
-def quadrature(rule: str, count: int) -> Nodes:
-    """Return the nodes and weights of a rule for integrals over 0..1, in float64 on the CPU.
+    Both are in float64 on the CPU.
 
     Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1, the
     Riemann sums, which take the left or right end of each of n intervals, for constants.
@@ -436,13 +421,12 @@ def quadrature(rule: str, count: int) -> Nodes:
         count: The number of nodes; at least two for the trapezoid rule, which includes both ends.
 
     Raises:
-        MethodError: The rule does not exist, or the number of nodes is too small.
+        MethodError: The number of nodes is too small.
 
     Source: Golub and Welsch, "Calculation of Gauss Quadrature Rules" (1969),
         https://doi.org/10.1090/S0025-5718-69-99647-1.
     """
-    check_choice("rule", rule, RULES)
-    count = check_integer("steps", count, least=2 if rule == "trapezoid" else 1)
+    check_integer("steps", count, least=2 if rule == "trapezoid" else 1)
     if rule == "gauss_legendre":
         nodes, weights = np.polynomial.legendre.leggauss(count)
         at = (nodes + 1) / 2
@@ -452,7 +436,7 @@ def quadrature(rule: str, count: int) -> Nodes:
     else:
         shift = {"riemann_left": 0.0, "midpoint": 0.5, "riemann_right": 1.0}[rule]
         at, weights = (np.arange(count) + shift) / count, np.ones(count)
-    return Nodes(torch.from_numpy(at), torch.from_numpy(weights / weights.sum()))
+    return torch.from_numpy(at), torch.from_numpy(weights / weights.sum())
 
 
 class AdaptiveIntegral:

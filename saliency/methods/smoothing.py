@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,21 +13,17 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution, BatchAttribution, get_method
 from ..attribution.explanation import Explanation, Setting
 from ..attribution.forward import SharedForward, at_least_float32
-from ..attribution.options import ConvertedOption, Option, PositionalOption
+from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.estimates import Estimate, precise_type, rank_correlation
+from ..engine.estimates import Estimate, precise_type
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
 from ..engine.runner import PassRunner
 from ..errors import MethodError
 from ..hooks.model_state import unwrap
-from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch
 from ..validation import check_number
 from .gradient import VanillaGradient
-from .layer_passes import LayerPasses
-
-MethodOptions = Mapping[str, Setting] | Sequence[Sequence[Setting]]
-"""Options of a method by name, or pairs of a name and an option."""
+from .gradient_free_cam import LayerPasses
 
 
 def check_noise(option: str, noise: object) -> float:
@@ -53,14 +49,16 @@ class NoisyAttribution(SampledAttribution):
         check=lambda method, model: unwrap(model), kw_only=False
     )
     inner: Option[str] = Option(VanillaGradient.name)
-    inner_options: ConvertedOption[MethodOptions, list[list[Setting]]] = ConvertedOption((), lambda name, pairs: pairs)
+    inner_options: Option[Mapping[str, Setting]] = Option({})
     noise: Option[float] = Option(0.15, check_noise)
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, after the wrapped method was created from them."""
         wrapped, inner, inner_options = values["model"], values["inner"], values["inner_options"]
+        if not isinstance(inner_options, Mapping):
+            raise MethodError(f"inner_options={inner_options!r} is not a mapping of names to options")
         if not isinstance(wrapped, Attribution):
-            wrapped = get_method(inner)(wrapped, **_by_name(inner_options))
+            wrapped = get_method(inner)(wrapped, **inner_options)
         elif inner_options or inner not in (VanillaGradient.name, _name_of(wrapped)):
             raise MethodError(
                 f"{type(self).__name__} got the method {wrapped!r} and also inner={inner!r} with inner_options="
@@ -69,17 +67,8 @@ class NoisyAttribution(SampledAttribution):
         else:
             values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories") if values[n] is None}
         self._wrapped: Attribution = wrapped
-        self._coverages: list[Coverage | None] | None = None
         values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
         super().set_options(values)
-
-    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
-        """Explain all images, with the coverage that the wrapped method reports."""
-        call = copy.copy(self)  # a list of its own: other threads may use this object
-        coverages: list[Coverage | None] = []
-        call._coverages = coverages
-        result = super(NoisyAttribution, call).explain(x, target)
-        return result._replace(coverage=coverages[0] if coverages else None)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the target that the wrapped method explains."""
@@ -90,15 +79,15 @@ class NoisyAttribution(SampledAttribution):
         result = super().explanation(finding, selection, batch)
         return replace(result, sign=self._wrapped.sign) if type(self).sign != "positive" else result
 
-    def noisy(self, passes: PassRunner) -> Iterator[tuple[Tensor, str | None]]:
-        """Yield the wrapped method's values (k, ...) for noisy copies of an image, and its layer, chunk by chunk."""
+    def noisy(self, passes: PassRunner) -> Iterator[BatchAttribution]:
+        """Yield the wrapped method's results for noisy copies of an image, chunk by chunk."""
 
         def make(start: int, stop: int) -> Tensor:
             return noisy_copies(passes.x, self.noise, self.seed, start, stop)
 
         if type(self._wrapped) is VanillaGradient:
             for done in passes.gradients(make, self.most_passes):
-                yield at_least_float32(done.gradients), None
+                yield BatchAttribution(done.gradients, done.scores)
             return
         wrapped, precision = copy.copy(self._wrapped), "exactly"
         if isinstance(wrapped, MultiPassAttribution):  # the outer method handles progress and interrupts
@@ -112,20 +101,17 @@ class NoisyAttribution(SampledAttribution):
             return wrapped.explain(rows, passes.target(len(rows)))
 
         for result in passes.chunks(compute, self.most_passes, f"{self.inner} of noisy copies"):
-            if self._coverages is not None:
-                self._coverages.append(result.coverage)
             for stats in result.effort:
                 passes.precisions[self.inner] = stats.precision
-            yield at_least_float32(result.values.detach()), result.layer
+            yield result
 
     def averaged(self, passes: PassRunner, estimate: Estimate, *, squared: bool = False) -> ImageAttribution:
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
-        layer = None
-        for values, layer in self.noisy(passes):  # noqa: B007 - the layer is the same every time
+        for result in passes.until_precise(estimate, self.noisy(passes)):
+            values = at_least_float32(result.values.detach())
             estimate.add(values.square() if squared else values)
-            if passes.enough(estimate):
-                break
-        return from_estimate(estimate, at_least_float32(passes.x[:0]), layer=layer)
+        mean = from_estimate(estimate, at_least_float32(passes.x[:0]), layer=result.layer)
+        return mean._replace(coverage=result.coverage)
 
 
 class SmoothGrad(NoisyAttribution):
@@ -271,14 +257,10 @@ class Variance(Estimate):
         variance: Tensor = (central - self.mean.square() * ((n - 3) / (n - 1))) / n
         return variance.clamp(min=0).sqrt()
 
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the variances of the even and of the odd samples; None below four samples."""
-        if self.count < 4:
-            return None
-        evens = (self.count + 1) // 2
-        odd_sums = self._sums[:2] - self._even_sums
-        return rank_correlation(_variance(self._even_sums, evens), _variance(odd_sums, self.count - evens))
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the variances of the even and of the odd samples."""
+        evens, odd_sums = (self.count + 1) // 2, self._sums[:2] - self._even_sums
+        return _variance(self._even_sums, evens), _variance(odd_sums, self.count - evens)
 
 
 def _variance(sums: Tensor, count: int) -> Tensor:
@@ -306,22 +288,10 @@ def _name_of(method: Attribution) -> str:
     return method.name or type(method).__name__
 
 
-def _by_name(options: MethodOptions) -> dict[str, Any]:
-    pairs: Any = list(options.items()) if isinstance(options, Mapping) else options
-    try:
-        by_name = dict(pairs)
-    except (TypeError, ValueError):
-        by_name = {None: None}
-    if isinstance(pairs, str) or not all(isinstance(name, str) for name in by_name):
-        raise MethodError(f"inner_options={options!r} is neither a mapping nor pairs of a name and an option")
-    return by_name
-
-
-def _options_of(method: Attribution) -> list[list[Setting]]:
-    """The options of a method, and its layer if it was named, as pairs."""
-    options: list[list[Setting]] = [[name, option] for name, option in method.settings.items()]
+def _options_of(method: Attribution) -> dict[str, Setting]:
+    """The options of a method, and its layer if it was named."""
     layer = getattr(method, "layer", None)
-    return [["layer", layer], *options] if isinstance(layer, str) else options
+    return ({"layer": layer} if isinstance(layer, str) else {}) | dict(method.settings)
 
 
 class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
@@ -369,10 +339,9 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
             return forward.target_gradients(passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(layer.maps)
-        for gradients in passes.chunks(compute, self.most_passes, f"gradient at {layer.layer}"):
-            estimate.add(gradients)
-            if passes.enough(estimate):
-                break
+        gradients = passes.chunks(compute, self.most_passes, f"gradient at {layer.layer}")
+        for chunk in passes.until_precise(estimate, gradients):
+            estimate.add(chunk)
         return from_estimate(estimate, layer.maps, layer=layer.layer)
 
 
@@ -409,14 +378,10 @@ class _SmoothMap(Estimate):
         without = [self._map(total - self._sums[group], self.count - size) for group, size in enumerate(sizes)]
         return (torch.stack(without).var(0, correction=0) * (groups - 1)).sqrt()
 
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the maps of the even and of the odd groups; None below four samples."""
-        if self.count < 4:
-            return None
-        evens = (self.count + 1) // 2
-        even, odd = self._sums[::2].sum(0), self._sums[1::2].sum(0)
-        return rank_correlation(self._map(even, evens), self._map(odd, self.count - evens))
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the maps of the even and of the odd groups."""
+        evens, even, odd = (self.count + 1) // 2, self._sums[::2].sum(0), self._sums[1::2].sum(0)
+        return self._map(even, evens), self._map(odd, self.count - evens)
 
     def _map(self, sums: Tensor, count: int) -> Tensor:
         first, second, third = sums / count  # (K, h, w) each

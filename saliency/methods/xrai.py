@@ -12,9 +12,8 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
 from ..engine.runner import PassRunner
-from ..errors import MethodError
-from ..validation import check_choice
-from .integrated_gradients import RULES, NodesOption, Rule, mean_gradients, wide
+from ..validation import check_choice, check_integer
+from .integrated_gradients import RULES, Rule, mean_gradients, wide
 
 AREA = 224 * 224
 """The number of pixels of the images that the authors' numbers are for. Areas and scales grow with the number of pixels
@@ -46,7 +45,7 @@ class XRAI(MultiPassAttribution):
     Values: (N, 1, H, W), in score units per pixel, constant within a region; their order is what counts.
 
     Raises:
-        MethodError: An option is invalid, or scikit-image or OpenCV is missing.
+        MethodError: An option is invalid.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Kapishnikov et al., "XRAI: Better Attributions Through Regions" (2019), https://arxiv.org/abs/1906.02825;
@@ -60,7 +59,7 @@ class XRAI(MultiPassAttribution):
     quick_options: ClassVar = {"steps": 2}
 
     rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
-    steps: NodesOption = NodesOption(50)
+    steps: Option[int] = Option(50, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the means of the regions."""
@@ -82,19 +81,10 @@ class Segments(NamedTuple):
 
 
 def segments(image: NDArray[np.float64]) -> Segments:
-    """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels.
-
-    Raises:
-        MethodError: scikit-image or OpenCV is missing.
-    """
-    try:
-        import cv2
-        from skimage.segmentation import felzenszwalb
-    except ImportError as error:
-        raise MethodError(
-            f"xrai needs scikit-image and OpenCV: {error}; pip install scikit-image opencv-python"
-        ) from error
+    """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels."""
+    import cv2
     from scipy.ndimage import find_objects
+    from skimage.segmentation import felzenszwalb
 
     low, high = float(image.min()), float(image.max())
     image = (image - low) * (2 / (high - low)) - 1 if high > low else np.zeros_like(image)

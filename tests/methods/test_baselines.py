@@ -92,7 +92,7 @@ def test_what_is_no_baseline_is_refused_with_a_reason(like: object, said: str) -
 
 
 def test_a_given_baseline_of_another_size_is_refused() -> None:
-    with pytest.raises(MethodError, match="3x8x8, and the image 3x16x16"):
+    with pytest.raises(MethodError, match="3x8x8, and the model's input 3x16x16"):
         baselines(resolve_baseline("baseline", torch.zeros(3, 8, 8), None), image(), None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
@@ -11,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attribution.forward import at_least_float32
-from ...attribution.options import ConvertedOption, Option
-from ...attribution.resolved_target import ResolvedTarget
-from ...engine.multi_pass import ImageAttribution, MultiPassAttribution, generator
-from ...engine.runner import PassRunner
-from ...errors import MethodError
-from ...hooks.model_state import leaf
-from ...validation import check_choice, check_integer, check_number
-from ..baselines import Filler, FillOption
+from ..attribution.forward import at_least_float32
+from ..attribution.options import ConvertedOption, Option
+from ..attribution.resolved_target import ResolvedTarget
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, generator
+from ..engine.runner import PassRunner
+from ..errors import MethodError
+from ..hooks.model_state import leaf
+from ..validation import check_choice, check_integer, check_number
+from .baselines import Filler, FillOption
 
 Render = Callable[[Tensor, tuple[int, int]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
@@ -50,9 +49,9 @@ class OptimisedMask(MultiPassAttribution):
 
     def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
         """Return the passes of one image, one at a time: each step starts where the previous one ended."""
-        single = copy.copy(self)
-        single.chunk = 1
-        return super(OptimisedMask, single).passes_of(x, target, image)
+        passes = super().passes_of(x, target, image)
+        passes.chunk = 1
+        return passes
 
     def descend(self, passes: PassRunner, start: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
         """Return the numbers (k, g, g) of some masks after all steps, and whether the score ever had a gradient.
@@ -179,8 +178,6 @@ def enlarging(cells: int, pixels: int, like: Tensor) -> Tensor:
 
 def blurring(pixels: int, sigma: float, like: Tensor) -> Tensor:
     """Return the matrix (pixels, pixels) of a Gaussian blur; at the border it averages the pixels inside."""
-    if sigma <= 0:
-        return torch.eye(pixels, dtype=like.dtype, device=like.device)
     at = torch.arange(pixels, dtype=like.dtype, device=like.device)
     weights = torch.exp(-((at[:, None] - at) / sigma).square() / 2)
     return weights / weights.sum(1, keepdim=True)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attribution.options import Option
-from ...engine.estimates import Estimate, precise_type, rank_correlation
-from ...engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
-from ...engine.runner import PassRunner
-from ...validation import check_flag, check_integer, check_number
-from ..baselines import Filler, FillOption
+from ..attribution.options import Option
+from ..engine.estimates import Estimate, precise_type
+from ..engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
+from ..engine.runner import PassRunner
+from ..validation import check_flag, check_integer, check_number
+from .baselines import Filler, FillOption
 
 TOGETHER = 16
 """The number of masks that are added up at once: a single one would take as long."""
@@ -83,10 +83,8 @@ class RISE(SampledAttribution):
             estimate = MaskedScores(self.shown, masks.variance, float(score))
         else:
             estimate = MaskedScores(self.shown, torch.full_like(x[0, :1], self.shown), None)
-        for done in passes.forwards(make, self.most_passes):
+        for done in passes.until_precise(estimate, passes.forwards(make, self.most_passes)):
             estimate.take(done.scores, chunk[done.start])
-            if passes.enough(estimate):
-                break
         return from_estimate(estimate, x)
 
 
@@ -198,14 +196,9 @@ class MaskedScores(Estimate):
         spread: Tensor = squares - 2 * mean * mixed + mean * mean * alone - total.square() / self.count
         return spread.clamp(min=0) / (self._scale.square() * max(self.count - 1, 1))
 
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the maps of the even and of the odd masks; None below four."""
-        if self.count < 4:
-            return None
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the maps of the even and of the odd masks, up to a factor."""
         both, even = self._add_up()[:4].view(2, 2, *self._scale.shape)
         odd, evens, (total, of_even) = both - even, (self.count + 1) // 2, self._scores
-        return rank_correlation(
-            self._map(even[0], even[1], of_even, evens),
-            self._map(odd[0], odd[1], total - of_even, self.count - evens),
-        )
+        odd_map = self._map(odd[0], odd[1], total - of_even, self.count - evens)
+        return self._map(even[0], even[1], of_even, evens), odd_map

@@ -10,15 +10,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attribution.options import Option
-from ...engine.estimates import Estimate, rank_correlation
-from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
-from ...engine.runner import PassRunner
-from ...errors import warn
-from ...validation import check_number
-from ..baselines import Filler
-from .feature_ablation import SegmentAttribution
-from .segments import Segments
+from ..attribution.options import Option
+from ..engine.estimates import ScoreEstimate
+from ..engine.multi_pass import ImageAttribution, SampledAttribution, generator
+from ..engine.runner import PassRunner
+from ..errors import warn
+from ..validation import check_number
+from .baselines import Filler
+from .segments import SegmentAttribution, Segments
 
 
 class Regression(NamedTuple):
@@ -57,10 +56,10 @@ def regression(
     return Regression(coefficients, residuals, (corrected[:, None] * influence).square().sum(0).sqrt())
 
 
-class Coalitions(Estimate):
-    """Values of segments, from the scores of images of which only some segments are shown.
+class Coalitions(ScoreEstimate):
+    """Map (1, H, W) of segments, from the scores of images of which only some segments are shown.
 
-    The segments that a pass shows depend only on its number. A subclass writes `row` and `solve`.
+    The segments that a pass shows depend only on its number. A subclass writes `row` and `fit`.
 
     Args:
         segments: The segments.
@@ -74,73 +73,33 @@ class Coalitions(Estimate):
         self.segments, self.seed = segments, seed
         self.full = float(score)
         self.rows = torch.zeros(0, segments.count, dtype=torch.bool, device="cpu")  # what each pass so far showed
-        self.scores = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._filler = filler
-        self._solution: tuple[int, Tensor, Tensor | None] | None = None
-        self._relative_error = (0, math.inf)  # the number of passes, and the relative error then
 
     @abstractmethod
     def row(self, number: int) -> Tensor:
         """Return which segments a pass shows, boolean (M,)."""
 
     @abstractmethod
-    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+    def fit(self, part: slice) -> tuple[Tensor, Tensor | None]:
         """Return the values (M,) from some of the samples so far, and their standard errors if they are known."""
-
-    @property
-    @abstractmethod
-    def samples(self) -> int:
-        """The number of samples so far."""
 
     def _rows(self, start: int, stop: int) -> Tensor:
         return torch.stack([self.row(number) for number in range(start, stop)])
 
     def run(self, passes: PassRunner, count: int) -> None:
         """Run up to `count` passes, until a limit is met."""
-        for done in passes.forwards(
-            lambda start, stop: self._filler(self.segments.hidden(self._rows(start, stop))), count
-        ):
+
+        def make(start: int, stop: int) -> Tensor:
+            return self._filler(self.segments.hidden(self._rows(start, stop)))
+
+        for done in passes.until_precise(self, passes.forwards(make, count)):
             self.rows = torch.cat([self.rows, self._rows(self.count, self.count + len(done.scores))])
-            self.scores = torch.cat([self.scores, done.scores.cpu().double()])
-            self.count = len(self.scores)
-            if passes.enough(self):
-                break
+            self.add(done.scores)
 
-    @property
-    def solution(self) -> tuple[Tensor, Tensor | None]:
-        """The values and their standard errors from all passes so far, computed once."""
-        if self._solution is None or self._solution[0] != self.count:
-            self._solution = (self.count, *self.solve(slice(None)))
-        return self._solution[1:]
-
-    @property
-    def mean(self) -> Tensor:
-        """The map (1, H, W) of the values."""
-        return self.segments.painted(self.solution[0])
-
-    @property
-    def error(self) -> Tensor | None:
-        """The map (1, H, W) of their standard errors."""
-        errors = self.solution[1]
-        return None if errors is None else self.segments.painted(errors)
-
-    @property
-    def relative_error(self) -> float:
-        """As for every estimate; computed again after a sixteenth more passes, and infinite in between."""
-        count, error = self._relative_error
-        if self.count == count:
-            return error
-        if self.count < count + count // 16:
-            return math.inf
-        self._relative_error = (self.count, super().relative_error)
-        return self._relative_error[1]
-
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the maps of the even and of the odd samples; None below four samples."""
-        if self.samples < 4:
-            return None
-        return rank_correlation(*(self.segments.painted(self.solve(slice(i, None, 2))[0]) for i in (0, 1)))
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the maps of the values and of their standard errors."""
+        values, errors = self.fit(part)
+        return self.segments.painted(values), None if errors is None else self.segments.painted(errors)
 
 
 class CoalitionSampling(SegmentAttribution, SampledAttribution):
@@ -169,7 +128,7 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
                 f"{self.name}: {passes.used} passes do not determine the values of {count} segments; allow for at "
                 f"least {least}, and several times as many for precise values, or use fewer segments"
             )
-        values, error = estimate.mean, estimate.error
+        values, error = estimate.solve(slice(None))
         residual = estimate.full - float(estimate.scores[0]) - float(values.sum()) if is_complete else None
         error = None if error is None else error.to(passes.x)
         return ImageAttribution(values.to(passes.x), error, estimate.agreement, residual)
@@ -243,7 +202,7 @@ class _LimeRegression(Coalitions):
         draws = generator(self.seed, number)
         return torch.rand(self.segments.count, generator=draws, dtype=torch.float32, device="cpu") < 0.5
 
-    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+    def fit(self, part: slice) -> tuple[Tensor, Tensor | None]:
         fit, _, _ = self._fit(part)
         return fit.coefficients, fit.errors if len(fit.residuals) > self.segments.count + 1 else None
 
@@ -357,7 +316,7 @@ class _KernelRegression(Coalitions):
             row[torch.randperm(count, generator=draws, device="cpu")[:size]] = True
         return ~row if is_complement else row
 
-    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+    def fit(self, part: slice) -> tuple[Tensor, Tensor | None]:
         count, pairs = self.segments.count, (self.count - 1) // 2
         rows = self.rows[1 : 2 * pairs : 2][part]
         mean = (self.full - float(self.scores[0])) / count
@@ -418,8 +377,7 @@ class ShapleySampling(CoalitionSampling):
 class _Orders(Coalitions):
     """The gains of the segments in pairs of opposite orders. Pass 0 shows nothing, then come the orders' beginnings."""
 
-    LEAST = 8
-    """The number of pairs from which their spread can end the work."""
+    least_samples = 8
 
     @property
     def pair_length(self) -> int:
@@ -441,7 +399,7 @@ class _Orders(Coalitions):
     def _order(self, pair: int) -> Tensor:
         return torch.randperm(self.segments.count, generator=generator(self.seed, pair), device="cpu")
 
-    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+    def fit(self, part: slice) -> tuple[Tensor, Tensor | None]:
         if not self.samples:
             values = self._first_order()
             return values, torch.zeros_like(values) if self.segments.count == 1 else None
@@ -451,11 +409,6 @@ class _Orders(Coalitions):
         forth, back = (torch.cat([ends[:, :1], paths[:, i], ends[:, 1:]], 1).diff(dim=1) for i in range(2))
         gains = torch.empty_like(forth).scatter_(1, orders, (forth + back.flip(1)) / 2)[part]
         return gains.mean(0), gains.std(0) / len(gains) ** 0.5 if len(gains) > 1 else None
-
-    @property
-    def relative_error(self) -> float:
-        """As for every estimate; infinite for few pairs."""
-        return math.inf if self.pair_length and self.samples < self.LEAST else super().relative_error
 
     def _first_order(self) -> Tensor:
         """The gains (M,) along the first order as far as it goes; the other segments share the rest."""

@@ -13,12 +13,11 @@ from torch import Tensor
 from saliency.errors import MethodError
 from saliency.io.image_io import open_picture
 from saliency.io.preprocess import Preprocess
-from saliency.methods.perturbation.feature_ablation import FeatureAblation
-from saliency.methods.perturbation.segments import resolve_segments, segmented
+from saliency.methods.segments import FeatureAblation, resolve_segments, segmented
 from saliency.testing import tiny_model
 from tests.games import Linear, noise, per_cell, picture
 
-CAT = Path(__file__).parents[3] / "assets" / "chelsea.jpg"
+CAT = Path(__file__).parents[2] / "assets" / "chelsea.jpg"
 PREPROCESS = Preprocess(size=(224, 224), resize=256)
 
 
@@ -42,7 +41,7 @@ def test_it_is_captums_shared_out_among_the_pixels() -> None:
     labels = torch.tensor([[0, 0, 7, 7], [0, 3, 3, 7], [5, 5, 3, 3], [5, 5, 5, 5]]).repeat_interleave(4, 0)
     labels = labels.repeat_interleave(4, 1)
     found = FeatureAblation(model, segments=labels, fill=-0.2).attribute(x, 2)
-    numbered = segmented(x, resolve_segments(labels)).labels
+    numbered = segmented(x, resolve_segments("segments", labels)).labels
     peer = pytest.importorskip("captum.attr")
     expected = peer.FeatureAblation(model).attribute(x, target=2, feature_mask=numbered[None, None], baselines=-0.2)
     sizes = torch.bincount(numbered.flatten())[numbered]
@@ -98,7 +97,7 @@ def test_superpixels_do_not_depend_on_how_the_picture_is_normalised() -> None:
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_every_pixel_of_any_picture_is_in_one_segment(size: tuple[int, int], by: Any, channels: int) -> None:
     for x in (noise(1, channels, *size), torch.zeros(1, channels, *size, dtype=torch.float64)):
-        made = segmented(x, resolve_segments(by))
+        made = segmented(x, resolve_segments("segments", by))
         assert made.labels.shape == size
         assert made.labels.flatten().bincount().tolist() == made.sizes.tolist()
         assert (made.count, bool(made.sizes.all())) == (len(made.sizes), True)
@@ -106,7 +105,7 @@ def test_every_pixel_of_any_picture_is_in_one_segment(size: tuple[int, int], by:
 
 
 def test_a_map_of_values_sums_to_them() -> None:
-    made = segmented(picture(), resolve_segments(noise(8, 10).mul(2).long()))
+    made = segmented(picture(), resolve_segments("segments", noise(8, 10).mul(2).long()))
     values = noise(made.count, seed=4)
     painted = made.painted(values)
     for each in range(made.count):

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...attribution.options import ConvertedOption
-from ...engine.multi_pass import ImageAttribution, MultiPassAttribution
-from ...engine.runner import PassRunner
-from ...engine.window import WindowForward
-from ...errors import MethodError
-from ...validation import is_integer, is_pair
-from ..baselines import Filler, FillOption
+from ..attribution.options import ConvertedOption
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
+from ..engine.runner import PassRunner
+from ..engine.window import WindowForward
+from ..errors import MethodError
+from ..validation import is_integer, is_pair
+from .baselines import Filler, FillOption
 
 FEW = 16
 """From this number of windows on, only what a window reaches is computed again; for fewer, preparation takes longer."""
@@ -94,25 +94,24 @@ class Occlusion(MultiPassAttribution):
         """Yield the number of the first window of each chunk, and the scores (k,) with its windows hidden."""
         x, filler = passes.x, Filler(passes.x, self.fill)
 
-        def patches(start: int, stop: int) -> Tensor:  # (k, C, h, w)
-            return torch.stack([filler.patch(top, left, size) for top, left in corners[start:stop]])
-
-        def make(start: int, stop: int) -> Tensor:  # (k, C, H, W)
-            images = x.repeat(stop - start, 1, 1, 1)
-            for image, patch, (top, left) in zip(images, patches(start, stop), corners[start:stop], strict=True):
-                image[:, top : top + size[0], left : left + size[1]] = patch
-            return images
+        def hidden(start: int, stop: int) -> Tensor:  # (k, C, H, W)
+            masks = torch.zeros(stop - start, 1, *x.shape[2:], dtype=torch.bool, device=x.device)
+            for mask, (top, left) in zip(masks, corners[start:stop], strict=True):
+                mask[:, top : top + size[0], left : left + size[1]] = True
+            return filler(masks)
 
         local = WindowForward(passes.model, x) if self.precision == "exact" and len(corners) >= FEW else None
         if local is None or local.how != WindowForward.part:
-            for done in passes.forwards(make, len(corners)):
+            for done in passes.forwards(hidden, len(corners)):
                 yield done.start, done.scores
             return
 
         def compute(start: int, stop: int) -> tuple[int, Tensor]:
             tops, lefts = zip(*corners[start:stop], strict=True)
+            rows = zip(hidden(start, stop), tops, lefts, strict=True)
+            patches = torch.stack([image[:, top : top + size[0], left : left + size[1]] for image, top, left in rows])
             with torch.no_grad():
-                return start, passes.target(stop - start)(local(patches(start, stop), tops, lefts))
+                return start, passes.target(stop - start)(local(patches, tops, lefts))
 
         yield from passes.chunks(compute, len(corners), f"window of {size[0]}x{size[1]}")
         passes.notes.append(local.how)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saliency.engine.estimates import rank_correlation
 from saliency.engine.multi_pass import generator
 from saliency.errors import MethodError
-from saliency.methods.perturbation.rise import RISE, MaskedScores, RandomMasks
+from saliency.methods.rise import RISE, MaskedScores, RandomMasks
 from saliency.targets.targets import probability
 from saliency.testing import checks, tiny_model
 from tests.games import Linear, coverage, noise, picture

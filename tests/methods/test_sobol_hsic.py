@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from saliency import MethodError
-from saliency.methods.perturbation.sobol_hsic import (
+from saliency.methods.sobol_hsic import (
     HSIC,
     Dependence,
     GridAttribution,
     Sobol,
     TotalOrder,
-    _HypercubeDesign,
-    _SobolDesign,
     criterion,
+    hypercube_bits,
+    sobol_masks,
 )
 from saliency.testing import tiny_model
 
@@ -101,20 +102,20 @@ def test_a_sum_and_its_negative_have_the_same_indices() -> None:
 
 
 def test_a_design_row_swaps_one_number_at_a_time() -> None:
-    design = _SobolDesign(4, 3)
+    design = sobol_masks(4, 40, 3)
     rows = design(0, 6 * 40).reshape(40, 6, 4)
     first, second = rows[:, 0], rows[:, 1]
     for cell in range(4):
         swapped = first.clone()
         swapped[:, cell] = second[:, cell]
         assert torch.equal(rows[:, 2 + cell], swapped)
-    assert torch.equal(_SobolDesign(4, 3)(100, 117), rows.reshape(-1, 4)[100:117])
-    assert not torch.equal(_SobolDesign(4, 4)(0, 6), rows[0])
+    assert torch.equal(sobol_masks(4, 20, 3)(100, 117), rows.reshape(-1, 4)[100:117])
+    assert not torch.equal(sobol_masks(4, 2, 4)(0, 6), rows[0])
     assert float((first.mean(0) - 0.5).abs().max()) < 0.05
 
 
 def test_half_of_each_block_shows_a_cell() -> None:
-    design = _HypercubeDesign(5, 1)
+    design = partial(hypercube_bits, 5, 1)
     bits = design(0, 256)
     assert set(bits.flatten().tolist()) == {0.0, 1.0}
     assert torch.equal(bits.reshape(4, 64, 5).mean(1), torch.full((4, 5), 0.5, dtype=torch.float64))
@@ -141,7 +142,7 @@ def test_dependence_finds_what_the_score_reads_and_nothing_else() -> None:
 
 
 def test_the_criterion_is_the_one_written_out() -> None:
-    bits, scores = _HypercubeDesign(3, 5)(0, 50), torch.randn(50, dtype=torch.float64)
+    bits, scores = hypercube_bits(3, 5, 0, 50), torch.randn(50, dtype=torch.float64)
     scores = scores + 2 * bits[:, 1]
     found = criterion(bits, scores, 0.7)
     kernel = torch.exp(-(scores[:, None] - scores).square() / (2 * 0.7**2))
@@ -159,9 +160,9 @@ def test_the_criterion_is_the_one_written_out() -> None:
 
 
 def test_blocks_of_the_kernel_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits, scores = _HypercubeDesign(3, 5)(0, 130), torch.randn(130, dtype=torch.float64)
+    bits, scores = hypercube_bits(3, 5, 0, 130), torch.randn(130, dtype=torch.float64)
     whole = criterion(bits, scores, 1.0)
-    monkeypatch.setattr("saliency.methods.perturbation.sobol_hsic._BLOCK", 37)
+    monkeypatch.setattr("saliency.methods.sobol_hsic._BLOCK", 37)
     parts = criterion(bits, scores, 1.0)
     assert torch.allclose(whole[0], parts[0])
     assert torch.allclose(whole[1], parts[1])
@@ -172,12 +173,12 @@ def test_the_error_of_the_criterion_covers_a_long_run() -> None:
     def score(bits: Tensor) -> Tensor:
         return 2 * bits[:, 0] + 1.5 * bits[:, 1] * bits[:, 2] + 0.3 * bits[:, 3]
 
-    bits = _HypercubeDesign(6, 4242)(0, 6000)
+    bits = hypercube_bits(6, 4242, 0, 6000)
     truth = criterion(bits, score(bits), 1.0)[0]
     truth[4:] = 0
     covered = []
     for seed in range(100):
-        bits = _HypercubeDesign(6, seed)(0, 320)
+        bits = hypercube_bits(6, seed, 0, 320)
         found = criterion(bits, score(bits), 1.0)
         covered.append((found[0] - truth).abs() <= 1.96 * found[1])
     share = torch.stack(covered).double().mean(0)
@@ -302,11 +303,11 @@ def test_too_little_time_is_enough_for_the_fewest_passes_that_make_a_map() -> No
 def test_the_agreement_of_halves_is_high_where_the_map_is_clear() -> None:
     rows = TotalOrder(3, 1e-9)
     assert rows.agreement is None
-    points = _SobolDesign(3, 0)(0, 5 * 64)
+    points = sobol_masks(3, 64, 0)(0, 5 * 64)
     for row in (points @ torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)).reshape(-1, 5):
         rows.add(row[None])
     assert rows.agreement == pytest.approx(1)
-    design = _HypercubeDesign(3, 0)
+    design = partial(hypercube_bits, 3, 0)
     bits = Dependence(design, 1e-9)
     bits.add((design(0, 400) @ torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))[:, None])
     assert bits.agreement == pytest.approx(1)

@@ -3,145 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attribution.forward import at_least_float32
-from ...attribution.options import Budget, Option
-from ...engine.estimates import Estimate, rank_correlation
-from ...engine.multi_pass import ImageAttribution, SampledAttribution, generator
-from ...engine.runner import CHECK_INTERVAL, PassRunner
-from ...errors import MethodError
-from ...validation import check_integer
-from ..baselines import Filler, FillOption
+from ..attribution.forward import at_least_float32
+from ..attribution.options import Budget, Option
+from ..engine.estimates import ScoreEstimate
+from ..engine.multi_pass import ImageAttribution, SampledAttribution, generator
+from ..engine.runner import PassRunner
+from ..errors import MethodError
+from ..validation import check_integer
+from .baselines import Filler, FillOption
 
 _BLOCK = 1024  # rows of a kernel matrix that are computed at once, and scores that its width is taken from
 
 
-class ScoreEstimate(Estimate):
-    """Estimate of one number per cell from scores.
-
-    Args:
-        rounding: The standard deviation of the scores, as a share of the largest, that counts as none.
-        together: The number of scores of one sample.
-    """
-
-    def __init__(self, rounding: float, together: int = 1) -> None:
-        super().__init__()
-        self._rounding, self._together = rounding, together
-        self._scores: list[float] = []
-
-    def add(self, samples: Tensor) -> None:
-        """Add the scores (k,) of the next passes."""
-        self._scores += samples.flatten().tolist()
-        self.count = len(self._scores) // self._together
-
-    @property
-    def samples(self) -> Tensor:
-        """The scores of all complete samples (count, together)."""
-        scores = self._scores[: self.count * self._together]
-        return torch.tensor(scores, dtype=torch.float64, device="cpu").view(-1, self._together)
-
-
 class TotalOrder(ScoreEstimate):
-    """Total-order Sobol indices by Jansen's estimator.
+    """Total-order Sobol indices (cells,) by Jansen's estimator; zero if the score does not vary.
 
     A sample holds the scores of A, of B, and of A with one of its numbers from B, for each of the numbers.
 
     Args:
         cells: The number of cells.
-        rounding: As for `ScoreEstimate`.
+        rounding: The standard deviation of the scores, as a share of the largest, that counts as none.
 
     Source: Jansen, "Analysis of variance designs for model output" (1999),
         https://doi.org/10.1016/S0010-4655(98)00154-4.
     """
 
+    least_samples = 32
+
     def __init__(self, cells: int, rounding: float) -> None:
-        super().__init__(rounding, cells + 2)
+        super().__init__()
+        self._length, self._rounding = cells + 2, rounding
 
     @property
-    def mean(self) -> Tensor:
-        """The indices (cells,); zero if the score does not vary."""
-        return self._indices(self.samples)
+    def samples(self) -> int:
+        """The number of complete samples."""
+        return self.count // self._length
 
-    @property
-    def error(self) -> Tensor | None:
-        """The standard errors (cells,) of the ratios, by the delta method over the samples; None for a single one."""
-        if self.count < 2:
-            return None
-        effects, variances = self._terms(self.samples)
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the indices, and their errors by the delta method over the samples; None for a single one."""
+        rows = self.scores[: self.samples * self._length].view(-1, self._length)[part]
+        effects = (rows[:, 2:] - rows[:, :1]).square() / 2  # (n, cells)
+        both = rows[:, :2]
+        variances = (both - both.mean()).square().sum(1) / 2 * (both.numel() / (both.numel() - 1))  # (n,)
         variance = variances.mean()
-        deviation = (effects - self.mean * variances[:, None]) / (variance or 1)
-        return (deviation.var(0) / self.count).sqrt() * bool(variance)
-
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the indices of the even and of the odd samples; None below four samples."""
-        if self.count < 4:
-            return None
-        return rank_correlation(*(self._indices(self.samples[start::2])[None] for start in (0, 1)))
-
-    def _terms(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """The effects (R, cells) and the variance (R,) of each sample; the indices are the ratio of their means."""
-        effects = (samples[:, 2:] - samples[:, :1]).square() / 2
-        both = samples[:, :2]
-        variances = (both - both.mean()).square().sum(1) / 2 * (both.numel() / (both.numel() - 1))
-        least = (self._rounding * samples.abs().max()).square()
-        return effects, variances * bool(variances.mean() > least)
-
-    def _indices(self, samples: Tensor) -> Tensor:
-        effects, variances = self._terms(samples)
-        variance = variances.mean()
-        return effects.mean(0) / variance if variance else torch.zeros_like(effects[0])
+        if variance <= (self._rounding * rows.abs().max()).square():
+            return torch.zeros_like(effects[0]), torch.zeros_like(effects[0])
+        indices = effects.mean(0) / variance
+        deviation = (effects - indices * variances[:, None]) / variance
+        return indices, (deviation.var(0) / len(rows)).sqrt() if len(rows) > 1 else None
 
 
 class Dependence(ScoreEstimate):
-    """Hilbert-Schmidt independence criterion of each cell's bit and the score, with its standard error.
+    """Hilbert-Schmidt independence criterion (cells,) of each cell's bit and the score; zero for a constant score.
 
     Args:
         bits: A function that returns the bits (k, cells) of samples `start` to `stop`.
-        rounding: As for `ScoreEstimate`.
+        rounding: As for `TotalOrder`.
     """
 
     def __init__(self, bits: Callable[[int, int], Tensor], rounding: float) -> None:
-        super().__init__(rounding)
-        self._bits = bits
-        self._known = (0, torch.zeros(0, device="cpu", dtype=torch.float64))
+        super().__init__()
+        self._bits, self._rounding = bits, rounding
 
-    @property
-    def mean(self) -> Tensor:
-        """The criterion (cells,); zero if the score does not vary."""
-        return self._criterion()[0]
-
-    @property
-    def error(self) -> Tensor | None:
-        """The standard errors (cells,) of a U-statistic; None below four samples."""
-        return self._criterion()[1] if self.count >= 4 else None
-
-    @property
-    def agreement(self) -> float | None:
-        """The rank correlation of the criteria of the even and of the odd samples; None below eight samples."""
-        if self.count < 8:
-            return None
-        bits, scores, width = self._bits(0, self.count), self.samples[:, 0], self._width()
-        return rank_correlation(*(criterion(bits[i::2], scores[i::2], width)[0][None] for i in (0, 1)))
-
-    def _criterion(self) -> Tensor:
-        """The criterion and its error (2, cells), computed once."""
-        if self._known[0] != self.count:
-            result = criterion(self._bits(0, self.count), self.samples[:, 0], self._width())
-            self._known = (self.count, torch.stack(result))
-        return self._known[1]
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the criterion, and the errors of a U-statistic; None below four scores."""
+        values, errors = criterion(self._bits(0, self.count)[part], self.scores[part], self._width())
+        return values, errors if self.count >= 4 else None
 
     def _width(self) -> float:
         """The median distance of two scores, or the mean distance if most are equal; 0 if the scores do not vary."""
-        scores = self.samples[:, 0]
-        if float(scores.std(correction=0)) <= self._rounding * float(scores.abs().max()):
+        if float(self.scores.std(correction=0)) <= self._rounding * float(self.scores.abs().max()):
             return 0.0
-        distances = torch.pdist(scores[:_BLOCK, None])
+        distances = torch.pdist(self.scores[:_BLOCK, None])
         return float(distances.median()) or float(distances.mean())
 
 
@@ -217,12 +157,11 @@ class GridAttribution(SampledAttribution):
             raise MethodError(
                 f"{self.name} needs {passes.least} passes, and {passes.used} ran before the limit was met; allow more"
             )
-        values, error = self.enlarged(estimate.mean, passes.x)[0], estimate.error
-        if not values.any():
+        cells, errors = estimate.solve(slice(None))
+        if not cells.any():
             passes.notes.append("the score varied by no more than rounding")
-        return ImageAttribution(
-            values, None if error is None else self.enlarged(error, passes.x)[0], estimate.agreement
-        )
+        error = None if errors is None else self.enlarged(errors, passes.x)[0]
+        return ImageAttribution(self.enlarged(cells, passes.x)[0], error, estimate.agreement)
 
 
 class Sobol(GridAttribution):
@@ -260,10 +199,6 @@ class Sobol(GridAttribution):
 
     fill: FillOption = FillOption(partial="sobol")
 
-    def limits(self) -> Budget:
-        """Return the limits that were set. Without any, the number of passes depends on the image."""
-        return Budget(self.passes, self.seconds, self.tolerance)
-
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the total effect of each cell."""
         x = passes.x
@@ -275,7 +210,7 @@ class Sobol(GridAttribution):
                 f"passes={self.passes} is too few: sobol on a grid of {down}x{across} takes {length} passes a row and "
                 f"at least two rows; allow {2 * length}, or use a coarser grid"
             )
-        design = _SobolDesign(length - 2, self.seed)
+        design = sobol_masks(length - 2, rows, self.seed)
         background = Filler(x, self.fill).background
 
         def make(start: int, stop: int) -> Tensor:
@@ -283,12 +218,8 @@ class Sobol(GridAttribution):
 
         passes.least = 2 * length
         estimate = TotalOrder(length - 2, _rounding(x, score))
-        for done in passes.forwards(make, rows * length):
-            for row_score in done.scores.cpu():
-                count = estimate.count
-                estimate.add(row_score)
-                if estimate.count > count and passes.enough(estimate):
-                    return self.result(passes, estimate)
+        for done in passes.until_precise(estimate, passes.forwards(make, rows * length)):
+            estimate.add(done.scores)
         return self.result(passes, estimate)
 
 
@@ -332,67 +263,51 @@ class HSIC(GridAttribution):
             raise MethodError(f"passes={self.passes} are too few for a dependence; hsic takes at least 4")
         x = passes.x
         down, across = self.cells_of(x)
-        design = _HypercubeDesign(down * across, self.seed)
+        design = partial(hypercube_bits, down * across, self.seed)
         filler = Filler(x, self.fill)
         passes.least = 4
         estimate = Dependence(design, _rounding(x, score))
-        next_check = 32  # the time of a check grows with the square of the samples, so checks become rarer
-        for done in passes.forwards(lambda i, j: filler(self.enlarged(design(i, j), x) < 0.5), self.most_passes):
+        forwards = passes.forwards(lambda i, j: filler(self.enlarged(design(i, j), x) < 0.5), self.most_passes)
+        for done in passes.until_precise(estimate, forwards):
             estimate.add(done.scores)
-            if estimate.count >= next_check and estimate.count % CHECK_INTERVAL == 0:
-                next_check = estimate.count * 5 // 4
-                if passes.enough(estimate):
-                    break
         return self.result(passes, estimate)
 
 
-class _SobolDesign:
-    """The rows of a design by Saltelli: (A, B, A with its first number from B, A with its second from B, ...).
+def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor]:
+    """Return a function that gives the masks (k, cells) of passes `start` to `stop` of a design by Saltelli.
+
+    A row of the design is A, B, A with its first number from B, A with its second from B, and so on.
 
     Source: Saltelli et al., "Variance based sensitivity analysis of model output" (2010),
         https://doi.org/10.1016/j.cpc.2009.09.018.
     """
+    from scipy.stats import qmc
 
-    def __init__(self, cells: int, seed: int) -> None:
-        from scipy.stats import qmc
+    engine = qmc.Sobol(2 * cells, scramble=True, rng=seed & (2**63 - 1))
+    count = 1 << max(31, rows - 1).bit_length()  # the points are most even for powers of two
+    points = torch.from_numpy(engine.random(count))
+    first, second = points[:, :cells], points[:, cells:]
 
-        self.cells = cells
-        self._engine = qmc.Sobol(2 * cells, scramble=True, rng=seed & (2**63 - 1))
-        self._points = torch.zeros(0, 2 * cells, dtype=torch.float64, device="cpu")
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        """Return the masks (k, cells) of passes `start` to `stop`."""
+    def masks(start: int, stop: int) -> Tensor:
         at = torch.arange(start, stop, device="cpu")
-        row, place = at // (self.cells + 2), at % (self.cells + 2)
-        while len(self._points) <= int(row[-1]):  # by powers of two, for which the points are most even
-            drawn = torch.from_numpy(self._engine.random(max(32, len(self._points))))
-            self._points = torch.cat([self._points, drawn])
-        first, second = self._points[row, : self.cells], self._points[row, self.cells :]
-        swapped = (torch.arange(self.cells, device="cpu") == place[:, None] - 2) | (place[:, None] == 1)
-        return torch.where(swapped, second, first)
+        row, place = at // (cells + 2), (at % (cells + 2))[:, None]
+        swapped = (torch.arange(cells, device="cpu") == place - 2) | (place == 1)
+        return torch.where(swapped, second[row], first[row])
+
+    return masks
 
 
-class _HypercubeDesign:
-    """Bits in blocks: in each, every cell is shown in half of the samples, in an independent order.
+def hypercube_bits(cells: int, seed: int, start: int, stop: int) -> Tensor:
+    """Return the bits (k, cells), 1 for shown, of samples `start` to `stop`.
 
-    That is a Latin hypercube whose numbers are rounded to 0 or 1.
+    In each block of 64 samples every cell is shown in half of them, in an independent order. That is a Latin hypercube
+    whose numbers are rounded to 0 or 1.
     """
-
-    block = 64
-
-    def __init__(self, cells: int, seed: int) -> None:
-        self.cells, self.seed = cells, seed
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        """Return the bits (k, cells), 1 for shown, of samples `start` to `stop`."""
-        first = start // self.block
-        blocks = torch.cat([self._block(number) for number in range(first, (stop - 1) // self.block + 1)])
-        return blocks[start - first * self.block : stop - first * self.block]
-
-    def _block(self, number: int) -> Tensor:
-        draws = generator(self.seed, number)
-        numbers = torch.rand(self.block, self.cells, generator=draws, dtype=torch.float64, device="cpu")
-        return (numbers.argsort(0) < self.block // 2).double()
+    blocks = []
+    for number in range(start // 64, (stop - 1) // 64 + 1):
+        numbers = torch.rand(64, cells, generator=generator(seed, number), dtype=torch.float64, device="cpu")
+        blocks.append((numbers.argsort(0) < 32).double())
+    return torch.cat(blocks)[start % 64 : start % 64 + stop - start]
 
 
 def _rounding(x: Tensor, score: Tensor) -> float:

@@ -1,0 +1,530 @@
+"""CAMs whose weights come from forwards: after a channel masks the image, or after parts of a layer are removed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attribution.forward import SharedForward, at_least_float32
+from ..attribution.options import Budget, Option, PositionalOption
+from ..engine.estimates import ScoreEstimate
+from ..engine.multi_pass import (
+    MOST_PASSES,
+    ImageAttribution,
+    MultiPassAttribution,
+    SampledAttribution,
+    from_estimate,
+    generator,
+)
+from ..engine.runner import MakeInputs, PassRunner
+from ..engine.tail import TailForward
+from ..errors import NotApplicableError, TargetError
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run_model
+from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
+from ..layers.find import LayerLike
+from ..validation import check_flag, check_integer, check_number
+from .cam import default_layer, is_close, layer_name, linear_head, warn_if_signed
+
+
+class LayerOutput:
+    """Output of a layer for one image, and the channel and location of each of its values.
+
+    Args:
+        forward: The forward of the image (1, C, H, W).
+        layer: The layer's name.
+
+    Attributes:
+        layer: The layer's name.
+        raw: (1, ...) the output as it lies in memory.
+        maps: (K, h, w) the output as maps; half precision as float32.
+        output: The output of the model.
+    """
+
+    def __init__(self, forward: SharedForward, layer: str) -> None:
+        self.layer, self.raw, self.output = layer, forward.layers[layer], forward.output
+        layout = forward.layout(layer)
+        self.maps = at_least_float32(layout(self.raw)[0])
+        positions = torch.arange(self.raw.numel(), device=self.raw.device).view(self.raw.shape)
+        self._positions = layout(positions)[0].flatten(1)  # (K, h * w) the index of each value in the raw output
+
+    def without(self, channels: Tensor) -> Tensor:
+        """Return the raw output (k, ...), where the channels (k, m) of each row are set to 0."""
+        rows = self.raw.flatten()[None].repeat(len(channels), 1)
+        rows.scatter_(1, self._positions[channels].flatten(1), 0)
+        return rows.view(-1, *self.raw.shape[1:])
+
+    def scaled(self, factors: Tensor) -> Tensor:
+        """Return the raw output (k, ...), where the locations of each row are scaled by factors (k, h, w).
+
+        Values without a location, such as class tokens, stay.
+        """
+        rows = self.raw.flatten()[None].repeat(len(factors), 1)
+        rows[:, self._positions] *= factors.to(rows).flatten(1)[:, None]
+        return rows.view(-1, *self.raw.shape[1:])
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Return the map (1, h, w): the sum over the channels of weight (K,) times activation."""
+        return torch.einsum("k,khw->hw", weights.to(self.maps), self.maps)[None]
+
+
+class LayerPasses(MultiPassAttribution):
+    """Base class of methods that read a layer of one image once, and then run the model many times.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        **options: The options of the method's other base class.
+    """
+
+    sign = "positive"
+    assumes_unsigned: ClassVar[bool] = True
+    """Whether large activations count as evidence, so that signed ones need a warning."""
+
+    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
+
+    def read_layer(self, passes: PassRunner) -> LayerOutput:
+        """Read the layer in one forward of the image.
+
+        Raises:
+            LayerError: The layer is not run, or has no spatial output.
+        """
+        name = self.layer or default_layer(self.model, passes.x, passes.target(1))
+        layer = LayerOutput(SharedForward(self.model, passes.x, [name], "none"), name)
+        if self.assumes_unsigned:
+            warn_if_signed(self.name, layer.maps[None])
+        return layer
+
+    def tail_scores(self, passes: PassRunner, layer: LayerOutput, make: MakeInputs, count: int) -> Tensor:
+        """Return the scores (k,) for the layer's outputs (k, ...) that `make` creates; k < `count` after an interrupt.
+
+        Only the part of the model after the layer runs, where that is possible.
+        """
+        tail = TailForward(self.model, layer.layer, passes.x)
+        passes.notes.append(tail.how)
+
+        def compute(start: int, stop: int) -> Tensor:
+            with torch.no_grad():
+                return passes.target(stop - start)(tail(make(start, stop)))
+
+        return torch.cat(list(passes.chunks(compute, count, f"behind {layer.layer}")))
+
+
+def strongest(strength: Tensor, limit: int | None) -> Tensor:
+    """Return the channels by falling strength (K,), at most `limit` of them; ties by number."""
+    return torch.sort(strength, descending=True, stable=True).indices[:limit]
+
+
+class ChannelMasks:
+    """The masks (H, W), 0 to 1, that the channels of a layer put on an image, and the weights that follow from them.
+
+    The map of a channel is resized bilinearly to the image and stretched to 0..1. A constant channel highlights
+    nothing, so its mask is 0 everywhere. All constant channels leave the same image, so they share one forward.
+
+    Attributes:
+        varied: (m,) the channels that are not constant, by falling standard deviation.
+        varied_maps: (m, h, w) their activations.
+        flat: The number of constant channels.
+        count: The number of different masks: one for each of `varied`, and a last one for all constant channels.
+    """
+
+    def __init__(self, layer: LayerOutput, x: Tensor, score: Tensor, channels: int | None, align: bool) -> None:
+        self._layer, self._x, self._score, self._align = layer, x, score, align
+        flat = layer.maps.flatten(1)
+        is_flat = flat.amax(1) == flat.amin(1)
+        chosen = strongest(flat.std(1, correction=0).masked_fill(is_flat, 0), channels)
+        self.varied = chosen[~is_flat[chosen]]
+        self.flat = len(chosen) - len(self.varied)
+        self.count = len(self.varied) + bool(self.flat)
+        self.varied_maps = layer.maps[self.varied]
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """Return the masks (k, 1, H, W) of some numbers (k,), each below `count`."""
+        size = self._x.shape[-2:]
+        masks = self._x.new_zeros(len(numbers), 1, *size)
+        shown = numbers < len(self.varied)
+        if bool(shown.any()):
+            maps = self.varied_maps[numbers[shown]][:, None]  # (k, 1, h, w)
+            large = F.interpolate(maps, size, mode="bilinear", align_corners=self._align)
+            low, high = large.amin((2, 3), keepdim=True), large.amax((2, 3), keepdim=True)
+            span = torch.where(high == low, torch.ones_like(high), high - low)
+            masks[shown] = ((large - low) / span).to(masks)
+        return masks
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """Return the softmax over all channels of the scores (count,) of the masks; NaN stands for an unknown score.
+
+        All shares are 0 where no mask changes the score.
+        """
+        known = ~scores.isnan()
+        if not bool((scores[known] != self._score.to(scores)).any()):
+            return torch.zeros_like(scores)
+        channels = torch.ones_like(scores)
+        channels[len(self.varied) :] = self.flat
+        return torch.where(known, scores + channels.log(), -math.inf).softmax(0)
+
+    def map(self, scores: Tensor) -> Tensor:
+        """Return the map (1, h, w) for the scores (count,) of the masks. Constant channels have no weight."""
+        shares = self.shares(scores)
+        weights = shares.new_zeros(len(self._layer.maps))
+        weights[self.varied.to(weights.device)] = shares[: len(self.varied)]
+        return self._layer.weighted(weights)
+
+    @property
+    def note(self) -> str:
+        """How many channels are used."""
+        channels = len(self._layer.maps)
+        left = channels - len(self.varied) - self.flat
+        return (
+            f"{len(self.varied)} of {channels} channels as masks, one forward for the {self.flat} constant channels, "
+            f"{left} left out"
+        )
+
+
+class ScoreCAM(LayerPasses):
+    """Activations weighted by the score of the image masked with each channel.
+
+    Each channel, resized and stretched to 0..1, is multiplied with the normalised image, so hidden pixels become the
+    mean colour. The weights are the softmax over the channels of the resulting scores: equation 3 of the paper, whose
+    baseline cancels. (The authors' code takes the class probabilities; the target `saliency.probability(...)` is the
+    closest to it.) The logits of a confident model differ by much more than 1, so few channels hold most of the weight.
+
+    Constant channels, such as dead ones, highlight nothing and have no weight. In the softmax they count with the score
+    of the empty image, which takes one forward for all of them.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        channels: How many channels to use, by falling standard deviation; None for all.
+        align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
+            in pytorch-grad-cam. By default the corners of the cells do, as in drawn maps and in the authors' code.
+        **options: As for `saliency.MultiPassAttribution`.
+
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output.
+
+    Source: Wang et al., "Score-CAM" (2019), https://arxiv.org/abs/1910.01279.
+    """
+
+    name = "score_cam"
+    units = "activation"
+    cost = "2 forwards, 1 forward for each channel that is not constant"
+
+    channels: Option[int | None] = Option(None, check_integer)
+    align_corners: Option[bool] = Option(False, check_flag)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the map of one image."""
+        layer = self.read_layer(passes)
+        masks = ChannelMasks(layer, passes.x, score, self.channels, self.align_corners)
+        passes.notes.append(masks.note)
+        return self.explain_masks(passes, masks)._replace(layer=layer.layer)
+
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map from one score per mask."""
+        return ImageAttribution(masks.map(self.scores(passes, masks, masks.count)))
+
+    @staticmethod
+    def scores(passes: PassRunner, masks: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        """Return the scores (count,) of the image under the masks of the numbers 0 to `count`; NaN if not run."""
+        scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")
+
+        def make(start: int, stop: int) -> Tensor:
+            return passes.x * masks(torch.arange(start, stop, device=passes.x.device))
+
+        for done in passes.forwards(make, count):
+            scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
+        return scores
+
+
+class ISCAM(ScoreCAM):
+    """Score-CAM with scores averaged while each channel's mask grows from nothing to its full strength.
+
+    The score of a channel is the mean over i = 1..N of the score of the image times i/N of the mask. The weights are
+    the softmax over the channels of these scores, as in `ScoreCAM`. (Other implementations take cumulative sums, which
+    multiply masks by up to (N + 1) / 2, far outside the range of an image.)
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        steps: N.
+        channels: How many channels to use, by falling standard deviation; None for all.
+        align_corners: As for `ScoreCAM`.
+        **options: As for `saliency.MultiPassAttribution`.
+
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output.
+
+    Source: Naidu et al., "IS-CAM" (2020), https://arxiv.org/abs/2010.03023.
+    """
+
+    name = "is_cam"
+    cost = "2 forwards, 10 forwards for each channel that is not constant"
+    quick_options: ClassVar = {"steps": 2}
+
+    steps: Option[int] = Option(10, check_integer)
+
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map from the mean over the steps of the scores of each mask."""
+        steps, varied = self.steps, len(masks.varied)
+
+        def faded(numbers: Tensor) -> Tensor:
+            shares = ((numbers % steps + 1) / steps).to(passes.x)
+            return masks(numbers // steps) * shares[:, None, None, None]
+
+        # Channel by channel, so that an interrupt leaves whole channels. The empty image is the same in every step.
+        scores = self.scores(passes, faded, varied * steps + bool(masks.flat))
+        means = scores[: varied * steps].view(varied, steps).mean(1)
+        return ImageAttribution(masks.map(torch.cat([means, scores[varied * steps :]])))
+
+
+class SSCAM(ScoreCAM, SampledAttribution):
+    """Score-CAM with scores averaged over masks with added noise.
+
+    The score of a channel is its mean over masks to which normal noise is added at every pixel. The weights are the
+    softmax over the channels of these scores, as in `ScoreCAM`. The standard error of the map follows from those of the
+    scores, to first order.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper uses 2.
+        draws: The number of noisy masks of each channel, if no limit is set.
+        channels: How many channels to use, by falling standard deviation; None for all.
+        align_corners: As for `ScoreCAM`.
+        **options: As for `saliency.SampledAttribution`.
+
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output.
+
+    Source: Wang et al., "SS-CAM" (2020), https://arxiv.org/abs/2006.14255.
+    """
+
+    name = "ss_cam"
+    cost = "2 forwards, 10 forwards for each channel that is not constant"
+    quick_options: ClassVar = {"draws": 2}
+
+    noise: Option[float] = Option(2.0, check_number, above=0, hint="; without noise it is score_cam")
+    draws: Option[int] = Option(10, check_integer)
+
+    def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
+        """Compute the map from the mean scores, in rounds over all masks."""
+        x, estimate = passes.x, _MaskScores(masks)
+
+        def make(start: int, stop: int) -> Tensor:
+            noise = [
+                torch.randn(1, *x.shape[-2:], generator=generator(self.seed, i), dtype=torch.float64, device="cpu")
+                for i in range(start, stop)
+            ]
+            shown = masks(torch.arange(start, stop, device=x.device) % masks.count)
+            return x * (shown + self.noise * torch.stack(noise).to(x))
+
+        is_limited = self.limits() != Budget()
+        count = max(MOST_PASSES, (self.passes or 0) + 1) if is_limited else self.draws * masks.count
+        for done in passes.until_precise(estimate, passes.forwards(make, count)):
+            estimate.add(done.scores)
+        return from_estimate(estimate, estimate.mean)
+
+
+class _MaskScores(ScoreEstimate):
+    """Map from the mean scores of masks, with its standard error to first order.
+
+    Pass i shows mask i modulo their number. A sample is a round over all masks.
+    """
+
+    def __init__(self, masks: ChannelMasks) -> None:
+        super().__init__()
+        self._masks = masks
+
+    @property
+    def samples(self) -> int:
+        """The number of complete rounds."""
+        return self.count // self._masks.count
+
+    def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the map (1, h, w), and its error if each mask has at least two scores."""
+        masks = self._masks
+        missing = -self.count % masks.count
+        table = F.pad(self.scores, (0, missing), value=math.nan).view(-1, masks.count)[part]  # (rounds, masks)
+        means, counts = table.nanmean(0), (~table.isnan()).sum(0)
+        values = masks.map(means)
+        if int(counts.min()) < 2:
+            return values, None
+        variance = (table - means).square().nansum(0) / (counts - 1) / counts  # of the mean scores
+        # The slope of the map by the score of a channel is share * (channel - map).
+        maps = torch.zeros(len(means), *values.shape[1:], dtype=torch.float64, device="cpu")
+        maps[: len(masks.varied)] = masks.varied_maps.double().cpu()
+        slopes = masks.shares(means)[:, None, None] * (maps - values.double().cpu())
+        return values, (slopes.square() * variance[:, None, None]).sum(0).sqrt()[None].to(values)
+
+
+class AblationCAM(LayerPasses):
+    """Activations weighted by the fall of the score when the channel is set to zero.
+
+    The weight of a channel is y - y_k, where y is the score and y_k the score without the channel: positive if the
+    channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
+    and inverts the map if y is negative.)
+
+    Only the part of the model after the layer runs for each channel. If that is pooling and one linear layer, which
+    each call checks, the weights are known without these runs. Channels that are zero everywhere change nothing. The
+    part runs exactly, whatever `precision` is.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        channels: How many channels to remove, by falling energy; None for all.
+        **options: As for `saliency.MultiPassAttribution`.
+
+    Values: (N, 1, h, w), signed, in units of score times activation.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output.
+
+    Source: Desai and Ramaswamy, "Ablation-CAM" (2020), https://doi.org/10.1109/WACV45572.2020.9093360.
+    """
+
+    name = "ablation_cam"
+    cost = "2 forwards, 1 pass from the layer on for each channel; 3 forwards before pooling and a linear layer"
+    units = "score times activation"
+
+    channels: Option[int | None] = Option(None, check_integer)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the map of one image."""
+        layer = self.read_layer(passes)
+        energy = layer.maps.square().flatten(1).sum(1)
+        channels = strongest(energy, self.channels)
+        channels = channels[energy[channels] > 0]
+        weights = torch.zeros_like(energy)
+        if len(channels):
+            scores = self._scores_in_closed_form(passes, layer, channels)
+            if scores is None:
+                scores = self.tail_scores(
+                    passes, layer, lambda start, stop: layer.without(channels[start:stop, None]), len(channels)
+                )
+            weights[channels[: len(scores)]] = (score - scores).to(weights)
+        return ImageAttribution(layer.weighted(weights), layer=layer.layer)
+
+    def _scores_in_closed_form(self, passes: PassRunner, layer: LayerOutput, channels: Tensor) -> Tensor | None:
+        """The scores (m,) without each channel if only pooling and a linear layer follow; else None.
+
+        One forward without half of the channels tests the formula.
+        """
+        tensors = list(tree_tensors(layer.output))
+        if len(tensors) != 1:
+            return None
+        try:
+            weight = linear_head(self.model, layer.maps[None], layer.output, layer.layer)  # (classes, K)
+        except (NotApplicableError, TargetError):  # the latter if only the target knows the scores in the output
+            return None
+        losses = (weight * layer.maps.mean((1, 2)))[:, channels]  # (classes, m)
+
+        def is_right(start: int, stop: int) -> bool:
+            with torch.no_grad():
+                changed = first_tensor(self._run_with(passes.x, layer, layer.without(channels[None, ::2])))
+            return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
+
+        if not all(list(passes.chunks(is_right, 1, "check"))):
+            return None
+        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
+        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
+        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
+
+    def _run_with(self, x: Tensor, layer: LayerOutput, raw: Tensor) -> Any:
+        """The model's output when each call of the layer with an output of this shape returns `raw`."""
+
+        def replace(output: Any) -> Any:
+            first = first_tensor(output)
+            if first is None or first.shape != raw.shape:
+                return None
+            return tree_map_tensors(output, lambda tensor: raw.clone() if tensor is first else tensor)
+
+        with HookManager() as hooks:
+            hooks.revise(self.model.get_submodule(layer.layer), replace)
+            return run_model(self.model, x)
+
+
+class ReciproCAM(LayerPasses):
+    """The score when the layer shows only one location.
+
+    Each pass scales the layer's output to zero, except for one location and its neighbours. These are scaled to 1/4
+    (the location), 1/8 (beside it) and 1/16 (diagonally). Values without a location, such as a class token, stay. The
+    value of a location is the resulting score, less the score of a layer without any location. (The paper takes class
+    probabilities, and stretches them to 0..1 for display: the target `saliency.probability(...)`.)
+
+    Only the part of the model after the layer runs for each location, exactly, whatever `precision` is.
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        alone: Whether to show each location unscaled and without its neighbours. If only pooling and one linear layer
+            follow, the values are then those of `CAM` divided by the number of locations.
+        **options: As for `saliency.MultiPassAttribution`.
+
+    Values: (N, 1, h, w), signed, in score units.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        TargetError: The target does not fit the model's output.
+
+    Source: Byun and Lee, "Recipro-CAM" (2022), https://arxiv.org/abs/2209.14074; for class tokens Byun and Lee,
+        "ViT-ReciproCAM" (2023), https://arxiv.org/abs/2310.02588.
+    """
+
+    name = "recipro_cam"
+    cost = "2 forwards, 1 pass from the layer on for each location"
+    units = "score"
+    quick_options: ClassVar = {"chunk": 16}
+    assumes_unsigned = False
+
+    alone: Option[bool] = Option(False, check_flag)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the map of one image."""
+        layer = self.read_layer(passes)
+        height, width = layer.maps.shape[1:]
+        near = layer.maps.new_tensor([0.25, 0.5, 0.25])
+
+        def make(start: int, stop: int) -> Tensor:
+            """Pass 0 shows no location, pass 1 + i location i."""
+            numbers = torch.arange(start, stop, device=near.device)
+            shares = F.one_hot(numbers, 1 + height * width)[:, 1:].to(near).view(-1, 1, height, width)
+            if not self.alone:
+                shares = F.conv2d(shares, torch.outer(near, near)[None, None], padding=1)
+            return layer.scaled(shares[:, 0])
+
+        scores = self.tail_scores(passes, layer, make, 1 + height * width)
+        values = layer.maps.new_zeros(height * width)  # zero where an interrupt came first
+        values[: len(scores) - 1] = (scores[1:] - scores[0]).to(values)
+        return ImageAttribution(values.view(1, height, width), layer=layer.layer)
