@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.memory import status
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
-from saliency.inspection.call_recorder import PARTS
-from saliency.inspection.record import Keep, record
+from saliency.inspection.record import PARTS, Keep, record
 
 FORWARD, BOTH = 1.15, 1.25
 CALLS = 200

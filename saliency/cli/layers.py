@@ -23,8 +23,8 @@ from ..batch.network import find_class
 from ..errors import ModelError
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, run_model
 from ..inspection import activation_statistics, gradient_statistics, layer_table
-from ..inspection.gradient_flow import gradient_flow
 from ..inspection.layer_table import LayerRow, LayerTable
+from ..inspection.statistics import gradient_flow
 from ..inspection.tables import Column, Table, escaped
 from ..io.atomic_write import atomic_write, is_stream
 from ..io.inputs import read

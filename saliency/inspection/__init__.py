@@ -14,13 +14,12 @@ The model and the `.grad` of its parameters are left unchanged.
 """
 
 from . import rules
-from .call_recorder import Call, TensorStatistics
 from .edit import Editing, edit_activations, edit_gradients
 from .features import Features, extract_features
 from .jacobian import jacobian_vector_product, vector_jacobian_product
 from .layer_table import LayerRow, LayerTable, layer_table
-from .moments import Moments, moments
-from .record import Recording, record
+from .moments import Moments, TensorStatistics, moments
+from .record import Call, Recording, record
 from .statistics import (
     ActivationStatistics,
     GradientStatistics,

@@ -30,7 +30,7 @@ from ..hooks.autograd_graph import (
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .layer_selection import LayersLike, is_pattern, require_seen, selected
+from .arguments import LayersLike, is_pattern, require_seen, selected
 from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
@@ -76,16 +76,14 @@ def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> li
     is_single = isinstance(where, str | nn.Module | type | Tensor) or not isinstance(where, Iterable)
     targets: dict[int, EditTarget] = {}
     own = dict(model.named_parameters(remove_duplicate=False)) if model is not None and parameters else {}
-    tensors = 0
     for wanted in [where] if is_single else where:
+        is_layer = isinstance(wanted, str | nn.Module) or (isinstance(wanted, type) and issubclass(wanted, nn.Module))
         if isinstance(wanted, Tensor) and parameters:
             name = next((name for name, parameter in own.items() if parameter is wanted), None)
+            unnamed = sum(target.name.startswith("tensor ") for target in targets.values())
             label = f'parameter "{name}"' if name else f"the tensor of shape {tuple(wanted.shape)}"
-            fitting = [_tensor_target(name or f"tensor {tensors}", label, wanted)]
-            tensors += name is None
-        elif not isinstance(wanted, str | nn.Module) and not (
-            isinstance(wanted, type) and issubclass(wanted, nn.Module)
-        ):
+            fitting = [_tensor_target(name or f"tensor {unnamed}", label, wanted)]
+        elif not is_layer:
             kinds = "a name, a pattern, a module or a class of modules" + ", a parameter or a tensor" * parameters
             raise MethodError(f"expected {kinds} to edit; got {type(wanted).__name__}")
         elif model is None:
@@ -102,15 +100,14 @@ def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> li
 
 def _parameter_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -> list[EditTarget]:
     """Return the parameters that match a name, or a pattern that matches no layer."""
-    if is_pattern(wanted):
-        if any(name and fnmatch.fnmatchcase(name, wanted) for name, _ in model.named_modules(remove_duplicate=False)):
-            return []
-        fitting = [name for name in parameters if fnmatch.fnmatchcase(name, wanted)]
-        # Skip frozen parameters unless all are frozen.
-        names = [name for name in fitting if parameters[name].requires_grad] or fitting
-    else:
-        plain = wanted.removeprefix("_orig_mod.").removeprefix("module.") if isinstance(wanted, str) else ""
-        names = [name for name in dict.fromkeys((wanted, plain)) if name in parameters][:1] if plain else []
+    if not isinstance(wanted, str):
+        return []
+    if any(name and fnmatch.fnmatchcase(name, wanted) for name, _ in model.named_modules(remove_duplicate=False)):
+        return []
+    plain = wanted.removeprefix("_orig_mod.").removeprefix("module.")  # of a wrapped model
+    fitting = [name for name in parameters if name == plain or fnmatch.fnmatchcase(name, wanted)]
+    # Skip frozen parameters unless all are frozen.
+    names = [name for name in fitting if parameters[name].requires_grad] or fitting
     by_name = not is_pattern(wanted)
     return [_tensor_target(name, f'parameter "{name}"', parameters[name], is_named=by_name) for name in names]
 
@@ -120,9 +117,9 @@ def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tenso
     try:
         layers = selected(model, wanted)
     except LayerError:
-        if not isinstance(wanted, str) or not is_named or not closest(wanted, parameters, most=4) or "." not in wanted:
+        near = closest(wanted, parameters) if isinstance(wanted, str) and is_named and "." in wanted else []
+        if not near:
             raise
-        near = closest(wanted, [*parameters, *(name for name, _ in model.named_modules() if name)], most=4)
         message = f'no layer or parameter "{wanted}" in {type(model).__name__}; the closest are {", ".join(near)}'
         raise LayerError(message) from None
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
@@ -151,7 +148,6 @@ class _Inputs(NamedTuple):
     edges: Sequence[GradientEdge]
     versions: Sequence[int]  # version counters before the call
     has_floats: bool  # whether any argument is a floating-point tensor
-    is_recording: bool
     since: int
 
 
@@ -164,17 +160,14 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
         edges=[at for _, at in distinct],
         versions=[tensor_version(tensor) for tensor, _ in distinct],
         has_floats=bool(numbers),
-        is_recording=torch.is_grad_enabled(),
         since=current_sequence_nr(),
     )
 
 
 def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, tensor: Tensor) -> Tensor | None:
     if target.edited_pass == this_backward():
-        raise NotApplicableError(
-            f"{target.label} cannot be edited in a backward pass through its own edited gradient (create_graph=True): "
-            "the rule would be applied twice; run that pass after the block, where the rule is part of the graph"
-        )
+        hint = "the rule is part of the graph, so run the second backward pass after the block"
+        raise NotApplicableError(f"{target.label} cannot be edited twice with create_graph=True: {hint}")
     changed = apply_rules(rules, tensor, f"the gradient of {target.label}")
     target.edits += 1
     if changed is not None and changed.requires_grad:
@@ -193,13 +186,11 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
     def end(inputs: _Inputs, output: Any) -> Any:
         if not inputs.has_floats:
             target.refuse("it takes no floating-point tensor, so there is no gradient at its input")
-        elif not inputs.is_recording:
+        elif not torch.is_grad_enabled():
             target.reason = _NOT_RECORDED
         elif not inputs.tensors:
-            target.refuse(
-                "there is no gradient at its input: none of its arguments requires one, or torch.func transforms it; "
-                'pass an input that requires a gradient (x.requires_grad_()), or edit at="output"'
-            )
+            reason = "none of its arguments requires a gradient, or torch.func transforms it"
+            target.refuse(f'{reason}; use x.requires_grad_() or edit at="output"')
         else:
             return _edit_inputs(hooks, rules, target, inputs, output)
         return None
@@ -210,13 +201,10 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
 def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, inputs: _Inputs, output: Any) -> Any:
     for tensor, version in zip(inputs.tensors, inputs.versions, strict=True):
         if view_base(tensor) is not None and tensor_version(tensor) != version:
-            raise NotApplicableError(
-                f"{target.label} cannot be edited at its input: it changes a view of another tensor in place, and the "
-                'view has no gradient of its own; use inplace=False, or edit at="output" of the layer before'
-            )
-    changed = _with_copies(
-        output, lambda tensor: view_base(tensor) is not None or not is_recorded_since(tensor, inputs.since)
-    )
+            reason = "it changes a view of another tensor in place"
+            hint = 'use inplace=False, or edit at="output" of the layer before'
+            raise NotApplicableError(f"{target.label} cannot be edited at its input: {reason}; {hint}")
+    changed = _with_copies(output, inputs.since)
     # Arguments may be changed in place, so they are results too.
     results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
     exits = input_edges(results, inputs.edges, inputs.since)
@@ -238,32 +226,25 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
 def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
     """Edit the gradients at the outputs of a layer."""
 
-    def end(begun: tuple[int, bool], output: Any) -> Any:
-        since, is_recording = begun
+    def end(since: int, output: Any) -> Any:
         numbers = {id(tensor): tensor for tensor in tree_tensors(output) if _is_differentiable(tensor)}.values()
         alive = [tensor for tensor in numbers if tensor.requires_grad]
         if not numbers:
             target.refuse("it returns no floating-point tensor, so there is no gradient at its output")
-        elif not alive and not is_recording:
+        elif not alive and not torch.is_grad_enabled():
             target.reason = _NOT_RECORDED
         elif not alive:
-            target.refuse(
-                "there is no gradient at its output: neither its parameters nor its inputs require one, or torch.func "
-                "transforms it"
-            )
+            target.refuse("there is no gradient at its output: nothing requires one, or torch.func transforms it")
         else:
             target.reason = _NO_BACKWARD
-            changed = _with_copies(
-                output,
-                lambda tensor: len(alive) > 1 or view_base(tensor) is not None or not is_recorded_since(tensor, since),
-            )
+            changed = _with_copies(output, since, all_tensors=len(alive) > 1)
             results = tree_tensors(output if changed is None else changed)
             for tensor in {id(tensor): tensor for tensor in results if tensor.requires_grad}.values():
                 hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
             return changed
         return None
 
-    hooks.around(target.at, lambda args, kwargs: (current_sequence_nr(), torch.is_grad_enabled()), end)  # type: ignore[arg-type]
+    hooks.around(target.at, lambda args, kwargs: current_sequence_nr(), end)  # type: ignore[arg-type]
 
 
 def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
@@ -280,10 +261,8 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
         is_repeated = this_backward() != -1
         random = next((rule for rule in rules if isinstance(rule, NamedRule) and rule.restart is not None), None)
         if is_repeated and random is not None:
-            raise NotApplicableError(
-                f"{target.label} is in a checkpointed part, which runs again in the backward pass, where {random} "
-                "would draw different noise; draw the noise once and add it with a function"
-            )
+            hint = "draw the noise once and add it with a function"
+            raise NotApplicableError(f"{random} would draw different noise when {target.label} runs again; {hint}")
         target.edits += not is_repeated
         return tree_map_tensors(output, _once(edit))
 
@@ -306,25 +285,24 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 _copies = WeakTensorKeyDictionary()
 
 
-def _with_copies(output: Any, needs_copy: Callable[[Tensor], bool]) -> Any:
+def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
     """Return the output with copies of the tensors that need one; None if no tensor does.
 
     Views need a copy because a later in-place operation would bypass a hook on them. Arguments that the layer returns
     need one to separate their gradients. So do several outputs, since they may depend on each other.
     """
-    copied = 0
 
     def copy(tensor: Tensor) -> Tensor:
-        nonlocal copied
-        if not tensor.requires_grad or tensor in _copies or not needs_copy(tensor):
+        if not tensor.requires_grad or tensor in _copies:
             return tensor
-        copied += 1
+        if not all_tensors and view_base(tensor) is None and is_recorded_since(tensor, since):
+            return tensor
         result = tensor.clone()
         _copies[result] = None
         return result
 
     changed = tree_map_tensors(output, _once(copy))
-    return changed if copied else None
+    return None if changed is output else changed
 
 
 _Attach = Callable[[HookManager, tuple[Rule, ...], EditTarget], None]
@@ -353,9 +331,10 @@ class Editing:
         if self._stack is not None:
             raise MethodError("this edit is already open; create another one for a nested block")
         rules = tuple(r.restart() if isinstance(r, NamedRule) and r.restart is not None else r for r in self._rules)
-        tensors = [target.at for target in self._targets if isinstance(target.at, Tensor)]
         with ExitStack() as stack:
-            stack.callback(_drop_hook_dicts, [t for t in tensors if t.is_leaf and tensor_hooks(t) is None])
+            for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
+                if tensor.is_leaf and tensor_hooks(tensor) is None:
+                    stack.callback(forget_empty_hooks, tensor)
             # Hooks reference the manager weakly, so that it is freed with its block.
             hooks = stack.enter_context(HookManager(persistent=True))
             manager: HookManager = weakref.proxy(hooks)
@@ -387,12 +366,6 @@ class Editing:
             reasons = "; ".join(f"{target.label}: {target.reason}" for target in unedited[:_MAX_LISTED])
             more = f"; and {len(unedited) - _MAX_LISTED} more" if len(unedited) > _MAX_LISTED else ""
             warn(f"nothing was edited at {reasons}{more}")
-
-
-def _drop_hook_dicts(tensors: list[Tensor]) -> None:
-    """Remove the empty hook dictionaries that editing leaves on tensors."""
-    for tensor in tensors:
-        forget_empty_hooks(tensor)
 
 
 def edit_gradients(

@@ -6,10 +6,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from ..errors import ExplanationError, ImageError, LayerError, MethodError, did_
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
 from ..io.atomic_write import save_tensors
-from .layer_selection import LayersLike, require_seen, selected
-from .model_inputs import ModelCall, first_float, model_calls
+from ..validation import check_integer
+from .arguments import LayersLike, ModelCall, first_float, model_calls, require_seen, selected
 from .tables import plural
 
 Labels = Tensor | list[Any] | None
@@ -41,28 +41,14 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ExplanationError(f"the features in {path} cannot be read: {error}") from error
 
 
-class _Shard(NamedTuple):
-    """One file, and the positions of its rows."""
-
-    path: Path
-    start: int
-    stop: int
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read the rows from `start` to before `stop` that are in this file."""
-        with _opened(self.path) as file:
-            rows: Tensor = file.get_slice(name)[max(start, self.start) - self.start : min(stop, self.stop) - self.start]
-        return rows
-
-
 class Rows:
-    """Features of one layer on disk, one row per image. Indexing reads only the requested rows."""
+    """Features of one layer on disk, one row per image. Indexing reads only the files and spans with requested rows."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[_Shard]) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[tuple[Path, range]]) -> None:
         self.name = name
         self.shape = shape  # (N, ...)
         self.dtype = dtype
-        self._shards = shards
+        self._shards = shards  # files with the positions of their rows
 
     def __len__(self) -> int:
         """The number of images."""
@@ -77,21 +63,22 @@ class Rows:
         """
         if isinstance(index, tuple | bool):
             raise IndexError(f"rows take one index; got {index}")
-        positions: Any = range(len(self))[index] if isinstance(index, slice) else np.arange(len(self))[index]
-        if isinstance(positions, range) and positions.step == 1:
-            return self._read(positions.start, positions.stop)
-        if isinstance(positions, range | np.ndarray) and np.ndim(positions):
-            return torch.cat([self._read(0, 0), *(self._read(int(at), int(at) + 1) for at in positions)])
-        return self._read(int(positions), int(positions) + 1)[0]
+        positions = np.arange(len(self))[index]
+        wanted = np.atleast_1d(positions)
+        rows = torch.empty((len(wanted), *self.shape[1:]), dtype=self.dtype, device="cpu")
+        for path, held in self._shards:
+            (places,) = np.nonzero((wanted >= held.start) & (wanted < held.stop))
+            if places.size:
+                local = torch.from_numpy(wanted[places] - held.start)
+                first, last = int(local.min()), int(local.max())
+                with _opened(path) as file:
+                    rows[torch.from_numpy(places)] = file.get_slice(self.name)[first : last + 1][local - first]
+        return rows if np.ndim(positions) else rows[0]
 
     def shards(self) -> Iterator[Tensor]:
         """Yield the rows file by file."""
-        for shard in self._shards:
-            yield shard.read(self.name, shard.start, shard.stop)
-
-    def _read(self, start: int, stop: int) -> Tensor:
-        parts = [s.read(self.name, start, stop) for s in self._shards if start < s.stop and s.start < stop]
-        return torch.cat(parts) if parts else torch.empty((0, *self.shape[1:]), dtype=self.dtype, device="cpu")
+        for _, held in self._shards:
+            yield self[held.start : held.stop]
 
     def __repr__(self) -> str:
         return f'Rows("{self.name}", shape={self.shape}, dtype={self.dtype}, {plural(len(self._shards), "file")})'
@@ -124,37 +111,34 @@ class Features(Mapping[str, T], Generic[T]):
         paths = _shard_paths(folder)
         if not paths:
             raise ExplanationError(f"there are no features in {folder}: it has no shard-00000.safetensors")
-        shards: list[_Shard] = []
-        heads: list[dict[str, Tensor]] = []  # empty tensors with the shape and dtype of rows
+        shards: list[tuple[Path, range]] = []
         labels: list[Any] = []
+        count = 0
         for number, path in enumerate(paths):
             if path.name != f"shard-{number:05d}.safetensors":
                 raise ExplanationError(f"shard-{number:05d}.safetensors is missing in {folder}")
             with _opened(path) as file:
                 metadata = file.metadata()
-                heads.append({name: file.get_slice(name)[:0] for name in json.loads(metadata[_LAYERS])})
-                images = file.get_slice(next(iter(heads[0]))).get_shape()[0]
+                # Empty tensors with the shape and dtype of rows.
+                heads = {name: file.get_slice(name)[:0] for name in json.loads(metadata[_LAYERS])}
+                images = file.get_slice(next(iter(heads))).get_shape()[0]
                 if _LABELS in metadata:
-                    labels += json.loads(metadata[_LABELS])
+                    labels.append(json.loads(metadata[_LABELS]))
                 elif _LABELS in file.keys():  # noqa: SIM118
                     labels.append(file.get_tensor(_LABELS))
-            start = shards[-1].stop if shards else 0
-            shards.append(_Shard(path, start, start + images))
-        count = shards[-1].stop
+            shards.append((path, range(count, count + images)))
+            count += images
         if metadata[_IS_LAST] != "true":
-            warn(
-                f"the features in {folder} cover only the first {count} images; the run that wrote them was interrupted"
-            )
-        layers = {name: Rows(name, (count, *head.shape[1:]), head.dtype, shards) for name, head in heads[0].items()}
-        return Features(layers, count, _joined([labels] if labels and not isinstance(labels[0], Tensor) else labels))
+            warn(f"{folder} has only the first {count} images; the run that wrote them was interrupted")
+        layers = {name: Rows(name, (count, *head.shape[1:]), head.dtype, shards) for name, head in heads.items()}
+        return Features(layers, count, _joined(labels))
 
     def __getitem__(self, layer: str) -> T:
         """Return the features of a layer. Raises LayerError, with the closest names, if there are none."""
-        try:
-            return self._layers[layer]
-        except KeyError:
+        if layer not in self._layers:
             hint = did_you_mean(str(layer), self._layers) or f"; they are {', '.join(self._layers)}"
-            raise LayerError(f'no features of a layer "{layer}"{hint}') from None
+            raise LayerError(f'no features of a layer "{layer}"{hint}')
+        return self._layers[layer]
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._layers
@@ -210,11 +194,9 @@ class _Writer:
         folder.mkdir(parents=True, exist_ok=True)
         paths = _shard_paths(folder)
         for path in paths:
-            try:
-                with _opened(path) as file:
-                    state = (file.metadata() or {}).get(_IS_LAST)
-            except ExplanationError:
-                state = None
+            state = None
+            with suppress(ExplanationError), _opened(path) as file:
+                state = (file.metadata() or {}).get(_IS_LAST)
             if state is None:
                 raise MethodError(f"{folder} contains {path.name}, which is not a features file; choose another folder")
             if state == "true":
@@ -232,10 +214,8 @@ class _Writer:
         for name, more in rows.items():
             known = self._rows.setdefault(name, [])
             if known and _kind(known[0]) != _kind(more):
-                raise LayerError(
-                    f'layer "{name}" returns rows {_kind(more)} in batch {batch}, but {_kind(known[0])} before; '
-                    "use pool to make them equal"
-                )
+                kinds = f"rows {_kind(more)} in batch {batch}, but {_kind(known[0])} before"
+                raise LayerError(f'layer "{name}" returns {kinds}; use pool to make them equal')
             known.append(more)
         images = len(next(iter(rows.values())))
         self._add_labels(labels, images, batch)
@@ -248,18 +228,19 @@ class _Writer:
 
     def _add_labels(self, labels: Any, images: int, batch: int) -> None:
         kind = "without labels"
-        kept: Labels = None
-        if isinstance(labels, Tensor) and labels.dim() and len(labels) == images:
-            kind, kept = f"a tensor {_kind(labels)}", labels.detach().cpu().clone()
-        elif isinstance(labels, list | tuple) and len(labels) == images and all(map(_is_plain_label, labels)):
-            kind, kept = "a list", list(labels)
-        if self._label_kind is None and labels is not None and kept is None:
+        is_sequence = isinstance(labels, list | tuple) or (isinstance(labels, Tensor) and labels.dim() > 0)
+        fits = is_sequence and len(labels) == images
+        if fits and isinstance(labels, Tensor):
+            kind, labels = f"a tensor {_kind(labels)}", labels.detach().cpu().clone()
+        elif fits and all(isinstance(label, str | int | float) for label in labels):
+            kind, labels = "a list", list(labels)
+        elif labels is not None and self._label_kind is None:
             warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
         if self._label_kind not in (None, kind):
             raise ImageError(f"the labels of batch {batch} are {kind}; those of earlier batches are {self._label_kind}")
         self._label_kind = kind
-        if kept is not None:
-            self._labels.append(kept)
+        if kind != "without labels":
+            self._labels.append(labels)
 
     def _write(self, folder: Path, size: int, *, is_last: bool = False) -> None:
         """Write the next file with `size` images. Raises OSError if that fails."""
@@ -284,10 +265,6 @@ class _Writer:
             return Features.open(self._folder)
         rows = {name: torch.cat(parts) for name, parts in self._rows.items()}
         return Features(rows, self._images, _joined(self._labels))
-
-
-def _is_plain_label(label: object) -> bool:
-    return isinstance(label, str | int | float)
 
 
 def _kind(rows: Tensor) -> str:
@@ -352,7 +329,16 @@ def extract_features(
         NotApplicableError: A layer is inside TorchScript, where hooks do not run.
         OSError: A file cannot be written, for example on a full disk. Files written before are complete.
     """
-    _check(out, shard_images, dtype, pool)
+    folder: object = out
+    if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
+        raise MethodError(f"out={out!r}: expected a folder for the features, or None for memory")
+    if shard_images is not None:
+        check_integer("shard_images", shard_images)
+    given: object = dtype
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise MethodError(f"dtype={dtype!r}: expected a floating-point type such as torch.float16")
+    if pool is not None and not callable(pool):
+        raise MethodError(f"pool: expected a function from a layer's output to rows; got {type(pool).__name__}")
     network = unwrap(model)
     modules = selected(network, layers)
     require_seen(network, modules)
@@ -366,17 +352,6 @@ def extract_features(
     if number < 0:
         raise ImageError("the data contain no image")
     return writer.finish()
-
-
-def _check(out: Any, shard_images: Any, dtype: Any, pool: Any) -> None:
-    if out is not None and (not isinstance(out, str | os.PathLike) or not os.fspath(out)):
-        raise MethodError(f"out={out!r}: expected a folder for the features, or None for memory")
-    if shard_images is not None and (type(shard_images) is not int or shard_images < 1):
-        raise MethodError(f"shard_images={shard_images!r}: expected a number of images, 1 or more")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise MethodError(f"dtype={dtype!r}: expected a floating-point type such as torch.float16")
-    if pool is not None and not callable(pool):
-        raise MethodError(f"pool: expected a function from a layer's output to rows; got {type(pool).__name__}")
 
 
 def _rows_of(
@@ -407,15 +382,14 @@ def _rows_of(
         for name, layer in layers.items():
             hooks.observe(layer, partial(keep, name))
         batch.run(model)
-    return {name: _checked_rows(name, name in outputs, outputs.get(name), batch.size) for name in layers}
-
-
-def _checked_rows(name: str, is_called: bool, rows: Tensor | None, images: int) -> Tensor:
-    if rows is None:
-        raise LayerError(f'layer "{name}" {"returns no floating-point tensor" if is_called else "was not called"}')
-    if not rows.dim() or len(rows) != images:
-        raise LayerError(
-            f'layer "{name}" returns {tuple(rows.shape)} for {plural(images, "image")}, not one row per image; '
-            "use pool to create rows"
-        )
+    rows: dict[str, Tensor] = {}
+    for name in layers:
+        output = outputs.get(name)
+        if output is None:
+            reason = "returns no floating-point tensor" if name in outputs else "was not called"
+            raise LayerError(f'layer "{name}" {reason}')
+        if not output.dim() or len(output) != batch.size:
+            got = f"{tuple(output.shape)} for {plural(batch.size, 'image')}"
+            raise LayerError(f'layer "{name}" returns {got}, not one row per image; use pool to create rows')
+        rows[name] = output
     return rows

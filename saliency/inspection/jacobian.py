@@ -19,8 +19,7 @@ from ..hooks.pytree import tree_map_tensors
 from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.find import find
 from ..targets.targets import Categories, class_index, output_tensor, per_image
-from .layer_selection import require_seen
-from .model_inputs import categories_of, first_float, model_call
+from .arguments import categories_of, first_float, model_call, require_seen
 
 
 def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | nn.Module | None = None) -> Tensor:
@@ -127,10 +126,8 @@ def _gradient(
             refuse_checkpoints(output)
             raise
     if gradient is None:
-        raise NotApplicableError(
-            f"no differentiable operation connects {'the input' if layer is None else 'the layer'} to the model's "
-            "output: it is detached, quantised, converted to integers, or not used"
-        )
+        where = "the input" if layer is None else "the layer"
+        raise NotApplicableError(f"no differentiable operation connects {where} to the model's output")
     return gradient
 
 

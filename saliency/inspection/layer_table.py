@@ -6,10 +6,10 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from ..errors import MethodError
 from ..hooks.autograd_graph import DispatchMode, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
-from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .layer_selection import LayersLike, selected
-from .model_inputs import ModelCall, model_call
+from ..hooks.pytree import first_tensor, tree_tensors
+from .arguments import LayersLike, ModelCall, model_call, selected
 from .tables import Column, Table, listed, shape_text, share, si
 
 _TIMED_FORWARDS = 3
@@ -148,16 +147,21 @@ def layer_table(
         raise MethodError(f"times={times}: expected the number of timed forward passes, or False")
     network, wrapper = unwrap(model), model
     call, model = model_call(wrapper, example), network
-    names = _module_names(model)
-    wanted = list(names)[1:] or [model]
-    if layers is not None:
-        wanted = [module for module in selected(model, layers).values() if module in names]
+    modules = dict(model.named_modules())
+    # Modules inside a scripted one are not called as modules.
+    names = {
+        module: name
+        for name, module in modules.items()
+        if not name or not _is_scripted(modules[name.rpartition(".")[0]])
+    }
+    chosen = list(names)[1:] or [model] if layers is None else selected(model, layers).values()
     with prepared_for_attribution(model):
         profiles = _profile(model, call)
-        depths = _depths(names, profiles)
-        wanted = [module for module in wanted if depth is None or depths[module] <= depth]
-        running = sorted((module for module in wanted if module in profiles), key=lambda module: profiles[module].order)
-        seconds = _timed(model, call, running, rounds)
+        called = {names.get(module, "") for module in profiles}
+        depths = {module: _depth(name, called) for module, name in names.items()}
+        wanted = {module: None for module in chosen if module in names and (depth is None or depths[module] <= depth)}
+        running = [module for module in profiles if module in wanted]
+        seconds = _timed(model, call, running, rounds) if rounds else {}
     if layers is None:
         running = running or [model]  # no submodule was called, as in nn.MultiheadAttention
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
@@ -165,7 +169,7 @@ def layer_table(
     varying = [names[module] or total.kind for module in running if profiles[module].varies]
     scripted = [name for module, name in names.items() if _is_scripted(module) and name]
     functions = "" if "" in {row.name for row in rows} else _functions_text(total.functional)
-    not_called = _not_called(names, wanted, profiles)
+    not_called = _not_called(names, wanted, called)
     notes = [
         _totals(total, call.size, seconds.get(model)),
         *([f"functions between the outermost layers: {functions}"] if functions else []),
@@ -183,26 +187,10 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def _module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Return all modules with their first names, except modules inside TorchScript, which are not called as modules."""
-    names: dict[nn.Module, str] = {}
-    scripted: list[str] = []
-    for name, module in model.named_modules():
-        if not any(name.startswith(prefix) for prefix in scripted):
-            names[module] = name
-            if _is_scripted(module):
-                scripted.append(f"{name}." if name else "")
-    return names
-
-
-def _depths(names: dict[nn.Module, str], profiles: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
-    """Return the number of called modules that contain each module."""
-    inside: dict[str, int] = {}  # depth of the parts, by the name of the container
-    depths = {}
-    for module, name in names.items():
-        depths[module] = inside[name.rpartition(".")[0]] if name else 0
-        inside[name] = depths[module] + (module in profiles or not name)
-    return depths
+def _depth(name: str, called: set[str]) -> int:
+    """Return the number of called modules that contain a layer, including the model."""
+    *containers, _ = accumulate(name.split("."), "{}.{}".format)
+    return sum(container in called for container in containers) + bool(name)
 
 
 def _row(
@@ -225,20 +213,17 @@ def _row(
     )
 
 
-def _not_called(names: dict[nn.Module, str], wanted: list[nn.Module], profiles: Mapping[nn.Module, Any]) -> list[str]:
+def _not_called(names: dict[nn.Module, str], wanted: Iterable[nn.Module], called: set[str]) -> list[str]:
     """Return the names of the layers that did not run, without layers inside one of these."""
-    ran = {""}
-    for module in profiles:
-        name = names.get(module, "")
-        while name not in ran:
-            ran.add(name)
-            name = name.rpartition(".")[0]
     # Attention uses the weights of its projection without calling it.
-    used = {child for module in profiles if isinstance(module, nn.MultiheadAttention) for child in module.children()}
+    running = [module for module, name in names.items() if name in called]
+    used = {child for module in running if isinstance(module, nn.MultiheadAttention) for child in module.children()}
     idle: list[str] = []
     for module in wanted:
         name = names[module]
-        if not (_is_scripted(module) or name in ran or module in used or (idle and name.startswith(f"{idle[-1]}."))):
+        is_known = name in called or module in used or _is_scripted(module)
+        is_inside = bool(idle) and name.startswith(f"{idle[-1]}.")
+        if not is_known and not is_inside and not any(other.startswith(f"{name}.") for other in called):
             idle.append(name)
     return idle
 
@@ -256,36 +241,34 @@ def _totals(total: LayerRow, size: int, seconds: float | None) -> str:
 def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: int) -> dict[nn.Module, float]:
     """Return the seconds of the model and of each module, in the fastest of several forward passes."""
     fastest: dict[nn.Module, float] = {}
+    seconds: dict[nn.Module, float] = {}
     synchronize = _synchronize(model, call)
-    for _ in range(rounds):
-        seconds = dict.fromkeys((model, *modules), 0.0)
-        with HookManager(exclusive=True) as hooks, torch.no_grad():
 
-            def begin(module: nn.Module, args: Any, kwargs: Any, seconds: dict[nn.Module, float] = seconds) -> Any:
-                synchronize()
-                return module, seconds[module], time.perf_counter()
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, float, float]:
+        synchronize()
+        return module, seconds[module], time.perf_counter()
 
-            def end(token: Any, output: Any, seconds: dict[nn.Module, float] = seconds) -> None:
-                synchronize()
-                module, before, start = token
-                # Overwrite the time that a nested call of the same module has added.
-                seconds[module] = before + time.perf_counter() - start
+    def end(begun: tuple[nn.Module, float, float], output: Any) -> None:
+        synchronize()
+        module, before, start = begun
+        # Overwrite the time that a nested call of the same module has added.
+        seconds[module] = before + time.perf_counter() - start
 
-            for module in modules:
-                if module is not model:
-                    hooks.around(module, partial(begin, module), end)
-            token = begin(model, (), {})
-            call.run(model)
-            end(token, None)
-        fastest = {module: min(taken, fastest.get(module, taken)) for module, taken in seconds.items()}
+    with HookManager(exclusive=True) as hooks, torch.no_grad():
+        for module in modules:
+            if module is not model:
+                hooks.around(module, partial(begin, module), end)
+        for _ in range(rounds):
+            seconds.update(dict.fromkeys((model, *modules), 0.0))
+            end(begin(model, (), {}), call.run(model))
+            fastest = {module: min(taken, fastest.get(module, taken)) for module, taken in seconds.items()}
     return fastest
 
 
 def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
     """Return a function that synchronises the device of the model."""
-    tensor = next(
-        (candidate for candidate in (reference_tensor(model), *tree_tensors(call[:2])) if candidate is not None), None
-    )
+    tensor = reference_tensor(model)
+    tensor = first_tensor(call[:2]) if tensor is None else tensor
     if tensor is None or tensor.device.type in ("cpu", "meta"):
         return lambda: None
     return partial(torch.accelerator.synchronize, tensor.device)
@@ -297,49 +280,34 @@ class _Profile:
 
     Attributes:
         is_leaf: Whether the module belongs to torch.nn and has no submodules. Its functions are not listed.
-        order: The position of its first call among those of all modules.
         varies: Whether its calls returned different shapes.
     """
 
     is_leaf: bool
-    order: int = -1
     calls: int = 0
     output: Any = None
     varies: bool = False
     multiply_adds: int = 0
     functional: Counter[str] = field(default_factory=Counter)
 
-    def add_call(self, output: Any) -> None:
-        shapes = _shapes_of(output)
-        self.varies |= self.calls > 0 and shapes != self.output
-        self.calls += 1
-        self.output = shapes
-
 
 def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
-    """Profile one forward pass of a prepared model, and return the modules that were called.
+    """Profile one forward pass of a prepared model, and return the modules that were called, in the order of execution.
 
     User hooks are disabled. Modules inside TorchScript run no hooks, so their multiply-adds count for the caller.
     """
-    profiles = {module: _Profile(_is_leaf(module)) for module in unique_modules(model)}
     profiler = _Profiler()
     with HookManager(exclusive=True) as hooks, torch.no_grad():
-        for module, profile in profiles.items():
-            hooks.around(module, partial(profiler.begin, profile), partial(profiler.end, profile))
-        if any(map(_is_scripted, profiles)):  # the profiler does not see functions of TorchScript
-            profiler.counts_all_operations = True
-            hooks.enter_context(profiler.operations)
+        for module in unique_modules(model):
+            hooks.around(module, partial(profiler.begin, module), profiler.end)
+        hooks.enter_context(profiler.operations)
         hooks.enter_context(profiler)
         output = call.run(model)
-    if not profiles[model].calls:  # TorchScript, or a `__call__` of its own
-        profiles[model].add_call(output)
-        profiles[model].multiply_adds = profiler.operations.multiply_adds
-    return {module: profile for module, profile in profiles.items() if profile.calls}
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    is_own = type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
-    return is_own and not any(True for _ in module.children())
+    profiles = {module: profile for module, profile in profiler.profiles.items() if profile.calls}
+    if model not in profiles:  # TorchScript, or a `__call__` of its own
+        total = profiler.operations.multiply_adds
+        profiles[model] = _Profile(False, calls=1, output=_shapes_of(output), multiply_adds=total)
+    return profiles
 
 
 class _Profiler(TorchFunctionMode):
@@ -348,34 +316,34 @@ class _Profiler(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = MultiplyAdds()
-        self.counts_all_operations = False  # whether operations are counted during the whole forward pass
+        self.profiles: dict[nn.Module, _Profile] = {}  # in the order of the first calls
         self._running: list[_Profile] = []  # the innermost last
-        self._begun = 0
 
-    def begin(self, profile: _Profile, args: Any, kwargs: Any) -> tuple[int, int, int]:
-        if profile.order < 0:
-            profile.order = self._begun
-        self._begun += 1
-        self._running.append(profile)
-        return len(self._running) - 1, profile.multiply_adds, self.operations.multiply_adds
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int, int]:
+        if module not in self.profiles:
+            is_own = type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+            self.profiles[module] = _Profile(is_own and not any(True for _ in module.children()))
+        self._running.append(self.profiles[module])
+        return len(self._running) - 1, self.profiles[module].multiply_adds, self.operations.multiply_adds
 
-    def end(self, profile: _Profile, token: tuple[int, int, int], output: Any) -> None:
-        depth, own, total = token
+    def end(self, begun: tuple[int, int, int], output: Any) -> None:
+        depth, own, total = begun
+        profile, shapes = self._running[depth], _shapes_of(output)
         # Overwrite the count that a nested call of the same module has added.
         profile.multiply_adds = own + self.operations.multiply_adds - total
-        profile.add_call(output)
+        profile.varies |= profile.calls > 0 and shapes != profile.output
+        profile.calls += 1
+        profile.output = shapes
         # Also drop nested calls that raised, for which `end` was not called.
         del self._running[depth:]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function_name(func)
-        is_done = self.counts_all_operations or name is None or name in _WITHOUT_PRODUCTS
-        with nullcontext() if is_done else self.operations:
-            output = func(*args, **(kwargs or {}))
-        profile = self._running[-1] if self._running and not self._running[-1].is_leaf else None
-        # Skip queries, such as for the size, which return no tensor.
-        if profile is not None and name and (name == "setitem" or any(True for _ in tree_tensors(output))):
-            profile.functional[name] += 1
+        output = func(*args, **(kwargs or {}))
+        if self._running and not self._running[-1].is_leaf:
+            name = function_name(func)
+            # Skip queries, such as for the size, which return no tensor.
+            if name and (name == "setitem" or first_tensor(output) is not None):
+                self._running[-1].functional[name] += 1
         return output
 
 
@@ -410,14 +378,6 @@ _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "
 _OPERATOR_NAMES = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 
 
-# Frequent functions without matrix products. Their operations are not counted, to save time.
-_WITHOUT_PRODUCTS = frozenset(
-    "adaptive_avg_pool2d add avg_pool2d batch_norm cat chunk clone contiguous div dropout expand flatten gelu getitem "  # noqa: SIM905
-    "group_norm hardsigmoid hardswish hardtanh interpolate layer_norm max_pool2d mean mul normalize pad permute relu "
-    "relu6 reshape sigmoid silu softmax split squeeze stack sub sum tanh transpose unsqueeze view".split()
-)
-
-
 class MultiplyAdds(DispatchMode):
     """Counts the multiply-adds of the operations of a block in this thread."""
 
@@ -427,67 +387,65 @@ class MultiplyAdds(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        formula = _formula_of(func)
-        if formula is None and func.namespace == "aten":
+        flops = _flop_formula(func)
+        if flops is None and torch.is_inference_mode_enabled():
             # Under inference_mode, composite operations are not decomposed before dispatch.
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
-        if formula is not None:
-            self.multiply_adds += formula(*args, **kwargs, out_val=output)
+        if flops is not None:
+            self.multiply_adds += int(flops(*args, **kwargs, out_val=output)) // 2
         return output
 
 
 @cache
-def _formula_of(func: Any) -> Callable[..., int] | None:
+def _flop_formula(func: Any) -> Callable[..., int] | None:
     from torch.utils.flop_counter import flop_registry  # slower to import than all of this package
 
-    flops = flop_registry.get(func.overloadpacket)
-    if flops is None:
-        return _FORMULAS.get(str(func.overloadpacket))
-    of_shapes = getattr(flops, "__wrapped__", None)  # without a slow conversion of the arguments to shapes
-    if of_shapes is None:
-        return lambda *args, **kwargs: int(flops(*args, **kwargs)) // 2
-
-    def formula(*args: Any, out_val: Any, **kwargs: Any) -> int:
-        shapes, named, out_shape = tree_map_tensors((args, kwargs, out_val), lambda tensor: tensor.shape)
-        return int(of_shapes(*shapes, out_shape=out_shape, **named)) // 2
-
-    return formula
+    return _FORMULAS.get(str(func.overloadpacket)) or flop_registry.get(func.overloadpacket)
 
 
 def _vector_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Return the size of the largest operand: the matrix, or either vector."""
-    return max(tensor.numel() for tensor in tree_tensors(args))
+    """Return twice the size of the largest operand: the matrix, or either vector."""
+    return 2 * max(tensor.numel() for tensor in tree_tensors(args))
 
 
 def _matrix_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
     """Multiply each value of the first matrix with a row of the second; they are the last two operands."""
     *_, first, second = tree_tensors(args)
-    return int(first.numel() * second.shape[-1])
+    return int(2 * first.numel() * second.shape[-1])
+
+
+def _convolution(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Count the weights of a channel for each value of the output; if transposed, of the input."""
+    is_transposed = args[4]
+    return int(2 * (x if is_transposed else out_val).numel() * math.prod(weight.shape[1:]))
 
 
 def _weighted(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
     """Count the weights of a channel (the first axis of the weight) for each value of the output."""
-    return int(out_val.numel() * math.prod(weight.shape[1:]))
+    return int(2 * out_val.numel() * math.prod(weight.shape[1:]))
 
 
 def _weighted_last(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    return int(out_val.numel() * math.prod(weight.shape[:-1]))
+    return int(2 * out_val.numel() * math.prod(weight.shape[:-1]))
 
 
 def _recurrent(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
     """Count each weight once per step of each sequence. The weights are the arguments after the input."""
     weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
-    return int(x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.dim() == 2))
+    return int(2 * x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.dim() == 2))
 
 
-# Operations without a formula in torch.utils.flop_counter.
+# Floating-point operations, two per multiply-add. The table has frequent operations, since torch.utils.flop_counter is
+# slow, and operations that it lacks.
 _FORMULAS: dict[str, Callable[..., int]] = {
+    "aten.convolution": _convolution,
+    **dict.fromkeys(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._int_mm"), _matrix_product),
+    **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation"), _matrix_product),
     **dict.fromkeys(("aten.mv", "aten.addmv", "aten.addmv_", "aten.dot", "aten.vdot"), _vector_product),
-    **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation", "aten._int_mm"), _matrix_product),
     **dict.fromkeys(("aten._trilinear", "torchvision.deform_conv2d"), _weighted),
     **dict.fromkeys(("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"), _recurrent),
     "aten.conv_tbc": _weighted_last,

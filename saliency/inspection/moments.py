@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class Moments:
     def norm(self) -> float:
         """The Euclidean norm of the finite values."""
         return math.hypot(math.sqrt(self.deviations), math.sqrt(self.finite) * self.mean) if self.finite else math.nan
+
+    @property
+    def rms(self) -> float:
+        """The root mean square of the finite values."""
+        return self.norm / math.sqrt(self.finite) if self.finite else math.nan
 
     @property
     def zero_share(self) -> float:
@@ -206,3 +212,40 @@ def _from_fields(fields: Tensor) -> Moments:
     if not finite:
         mean = low = high = math.nan
     return Moments(int(count), int(finite), mean, deviations, low, high, int(zeros), int(nan), int(inf))
+
+
+class TensorStatistics:
+    """Shape and moments of a tensor. The tensor itself is not stored.
+
+    Attributes:
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        device: The device of the tensor.
+        is_estimate: Whether the moments come from a sample of the values.
+    """
+
+    def __init__(self, tensor: Tensor, *, sample: bool = False) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.is_estimate = sample
+        self._later: Callable[[], Moments] | None = moments_later(tensor, sample=sample)
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision.
+
+        With `is_estimate`, all of these are estimated unless the tensor is small. The extremes are those of the sample,
+        and NaN and infinity can be missed.
+        """
+        return self._later() if self._later is not None else Moments()
+
+    def __getstate__(self) -> object:
+        """Return the state with the computed moments, for `pickle` and `deepcopy`."""
+        return {**vars(self), "moments": self.moments, "_later": None}
+
+    def __repr__(self) -> str:
+        """Return a text such as `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        about = "about " if self.is_estimate else ""
+        return f"{self.shape} {dtype}, mean {about}{self.moments.mean:.3g}, std {about}{self.moments.std:.3g}"

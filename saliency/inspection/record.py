@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, overload
+from typing import Any, NamedTuple, Self, overload
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, MethodError, did_you_mean
+from ..hooks.autograd_graph import (
+    InputEdge,
+    current_sequence_nr,
+    edge,
+    input_edges,
+    is_recorded_since,
+    tensor_version,
+    this_backward,
+    view_base,
+)
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
-from .call_recorder import PARTS, Call, CallRecorder, TensorStatistics
-from .layer_selection import LayersLike, require_seen, selected
-from .moments import Moments, moments
+from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..validation import check_choice
+from .arguments import LayersLike, require_seen, selected
+from .moments import Moments, TensorStatistics, moments, require_plain
 from .tables import Column, Table, number, shape_text, share
+
+PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 
 Keep = str | Callable[[Tensor], Any]
 """One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""
@@ -27,6 +45,171 @@ _KEEP: dict[str, Callable[[Tensor], Any]] = {
     "statistics": TensorStatistics,
     "sample": partial(TensorStatistics, sample=True),
 }
+
+
+class Backward:
+    """Gradients at one call in one backward pass, which may still be running."""
+
+    def __init__(self, number: int, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any]) -> None:
+        self.number = number  # of the backward pass
+        self._summands = summands
+        self._keep = keep
+        self._inputs: list[Any] = [None] * len(summands)
+        self._outputs: list[Any] = [None] * outputs
+        self._sums: dict[int, tuple[int, Tensor]] = {}  # by input: number of summands so far and their sum
+
+    @property
+    def grad_inputs(self) -> tuple[Any, ...]:
+        """One gradient per tensor among the arguments; None for a tensor without a gradient."""
+        # A backward pass that ends at an inner tensor may omit summands.
+        for index, (_, total) in self._sums.items():
+            self._inputs[index] = self._keep(total)
+        self._sums.clear()
+        return tuple(self._inputs)
+
+    @property
+    def grad_outputs(self) -> tuple[Any, ...]:
+        """One gradient per tensor in the output; None for a tensor without a gradient."""
+        return tuple(self._outputs)
+
+    def set_output(self, index: int, gradient: Tensor) -> None:
+        """Store the gradient of a tensor in the output."""
+        self._outputs[index] = self._keep(gradient)
+
+    def add_input(self, index: int, part: Tensor) -> None:
+        """Add one summand of the gradient of a tensor among the arguments."""
+        require_plain(part)
+        count, known = self._sums.pop(index, (0, None))
+        total = part if known is None else known + part
+        if count + 1 < self._summands[index]:
+            self._sums[index] = count + 1, total
+        else:
+            self._inputs[index] = self._keep(total)
+
+    def __getstate__(self) -> object:
+        """Return the gradients, for `pickle` and `deepcopy`."""
+        return {"_inputs": list(self.grad_inputs), "_outputs": self._outputs, "_sums": {}}
+
+
+class _Backwards(list[Backward]):
+    """Gradients at one call, one entry per backward pass, in order.
+
+    Args:
+        summands: For each tensor among the arguments, the number of operations that contribute to its gradient.
+        outputs: The number of tensors in the output.
+        keep: Function from a gradient to its recorded form.
+    """
+
+    def __init__(self, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._new = partial(Backward, summands=summands, outputs=outputs, keep=keep)
+
+    def running(self) -> Backward:
+        """Return the entry of the backward pass that runs in this thread."""
+        number = this_backward()
+        known = next((entry for entry in reversed(self) if entry.number == number), None)
+        if known is None:
+            known = self._new(number)
+            self.append(known)
+        return known
+
+    def __reduce__(self) -> Any:
+        """Copy as a plain list."""
+        return list, (list(self),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of one layer.
+
+    Each tensor is replaced by its recorded form: a copy, its statistics or the result of the user's function. A part
+    that is not recorded is None, or () for flat tuples.
+    """
+
+    layer: str
+    kind: str  # class of the module
+    index: int  # number of earlier calls of the layer
+    inputs: tuple[Any, ...] | None  # positional arguments, nested as given
+    kwargs: dict[str, Any] | None
+    output: Any = None  # nested as returned
+    flat_inputs: tuple[Any, ...] = ()  # all tensors among the arguments, keywords included, as in `grad_inputs`
+    outputs: tuple[Any, ...] = ()  # all tensors in the output, as in `grad_outputs`
+    backwards: Sequence[Backward] = ()
+    """One entry per backward pass through this call, in order."""
+
+    @property
+    def grad_inputs(self) -> tuple[Any, ...]:
+        """Gradients with respect to each tensor among the arguments in the last backward pass, through this call only.
+
+        An entry is None for a tensor without a gradient; the tuple is empty without a backward pass. Other uses of the
+        same tensor are not included. A tensor that is passed twice has the sum in both positions.
+        """
+        return self.backwards[-1].grad_inputs if self.backwards else ()
+
+    @property
+    def grad_outputs(self) -> tuple[Any, ...]:
+        """Gradient of each tensor in the output in the last backward pass; None and () as for `grad_inputs`."""
+        return self.backwards[-1].grad_outputs if self.backwards else ()
+
+    def __repr__(self) -> str:
+        """Return a text such as `Call(layer1.0.relu: ReLU, index=1, backwards=1)`."""
+        return f"Call({self.layer or '(the model)'}: {self.kind}, index={self.index}, backwards={len(self.backwards)})"
+
+
+class _View(NamedTuple):
+    """View of a base tensor, and its position in the memory of the base.
+
+    After an in-place operation on a view, autograd passes the gradient to the base and bypasses the view.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    position: tuple[Sequence[int], Sequence[int], int]  # size, stride and offset
+    base_position: tuple[Sequence[int], Sequence[int]]  # size and stride
+
+    @classmethod
+    def of(cls, tensor: Tensor, base: Tensor) -> _View:
+        offset = int(tensor.storage_offset() - base.storage_offset())
+        position = (tensor.size(), tensor.stride(), offset)
+        return cls(weakref.ref(tensor), tensor_version(tensor), position, (base.size(), base.stride()))
+
+    def is_overwritten(self) -> bool:
+        tensor = self.tensor()
+        return tensor is None or tensor_version(tensor) != self.version
+
+    def gradient(self, of_base: Tensor) -> Tensor:
+        """Return the part of the base's gradient that belongs to the view."""
+        return self._zeros(of_base).copy_(of_base).as_strided(*self.position)
+
+    def gradient_of(self, source: _View, gradient: Tensor) -> Tensor:
+        """Return the gradient of another view `source` of the base, which contains this view."""
+        laid_out = self._zeros(gradient)
+        laid_out.as_strided(*self.position).copy_(gradient)
+        return laid_out.as_strided(*source.position)
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Return zeros in the layout of the base."""
+        return torch.empty_strided(*self.base_position, dtype=like.dtype, device=like.device).zero_()
+
+
+class _ViewInput(NamedTuple):
+    """Argument that is a view, and its base."""
+
+    argument: int  # index among the tensors of the arguments
+    view: _View
+    base: Tensor
+    edge: GradientEdge | None  # of the base
+
+
+class _OpenCall(NamedTuple):
+    """Call that has begun but not ended."""
+
+    number: int
+    call: Call
+    since: int
+    tensors: Sequence[Tensor] = ()
+    edges: Sequence[GradientEdge | None] = ()
+    views: Sequence[_ViewInput] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +231,6 @@ class CallSummary:
     backwards: int
 
 
-def summarise(calls: Iterable[Call]) -> Table[CallSummary]:
-    """Return a table with one row per call."""
-    calls = list(calls)
-    statistics = (kept for call in calls for kept in call.outputs if isinstance(kept, TensorStatistics))
-    notes = ["estimated from a sample of each tensor"] if any(kept.is_estimate for kept in statistics) else []
-    return Table([_summary(call) for call in calls], _COLUMNS, title="recorded calls", notes=notes)
-
-
-def _summary(call: Call) -> CallSummary:
-    output = next((kept for kept in call.outputs if isinstance(kept, Tensor | TensorStatistics)), None)
-    known, of_gradient = _moments(output), _moments(next(iter(call.grad_outputs), None))
-    return CallSummary(
-        name=call.layer,
-        kind=call.kind,
-        index=call.index,
-        output=None if output is None else tuple(output.shape),
-        mean=None if known is None else known.mean,
-        std=None if known is None else known.std,
-        zero_share=None if known is None else known.zero_share,
-        nonfinite=None if known is None else known.nan + known.inf,
-        grad_norm=None if of_gradient is None else of_gradient.norm,
-        backwards=len(call.backwards),
-    )
-
-
-def _moments(kept: Any) -> Moments | None:
-    if isinstance(kept, TensorStatistics):
-        return kept.moments
-    return moments(kept) if isinstance(kept, Tensor) else None
-
-
 _COLUMNS: list[Column[CallSummary]] = [
     Column("layer", lambda row: row.name or "(the model)", "left"),
     Column("call", lambda row: str(row.index), hint="number of earlier calls of the layer"),
@@ -93,21 +245,25 @@ _COLUMNS: list[Column[CallSummary]] = [
 
 
 class Recording(Sequence[Call]):
-    """Sequence of recorded calls, and the context manager that records them; see `record`."""
+    """Sequence of recorded calls, and the context manager that records them; see `record`.
 
-    def __init__(self, model: nn.Module, layers: LayersLike, keep: Keep, parts: Sequence[str]) -> None:
-        unknown = next((part for part in parts if part not in PARTS), None)
-        if isinstance(parts, str) or unknown is not None:
-            hint = "" if isinstance(parts, str) else did_you_mean(str(unknown), PARTS)
-            raise MethodError(f"parts={parts!r}: expected a tuple of some of {', '.join(PARTS)}{hint}")
-        if not callable(keep) and keep not in _KEEP:
-            hint = did_you_mean(str(keep), _KEEP)
-            raise MethodError(f"keep={keep!r} is not one of {', '.join(map(repr, _KEEP))} or a function{hint}")
-        network = unwrap(model)
-        self._modules = selected(network, layers)
-        if not any(is_hookable(network, name, module) for name, module in self._modules.items()):
-            require_seen(network, self._modules)
-        self._recorder = CallRecorder(keep if callable(keep) else _KEEP[keep], parts)
+    Args:
+        layers: The layers by name.
+        keep: Function from a tensor to its recorded form.
+        parts: Some of `PARTS`.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], keep: Callable[[Tensor], Any], parts: Sequence[str]) -> None:
+        self._modules = layers
+        self._make = keep
+        self._parts = frozenset(parts)
+        self._has_gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
+        # The output of a layer is often the input of another one.
+        self._kept: MutableMapping[Tensor, tuple[int, Any]] = WeakTensorKeyDictionary()
+        self._calls: dict[int, Call] = {}  # by number, in the order in which they ended
+        self._begun = 0  # number of calls so far
+        self._first = 0  # number of the first call after `clear`
+        self._counts: Counter[str] = Counter()
         self._open: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -121,8 +277,7 @@ class Recording(Sequence[Call]):
         with ExitStack() as stack:
             hooks = stack.enter_context(HookManager(persistent=True))
             stack.enter_context(eager())
-            for name, module in self._modules.items():
-                self._recorder.attach(hooks, name, module)
+            self.attach(hooks, hooks)
             self._open = stack.pop_all()
         return self
 
@@ -132,20 +287,33 @@ class Recording(Sequence[Call]):
         if stack is not None:
             stack.__exit__(*error)
 
+    def attach(self, hooks: HookManager, gradient_hooks: HookManager) -> None:
+        """Record every call while `hooks` is open, and its gradients while `gradient_hooks` is open."""
+        # Hooks reference the manager weakly, so that it is freed with its block.
+        manager: HookManager = weakref.proxy(gradient_hooks)
+        for name, module in self._modules.items():
+            hooks.around(module, partial(self._begin, name, type(module).__name__), partial(self._end, manager))
+
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers that were called, in the order of their first call."""
         return tuple(dict.fromkeys(call.layer for call in self))
 
     def clear(self) -> None:
-        """Remove all recorded calls."""
-        self._recorder.clear()
+        """Remove all recorded calls, including unfinished ones."""
+        self._first = self._begun
+        self._calls.clear()
+        self._counts.clear()
+
+    def in_end_order(self) -> list[Call]:
+        """Return the calls in the order in which they ended."""
+        return list(self._calls.values())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._recorder)
+        return len(self._calls)
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(self._recorder)
+        return iter([call for _, call in sorted(self._calls.items())])
 
     @overload
     def __getitem__(self, key: int) -> Call: ...
@@ -167,10 +335,159 @@ class Recording(Sequence[Call]):
 
     def table(self) -> Table[CallSummary]:
         """Return a table with one row per call: shape and moments of its output, and the norm of the gradient at it."""
-        return summarise(self)
+        calls = list(self)
+        kept = (kept for call in calls for kept in call.outputs)
+        is_estimate = any(isinstance(one, TensorStatistics) and one.is_estimate for one in kept)
+        notes = ["estimated from a sample of each tensor"] if is_estimate else []
+        return Table([_summary(call) for call in calls], _COLUMNS, title="recorded calls", notes=notes)
 
     def __repr__(self) -> str:
         return f"<Recording of {len(self)} calls of {len(self.layers)} layers; .table() shows them>"
+
+    def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenCall | None:
+        # Skip calls that checkpointing repeats in the backward pass.
+        if this_backward() != -1:
+            return None
+        since = current_sequence_nr()
+        (inputs, named), flat = self._keep_all((args, kwargs)) if "inputs" in self._parts else ((None, None), ())
+        begun = _OpenCall(self._begun, Call(name, kind, self._counts[name], inputs, named, flat_inputs=flat), since)
+        self._begun += 1
+        self._counts[name] += 1
+        if not self._has_gradients or not torch.is_grad_enabled():
+            return begun
+        tensors = list(tree_tensors((args, kwargs)))
+        views = [
+            _ViewInput(index, _View.of(tensor, base), base, edge(base))
+            for index, tensor in enumerate(tensors)
+            if (base := view_base(tensor)) is not None
+        ]
+        return begun._replace(tensors=tensors, edges=[edge(tensor) for tensor in tensors], views=views)
+
+    def _end(self, hooks: HookManager, begun: _OpenCall | None, output: Any) -> Any:
+        if begun is None or begun.number < self._first:
+            return None
+        kept, flat = self._keep_all(output) if "outputs" in self._parts else (None, ())
+        backwards: Sequence[Backward] = ()
+        returned: set[int] = set()
+        if self._has_gradients and torch.is_grad_enabled():
+            older = (t for t in tree_tensors(output) if t.requires_grad and not is_recorded_since(t, begun.since))
+            returned = {id(tensor) for tensor in older}
+            if returned:
+                # The layer returned an argument or a parameter. An alias separates the gradient through this layer from
+                # that of other uses.
+                output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in returned else t)
+            backwards = self._follow(hooks, begun, output)
+        self._calls[begun.number] = replace(begun.call, output=kept, outputs=flat, backwards=backwards)
+        return output if returned else None
+
+    def _keep_all(self, tree: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the recorded form of all tensors of a tree, nested and flat."""
+        flat: list[Any] = []
+
+        def keep(tensor: Tensor) -> Any:
+            flat.append(self._keep(tensor))
+            return flat[-1]
+
+        return tree_map_tensors(tree, keep), tuple(flat)
+
+    def _keep(self, tensor: Tensor) -> Any:
+        """Return the recorded form of a tensor. An unchanged tensor gives the same object again."""
+        require_plain(tensor)
+        if tensor.is_inference():  # without a version counter
+            return self._make(tensor)
+        known = self._kept.get(tensor)
+        if known is None or known[0] != tensor_version(tensor):
+            known = self._kept[tensor] = (tensor_version(tensor), self._make(tensor))
+        return known[1]
+
+    def _keep_gradient(self, gradient: Tensor) -> Any:
+        # Detach: a graph that references its own gradients would never be freed.
+        return self._keep(gradient.detach()) if gradient.requires_grad else self._keep(gradient)
+
+    def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> _Backwards:
+        """Register hooks for the gradients at the outputs and at the inputs of the call."""
+        outputs = list(tree_tensors(output))
+        # Arguments may be changed in place, so they are results too.
+        results = [*outputs, *begun.tensors]
+        exits = input_edges(results, begun.edges, begun.since)
+        # A view that was changed in place passes its gradient to its base.
+        changed = [viewed for viewed in begun.views if viewed.view.is_overwritten()]
+        base_exits = input_edges(results, [viewed.edge for viewed in changed], begun.since) if changed else []
+        by_base = {viewed.argument: (viewed, edges) for viewed, edges in zip(changed, base_exits, strict=True) if edges}
+        summands = [len(by_base[index][1] if index in by_base else edges) for index, edges in enumerate(exits)]
+        log = _Backwards(summands, len(outputs), self._keep_gradient)
+        if "grad_outputs" in self._parts:
+            for index, tensor in enumerate(outputs):
+                if tensor.requires_grad:
+                    hooks.at_gradient(tensor, partial(_set_output, log, index))
+                    _watch_base(hooks, log, index, tensor, begun.tensors, exits)
+        if "grad_inputs" in self._parts:
+            for index, edges in enumerate(exits):
+                for input_edge in edges if index not in by_base else ():
+                    hooks.at_input_edge(begun.tensors[index], input_edge, partial(_add_input, log, index, None))
+            for index, (viewed, edges) in by_base.items():
+                for input_edge in edges:
+                    hooks.at_input_edge(viewed.base, input_edge, partial(_add_input, log, index, viewed.view))
+        return log
+
+
+def _set_output(log: _Backwards, index: int, gradient: Tensor) -> None:
+    log.running().set_output(index, gradient)
+
+
+def _add_input(log: _Backwards, index: int, view: _View | None, part: Tensor) -> None:
+    log.running().add_input(index, part if view is None else view.gradient(part))
+
+
+def _watch_base(
+    hooks: HookManager,
+    log: _Backwards,
+    index: int,
+    output: Tensor,
+    inputs: Sequence[Tensor],
+    exits: Sequence[Sequence[InputEdge]],
+) -> None:
+    """Take the gradient of an output view from its base, if a later in-place operation bypasses the view."""
+    base = view_base(output)
+    if base is None or base.is_leaf or not base.requires_grad:
+        return
+    view = _View.of(output, base)
+    sources = {
+        at: _View.of(tensor, base)
+        for at, (tensor, edges) in enumerate(zip(inputs, exits, strict=True))
+        if (base is tensor or base is view_base(tensor))
+        and any(input_edge.node is output.grad_fn for input_edge in edges)
+    }
+
+    def take_part(of_base: Tensor) -> None:
+        if view.is_overwritten() and (running := log.running()).grad_outputs[index] is None:
+            part = view.gradient(of_base)
+            running.set_output(index, part)
+            for at, source in sources.items():
+                running.add_input(at, view.gradient_of(source, part))
+
+    hooks.at_gradient(base, take_part)
+
+
+def _summary(call: Call) -> CallSummary:
+    output = next((kept for kept in call.outputs if isinstance(kept, Tensor | TensorStatistics)), None)
+    known, of_gradient = _moments(output), _moments(next(iter(call.grad_outputs), None))
+    return CallSummary(
+        name=call.layer,
+        kind=call.kind,
+        index=call.index,
+        output=None if output is None else tuple(output.shape),
+        **{name: getattr(known, name, None) for name in ("mean", "std", "zero_share")},
+        nonfinite=None if known is None else known.nan + known.inf,
+        grad_norm=None if of_gradient is None else of_gradient.norm,
+        backwards=len(call.backwards),
+    )
+
+
+def _moments(kept: Any) -> Moments | None:
+    if isinstance(kept, TensorStatistics):
+        return kept.moments
+    return moments(kept) if isinstance(kept, Tensor) else None
 
 
 def record(
@@ -208,4 +525,14 @@ def record(
         NotApplicableError: All the layers are inside TorchScript, where hooks do not run; or (while the model runs) a
             tensor is nested, quantised, or belongs to a transformation such as `torch.vmap`.
     """
-    return Recording(model, layers, keep, parts)
+    unknown = next((part for part in parts if part not in PARTS), None)
+    if isinstance(parts, str) or unknown is not None:
+        hint = "" if isinstance(parts, str) else did_you_mean(str(unknown), PARTS)
+        raise MethodError(f"parts={parts!r}: expected a tuple of some of {', '.join(PARTS)}{hint}")
+    if not callable(keep):
+        keep = _KEEP[check_choice("keep", keep, tuple(_KEEP))]
+    network = unwrap(model)
+    modules = selected(network, layers)
+    if not any(is_hookable(network, name, module) for name, module in modules.items()):
+        require_seen(network, modules)
+    return Recording(modules, keep, parts)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -28,19 +29,19 @@ RuleLike = Rule | Iterable[Rule]
 _MAX_PRINTED = 16  # largest number of values printed on one line
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class NamedRule:
     """Rule with a name for messages. It neither changes its argument in place nor stores it.
 
-    Args:
+    Attributes:
         name: The call that creates it, such as "scale(2.0)".
         function: The rule.
         restart: Function that creates the rule with its initial state for a new block; None if the rule has no state.
     """
 
-    def __init__(self, name: str, function: Rule, restart: Callable[[], NamedRule] | None = None) -> None:
-        self.name = name
-        self.function = function
-        self.restart = restart
+    name: str
+    function: Rule
+    restart: Callable[[], NamedRule] | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
         """Return the replacement of a tensor; None leaves it unchanged."""
@@ -61,9 +62,7 @@ def as_rules(rule: Any) -> tuple[Rule, ...]:
     if isinstance(rule, Iterable) and not isinstance(rule, str | Tensor):
         return tuple(step for part in rule for step in as_rules(part))
     hint = f"; for a factor, use rules.scale({rule!r})" if isinstance(rule, Real) else ""
-    raise MethodError(
-        f"a rule is a function from tensor to tensor, or a list of these; got {type(rule).__name__}{hint}"
-    )
+    raise MethodError(f"a rule is a function of a tensor, or a list of these; got {type(rule).__name__}{hint}")
 
 
 def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
@@ -89,10 +88,8 @@ def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | N
             continue
         if not isinstance(result, Tensor) or _describe(result) != _describe(current):
             got = _describe(result) if isinstance(result, Tensor) else type(result).__name__
-            raise MethodError(
-                f"the rule {rule_name(rule)} returned {got} for {place}; expected a tensor like its argument, "
-                f"{_describe(current)}, or None"
-            )
+            expected = f"{_describe(current)}, or None"
+            raise MethodError(f"the rule {rule_name(rule)} returned {got} for {place}; expected {expected}")
         current = result if isinstance(rule, NamedRule) else result.clone()
     return None if current is tensor else current
 
@@ -112,10 +109,8 @@ def _call_function(rule: Rule, tensor: Tensor, place: str) -> Any:
     version = tensor_version(copied)
     result = rule(copied)
     if result is None and tensor_version(copied) != version:
-        warn(
-            f"the rule {rule_name(rule)} changed its copy of {place} in place and returned None, which leaves the "
-            "tensor unchanged; return the changed tensor"
-        )
+        hint = "return the changed tensor"
+        warn(f"the rule {rule_name(rule)} changed its copy of {place} in place and returned None; {hint}")
     return result
 
 
@@ -127,13 +122,6 @@ def _describe(tensor: Tensor) -> str:
 def rule_name(rule: Rule) -> str:
     """Return the name of a rule for messages."""
     return rule.name if isinstance(rule, NamedRule) else getattr(rule, "__name__", type(rule).__name__)
-
-
-class Stream(Protocol):
-    """Text stream, such as an open file or `sys.stderr`."""
-
-    def write(self, text: str, /) -> object:
-        """Write a text."""
 
 
 def scale(factor: float) -> NamedRule:
@@ -275,7 +263,7 @@ def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
     return NamedRule(name, zero)
 
 
-def show(write: Callable[[Tensor], object] | Stream | None = None, label: str = "") -> NamedRule:
+def show(write: Callable[[Tensor], object] | TextIO | None = None, label: str = "") -> NamedRule:
     """Print the tensor and leave it unchanged.
 
     Args:

@@ -1,8 +1,9 @@
-"""Convert user inputs to calls of a model, and iterate over batches with a prepared model."""
+"""What users pass: layers by name or pattern, and data as calls of a model, with a prepared model for each batch."""
 
 from __future__ import annotations
 
 import copy
+import fnmatch
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError, ModelError
+from ..errors import ImageError, LayerError, ModelError, NotApplicableError
+from ..hooks.manager import is_hookable
 from ..hooks.model_state import (
     call,
     model_attribute,
@@ -23,9 +25,61 @@ from ..hooks.model_state import (
 )
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
+from ..layers.find import find
 from ..targets.targets import Categories, as_categories
-from .layer_selection import LayersLike, selected
 from .tables import plural
+
+LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
+"""A dotted name, a pattern as in "layer4.*.conv?" (`*` also matches dots), a module, a class of modules, or several."""
+
+
+def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
+    """Return the selected layers by name, in the order of the model; "*" selects every layer.
+
+    A model without submodules counts as a layer with the name "".
+
+    Raises:
+        LayerError: A name, pattern or class matches no layer; the closest names are given.
+    """
+    wanted: list[Any] = [layers] if isinstance(layers, str | nn.Module | type) else list(layers)
+    if not wanted:
+        raise LayerError('no layer was given; "*" selects every layer')
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {name for selector in wanted for name in _fitting(model, modules, selector)}
+    first_names: dict[nn.Module, str] = {}
+    for name, module in modules.items():
+        if name in names:
+            first_names.setdefault(module, name)
+    return {name: module for module, name in first_names.items()}
+
+
+def is_pattern(wanted: Any) -> bool:
+    """Return whether a selector is a pattern rather than a name."""
+    return isinstance(wanted, str) and any(character in wanted for character in "*?[")
+
+
+def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise NotApplicableError if hooks do not run on the calls of a layer."""
+    hidden = next((name for name, layer in layers.items() if not is_hookable(model, name, layer)), None)
+    if hidden is not None:
+        label = f'layer "{hidden}"' if hidden else "the model"
+        reason = "is scripted or inside a TorchScript module, which runs no hooks"
+        raise NotApplicableError(f"{label} {reason}; choose a layer that contains it, or do not use torch.jit")
+
+
+def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> list[str]:
+    if isinstance(wanted, type) and issubclass(wanted, nn.Module):
+        names = [name for name, module in modules.items() if isinstance(module, wanted) and name]
+        if not names and not isinstance(model, wanted):
+            kinds = sorted({type(module).__name__ for name, module in modules.items() if name})
+            raise LayerError(f"no {wanted.__name__} in {type(model).__name__}; its layers are {', '.join(kinds)}")
+        return names or [""]
+    if is_pattern(wanted):
+        names = [name for name in modules if name and fnmatch.fnmatchcase(name, wanted)]
+        if not names and len(modules) > 1:
+            raise LayerError(f'no layer of {type(model).__name__} matches "{wanted}"; try "layer4.*.conv?"')
+        return names or [""]
+    return [find(model, wanted)[0]]
 
 
 class ModelCall(NamedTuple):
@@ -50,10 +104,6 @@ class ModelCall(NamedTuple):
             change: Function applied to each tensor. By default a clone, since the model may change its input in place.
         """
         return call(model, tree_map_tensors(self.args, change), tree_map_tensors(self.kwargs, change))
-
-    def first_float(self) -> Tensor | None:
-        """Return the first floating-point tensor among the arguments; None if there is none."""
-        return first_float((self.args, self.kwargs))
 
 
 def first_float(tree: Any) -> Tensor | None:
@@ -145,7 +195,11 @@ class Batches:
 
     def __init__(self, model: nn.Module, data: Any, *, training: bool) -> None:
         self.original = unwrap(model)
-        _require_values(self.original)
+        with prepared_for_attribution(self.original):  # raises ModelError for lazy parameters
+            tensors = (*self.original.named_parameters(), *self.original.named_buffers())
+        empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+        if empty is not None:
+            raise ModelError(f"{empty} is on the meta device and has no values; load or initialise the weights first")
         self.model = _copied(self.original) if training else self.original
         self.training = training
         self.images = 0
@@ -159,9 +213,7 @@ class Batches:
             self.images += batch.size
             yield batch
         if not self.batches:
-            raise ImageError(
-                "the data contain no batch; an iterator that was used before, such as a generator, is empty"
-            )
+            raise ImageError("the data contain no batch; a generator that was used before is empty")
 
     def modules(self, layers: LayersLike) -> dict[str, nn.Module]:
         """Return the selected layers of the model that runs, by their names in the original model.
@@ -196,26 +248,14 @@ def is_finite(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all())
 
 
-def _require_values(model: nn.Module) -> None:
-    with prepared_for_attribution(model):  # raises ModelError for lazy parameters
-        tensors = (*model.named_parameters(), *model.named_buffers())
-    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
-    if empty is not None:
-        raise ModelError(
-            f"{empty} is on the meta device and has no values: load the weights, or use model.to_empty(device=...) and "
-            "an initialisation"
-        )
-
-
 def _copied(model: nn.Module) -> nn.Module:
     try:
         # Copies created under inference_mode would have no gradients.
         with torch.inference_mode(mode=False):
             return copy.deepcopy(model)
     except Exception as error:
-        raise ModelError(
-            f"training=True runs a copy of the model, and {type(model).__name__} cannot be copied: {error}"
-        ) from error
+        kind = type(model).__name__
+        raise ModelError(f"training=True runs a copy of the model, and {kind} cannot be copied: {error}") from error
 
 
 @contextmanager
