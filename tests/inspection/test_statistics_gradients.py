@@ -438,6 +438,7 @@ def test_a_layer_has_the_ratio_of_all_its_parameters_together(rate: float | None
 
 def test_frozen_and_unused_parameters_have_rows_of_none_and_are_named() -> None:
     model = tiny_model()
+    model.add_module("spare", nn.Linear(3, 3))
     for name in ("stem.weight", "norm.bias"):
         model.get_parameter(name).requires_grad_(False)
     found = gradient_statistics(model, images(2)).parameters
