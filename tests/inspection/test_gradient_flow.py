@@ -214,7 +214,9 @@ def test_names_are_thinned_out_until_they_can_be_read_the_first_and_the_last_sta
 
 @pytest.mark.slow
 def test_measures_and_parameters_are_those_of_the_statistics() -> None:
-    statistics = gradient_statistics(tiny_model(), images(2), 0)
+    model = tiny_model()
+    model.add_module("spare", nn.Linear(3, 3))
+    statistics = gradient_statistics(model, images(2), 0)
     weights = ("stem", "down", "last", "head")
     assert heights(drawn(gradient_flow(statistics, measure="rms"))) == [row.rms for row in statistics.layers]
     for measure in ("norm", "rms", "ratio"):

@@ -585,6 +585,7 @@ def test_data_without_a_batch_is_an_error_that_says_so(training: bool) -> None:
 
 def test_layers_are_chosen_by_name_pattern_kind_and_module() -> None:
     model = tiny_model()
+    model.add_module("spare", nn.Linear(3, 3))
 
     def choose(layers: Any) -> list[str]:
         return [row.name for row in activation_statistics(model, images(1), layers=layers)]
@@ -655,6 +656,7 @@ class Raises(nn.Module):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_model_the_data_and_the_random_states_are_left_bit_for_bit(mode: Callable[[], Any], training: bool) -> None:
     model, x = tiny_model().train(), images(3)
+    model.add_module("spare", nn.Linear(3, 3))
     broken = nn.Sequential(tiny_model(), Raises()).train()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

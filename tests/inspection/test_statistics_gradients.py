@@ -766,7 +766,9 @@ def test_an_empty_batch_is_an_error_that_says_which() -> None:
 
 
 def test_both_tables_are_read_together() -> None:
-    found = gradient_statistics(tiny_model(), images(2), 0)
+    model = tiny_model()
+    model.add_module("spare", nn.Linear(3, 3))
+    found = gradient_statistics(model, images(2), 0)
     assert isinstance(found, GradientStatistics)
     text = str(found)
     assert "at the layers of TinyNet" in text
