@@ -1,6 +1,6 @@
-# Two commands are enough on a machine with python3.11+, pip, venv, make and git:
-#   make demo    explains the photos under assets/ and writes overlays to out/
-#   make test    runs every check
+# Main targets. They need python3.11+, pip, venv, make and git:
+#   make demo         explain the photos under assets/ and write overlays to out/
+#   make test         run the linter, the type checker and all tests
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,11 +9,12 @@ DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradi
 .PHONY: demo test quick lint types unit format notebooks zoo benchmarks clean help
 
 help:
-	@sed -n '2,3s/^# *//p' $(MAKEFILE_LIST)
-	@echo "  make quick   the quick tests, without optional dependencies"
-	@echo "  make notebooks    runs the notebooks and writes them anew"
-	@echo "  make zoo     guided backpropagation and Grad-CAM on every architecture (long)"
-	@echo "  make benchmarks   speed and memory, as ratios within one run (keep the machine quiet)"
+	@sed -n '2,3s/^# */  /p' $(MAKEFILE_LIST)
+	@echo "  make quick        run a sample of the tests, without optional dependencies"
+	@echo "  make format       format the code, and fix what the linter can fix"
+	@echo "  make notebooks    run the notebooks and update their outputs"
+	@echo "  make zoo          check guided backpropagation and Grad-CAM on 178 architectures (slow)"
+	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
 demo: $(VENV)/.installed
 	$(BIN)/saliency explain assets --method $(DEMO_METHODS) --sheet --out out
@@ -51,7 +52,7 @@ clean:
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "saliency needs Python 3.11 or later; name one: make PYTHON=python3.12"; exit 1; }
+		|| { echo "saliency needs Python 3.11 or later; select one with: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python

@@ -13,8 +13,7 @@
 #
 # **How do you look inside a network while it runs?** PyTorch's answer is the *hook*: a function that PyTorch calls when
 # a tensor receives its gradient, or when a layer runs. Everything in this toolkit is built on hooks. This page starts
-# with the smallest hook and ends with guided backpropagation written by hand. Along the way, it demonstrates what can
-# go wrong.
+# with the smallest hook and ends with guided backpropagation written by hand. It also demonstrates what can go wrong.
 
 # %%
 # %matplotlib inline
@@ -215,7 +214,7 @@ for name, layer in network.named_children():
 # %% [markdown]
 # **What to see.** `grad_output` is the gradient of the result with respect to the layer's *output*; it arrives from the
 # next layer. `grad_input` is the gradient with respect to the layer's *input*; it is passed on to the previous layer.
-# Read the table from the bottom up: each `grad_input` is the `grad_output` of the line above it.
+# Read the table from bottom to top: each `grad_input` equals the `grad_output` of the line above it.
 #
 # Are these numbers right? Let us compute each of them by hand, in plain Python. In the forward pass, a linear layer is
 # a weighted sum plus a bias, and a sigmoid is 1 / (1 + e^-z):
@@ -479,9 +478,9 @@ for run in (1, 2, 3):
     print(f"run {run}: hooks on the layer: {len(counted._backward_hooks)}; gradient: {ratio:.0f} times the correct one")
 
 # %% [markdown]
-# The handles were not kept, so the only ways out are a private dictionary of PyTorch or a new layer. Any output that
-# such a hook stores also stays in memory, with its whole graph. A `with` block removes the hooks that it registered,
-# even if it ends with an error:
+# The handles were not kept, so the hooks can only be removed through a private dictionary of PyTorch, or with a new
+# layer. Outputs that such a hook stores also stay in memory, with their whole graph. A `with` block removes the hooks
+# that it registered, even if it ends with an error:
 
 # %%
 clean = nn.Linear(2, 1)
@@ -567,13 +566,13 @@ print("layer run alone:   ", numbers(saving[0](x)))
 
 # %% [markdown]
 # **What to see.** The captured value is the layer's true output, including its negative part: one copy was stored, and
-# a second copy went on to the ReLU. The model carried one hook, that of `capture`. The gradient hook is on the autograd
+# another one was passed on to the ReLU. The model had one hook, that of `capture`. The gradient hook is on the autograd
 # graph of this call and is freed with it. In the graph, in-place modules and plain functions are operations like any
 # other. Other threads that run the model at the same time are not affected by either hook. After the error, no hook was
 # left.
 #
-# **What to beware of.** The manager is internal to the toolkit. Use `inspection.record` and `inspection.edit_gradients`
-# first: they are built on it, and add names and tables.
+# **What to beware of.** The manager is internal to the toolkit. Prefer `inspection.record` and
+# `inspection.edit_gradients`, which use the manager and add names and tables.
 #
 # ## In short
 #
@@ -669,10 +668,10 @@ for axis, (name, panel) in zip(axes, panels.items(), strict=True):
 # **What to see.** The map in the middle also shows the eyes and the nose, with more noise. Without the correct map for
 # comparison, it looks plausible, but it is not guided backpropagation.
 #
-# **What to beware of.** The correct result took two corrections, and both require knowledge of the model's source code.
-# A third case, the ReLU called as a function, cannot be handled by module hooks at all. "Your own model, your own
-# method" shows such a network. `saliency.GuidedBackprop` is exact in all three cases. If there is nothing to rewrite,
-# it raises an error instead of returning a map.
+# **What to beware of.** The correct result required two corrections, and both of them require knowledge of the model's
+# source code. A third case, the ReLU called as a function, cannot be handled by module hooks at all. "Your own model,
+# your own method" shows such a network. `saliency.GuidedBackprop` is exact in all three cases. If there is nothing to
+# rewrite, it raises an error instead of returning a map.
 #
 # `edit_gradients` can also rebuild the method on the unmodified model, with its in-place ReLUs:
 

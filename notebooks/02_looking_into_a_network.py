@@ -12,8 +12,8 @@
 # # Looking into a network
 #
 # **What does a network contain, how does it process a photo, and is it healthy?** This page first inspects a healthy
-# pretrained network, so that you know what normal results look like. Then come four networks that fail to train, and
-# the same tools diagnose each of them.
+# pretrained network, so that you know what normal results look like. Then it uses the same tools to diagnose four
+# networks that fail to train.
 
 # %%
 # %matplotlib inline
@@ -63,8 +63,8 @@ for axis, (title, shares), color in zip(axes, columns.items(), ("#4c78a8", "#f58
 axes[0].invert_yaxis()
 
 # %% [markdown]
-# **What to see.** Three different views of one network. The parameters are concentrated in `blocks.5` and the
-# classifier, and the multiply-adds are spread over the blocks. The time follows neither of them closely.
+# **What to see.** The figure shows three different views of one network. The parameters are concentrated in `blocks.5`
+# and the classifier, and the multiply-adds are spread over the blocks. The time follows neither of them closely.
 #
 # **What to beware of.** Multiply-adds do not measure time: a layer that moves much data and computes little is still
 # slow. Times depend on the machine and its current load, so measure on your own machine, and more than once. The other
@@ -84,8 +84,8 @@ adding = [row.name for row in full if "add" in row.functional]
 print("blocks that add their input to their output:", ", ".join(adding))
 
 # %% [markdown]
-# The additions are the skip connections. The other three come from timm, the library that defines this network. Its own
-# layer classes pad, convolve and normalise by calling functions.
+# The additions are the skip connections. The other three functions are called by the layer classes of timm, the library
+# that defines this network, for padding, convolution and normalisation.
 #
 # ## How does it process a photo?
 #
@@ -113,7 +113,7 @@ for line, layer in zip(axes, layers, strict=True):
 # %% [markdown]
 # **What to see.** Each row shows the eight channels of a layer that vary most on the photo of the coffee. The first row
 # shows the photo in other colours, with edges and highlights. In the middle, some channels still show the cup. The last
-# row has only 49 cells. There a channel shows that something is *present*, and hardly what it looks like.
+# row has only 49 cells. There, a channel shows that something is *present*, but hardly what it looks like.
 #
 # **What to beware of.** Each panel has its own colour scale, and the colours have no meaning of their own. Nothing here
 # shows how a channel affects a class. Editing the channel does, as shown further below.
@@ -158,8 +158,8 @@ for axis in (left, right):
 # Of the channels that are dead on one photo, two thirds are active on one of the next four.
 #
 # **What to beware of.** A channel is only ever dead *on these data*. Five photos without a dog say nothing about a
-# channel that detects dogs. On five images of noise, nearly seven times as many channels appear dead. Use real data
-# before you draw conclusions, and plenty of it.
+# channel that detects dogs. On five images of noise, nearly seven times as many channels appear dead. Use real data,
+# and plenty of it, before you draw conclusions.
 #
 # ## Gradients
 #
@@ -171,8 +171,9 @@ gradients = inspection.gradient_statistics(model, PHOTOS)
 saliency.gradient_flow(gradients, size=(10.5, 4.4))
 
 # %% [markdown]
-# **What to see.** A sawtooth with one tooth per block, and no trend: the gradient at the first layer is about as strong
-# as at the last. This is what a healthy network looks like. The `.grad` of the model's parameters is unchanged.
+# **What to see.** The curve is a sawtooth with one tooth per block, and without a trend: the gradient is about as
+# strong at the first layer as at the last one. This is what a healthy network looks like. The `.grad` of the model's
+# parameters is unchanged.
 #
 # ## What if a channel were removed?
 #
@@ -213,8 +214,9 @@ for axis, (name, cam) in zip(axes, cams.items(), strict=True):
     axis.set_axis_off()
 
 # %% [markdown]
-# **What to see.** Forty of the 1280 channels carry the espresso. Without them it disappears from the map (all four
-# share one scale) and from the prediction. Removing forty random channels has hardly any effect. How many does it take?
+# **What to see.** Forty of the 1280 channels contain most of the evidence for espresso. Without them, the espresso
+# disappears from the map (all four maps share one scale) and from the prediction. Removing forty random channels has
+# hardly any effect. How many channels are needed?
 
 # %%
 numbers = [1, 2, 5, 10, 20, 40, 80, 160, 320]
@@ -381,8 +383,8 @@ flow(dying)
 
 # %% [markdown]
 # **Diagnosis: dead channels.** With each layer, the bias keeps more channels below zero, and from the sixth ReLU on all
-# 64 are dead. No information about the point gets through, so no gradient comes back. Before the last ReLU the gradient
-# is exactly zero, and training cannot change that.
+# 64 are dead. No information about the point reaches the output, so no gradient reaches the input. Before the last ReLU
+# the gradient is exactly zero, and training cannot change that.
 #
 # **What to beware of.** The network with a bias of 0 also has dead channels, nearly half of a layer at worst. Yet it is
 # healthy, as shown below. A share of dead channels is a reason to look closer; a whole dead layer is a diagnosis.
@@ -408,10 +410,10 @@ print("first layer with NaN or infinity:", activity.first_nonfinite)
 activity[:6]
 
 # %% [markdown]
-# **Diagnosis: 0 / 0.** The loss alone would be NaN, without its origin. `first_nonfinite` names the layer, "2", and the
-# table shows the cause in the line above it: the ReLU "1" has a dead channel. Its standard deviation is 0, and
-# `Standardize` divides by it. The result is 512 NaN, one for each point. One layer later, everything is NaN. Is it the
-# same channel?
+# **Diagnosis: 0 / 0.** The loss alone would be NaN, and would not show the origin. `first_nonfinite` names the layer,
+# "2", and the table shows the cause in the line above it: the ReLU "1" has a dead channel. Its standard deviation is 0,
+# and `Standardize` divides by it. The result is 512 NaN, one for each point. One layer later, everything is NaN. Is it
+# the same channel?
 
 # %%
 with torch.no_grad(), inspection.record(broken, "2", keep="cpu", parts=("outputs",)) as recording:
@@ -459,8 +461,8 @@ for axis in (left, right):
 
 # %% [markdown]
 # **What to see.** The two healthy networks learn the task. The orange and the black curves are flat: 0.693 is log 2,
-# the loss of a coin toss. The network with large weights starts at a loss of forty million and is NaN after one step.
-# The fourth one starts with NaN.
+# the loss of a random guess. The network with large weights starts at a loss of forty million and is NaN after one
+# step. The fourth one starts with NaN.
 #
 # **In short.** When a network does not learn, inspect it before you tune it. Use `activation_statistics` for the
 # forward pass, `gradient_flow` for the backward pass, and `first_nonfinite` for the origin of a NaN. Each takes one

@@ -42,8 +42,8 @@ explanation
 
 # %% [markdown]
 # The values have the shape of the network's *input*, 224 by 224 pixels with three colours. A value is the rise of the
-# score per unit, for a small rise of this one number of the input. The overlay places the map on the photo, where the
-# network's crop was:
+# score per unit of this one number of the input, for a small change. The overlay places the map on the part of the
+# photo that the network saw:
 
 # %%
 saliency.figure(explanation)
@@ -52,8 +52,8 @@ saliency.figure(explanation)
 # **What to see.** The brightest specks lie in the coffee and on the inside of the cup above it. The tinted border was
 # cropped away: the network never saw it.
 #
-# **What to beware of.** The map is speckled, and this is not an artefact of drawing. Neighbouring pixels have quite
-# different gradients in a network like this one. And a gradient shows how the score *would change*, not why it has its
+# **What to beware of.** The map is speckled, and this is not an artefact of drawing: in a network like this one,
+# neighbouring pixels have quite different gradients. A gradient shows how the score *would change*, not why it has its
 # value.
 
 # %% [markdown]
@@ -84,12 +84,12 @@ saliency.contact_sheet(rows, thumb=150, opacity=0.8)
 # %% [markdown]
 # **What to see.**
 #
-# - The network's top class is on the left, right or wrong. The astronaut is a "football helmet" to the network:
-#   ImageNet has no astronaut class, and the specks on the helmet show what it used instead.
+# - The network's top class is printed on the left, even if it is not correct. The astronaut is classified as "football
+#   helmet": ImageNet has no astronaut class, and the specks on the helmet show what the network used instead.
 # - Guided backpropagation draws fine lines: eyes and nose of the cat, the rim of the coffee, the tips of rocket and
 #   masts.
 # - RectGrad keeps the fewest pixels, among them the legs of the tripod.
-# - DeconvNet shows nearly the same lattice on each photo. The next section looks into this.
+# - DeconvNet shows nearly the same lattice on each photo. The next section explains why.
 #
 # ## A map that does not depend on the photo
 #
@@ -105,7 +105,7 @@ for method in (saliency.DeconvNet(model), saliency.GuidedBackprop(model)):
 # The maps are identical. DeconvNet's rule ignores which ReLUs were active. In the networks of its paper, the positions
 # of the maxima in the pooling layers still carried information about the photo. This network has no max pooling, so
 # only the lattice of its strides is left. The method is computed as in its paper, and on this network it shows nothing.
-# Look at several photos before you trust a method on yours.
+# Compare the maps of several photos before you trust a method on your network.
 #
 # ## Does the map depend on the class?
 #
@@ -128,8 +128,8 @@ for of_espresso, of_shuttle in explained:
 #
 # ## Only the pixels that matter
 #
-# There are two more ways to draw a map. With `opacity="map"` the colours are as opaque as the map is strong, so the
-# rest of the photo stays as it is. `cutout` keeps the strongest share of the pixels.
+# There are two more ways to draw a map. With `opacity="map"`, the opacity follows the strength of the map, so the rest
+# of the photo is unchanged. `cutout` keeps the strongest share of the pixels.
 
 # %%
 guided = methods[2].attribute(ASSETS / "chelsea.jpg", "tiger cat")
@@ -142,5 +142,5 @@ saliency.cutout(guided, keep=0.1, background="white")
 # **What to see.** One pixel in ten is enough for *us* to see a cat: eyes, nose and the edges between them. Whether it
 # is enough for the network is another question, answered on [the last page](08_without_gradients.ipynb).
 #
-# **In short.** Gradients at the input show *fine detail*, but say little about *which class*. For this there are class
-# activation maps, on the next page.
+# **In short.** Gradients at the input show *fine detail*, but say little about *which class*. Class activation maps, on
+# the next page, do depend on the class.

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Class activation maps
 #
-# **Where does the network see a class?** The last layers of an image network still have a spatial resolution, if a
-# coarse one: here 7 by 7 cells with 1280 channels each. A class activation map is a sum of the channels, each weighted
-# by its effect on the score.
+# **Where does the network see a class?** The last layers of an image network still have a coarse spatial resolution:
+# here, 7 by 7 cells with 1280 channels each. A class activation map is a sum of the channels, each weighted by its
+# effect on the score.
 
 # %%
 # %matplotlib inline
@@ -30,12 +30,12 @@ model = saliency.load("efficientnet_lite0")
 saliency.figure(saliency.GradCAM(model).attribute(ASSETS / "coffee.jpg"))
 
 # %% [markdown]
-# **What to see.** The espresso is in the cup, not in the saucer or on the table. **What to beware of.** The map is
+# **What to see.** The map highlights the cup, and neither the saucer nor the table. **What to beware of.** The map is
 # smooth because it was enlarged from 7 by 7 cells; its edges are those of cells, not those of the cup.
 #
 # ## The family side by side
 #
-# All CAMs of one layer share one forward and one backward pass, so five take hardly longer than one.
+# All CAMs of one layer share one forward and one backward pass, so five CAMs take hardly longer than one.
 
 # %%
 family = [
@@ -48,12 +48,12 @@ family = [
 saliency.contact_sheet([saliency.explain_together(family, photo) for photo in PHOTOS], thumb=150)
 
 # %% [markdown]
-# **What to see.** They agree, on this network and at its last layer. They differ in the weak parts: Grad-CAM++ and
+# **What to see.** The maps agree on this network, at its last layer. They differ in the weak parts: Grad-CAM++ and
 # LayerCAM use only positive gradients, so more of the image is highlighted, for example on the astronaut. Eigen-CAM
 # ignores the class and shows what is most prominent in the layer.
 #
 # Four other CAMs are missing here. After this layer there are only an average over the locations and one linear layer.
-# Then the gradient is the same at all locations, and four definitions give one map:
+# Therefore the gradient is the same at all locations, and the four definitions give the same map, up to a factor:
 
 # %%
 names = ["CAM", "GradCAM", "XGradCAM", "HiResCAM"]
@@ -63,8 +63,8 @@ for other in others:
     print(f"cam / {other.method:9} is {ratio.min():.2f} to {ratio.max():.2f} in all {ratio.numel()} places")
 
 # %% [markdown]
-# The 49 is the number of locations: CAM's values average to the score, those of the others sum to it (both up to the
-# head's bias).
+# The factor 49 is the number of locations. The mean of CAM's values is the score, and so is the sum of the values of
+# the others (both up to the bias of the head).
 #
 # ## Which layer?
 #
@@ -92,10 +92,10 @@ grids = ["{}x{}".format(*each.values.shape[2:]) for each in found]
 draw(found, [f"{each.method} at {each.layer}, {grid}" for each, grid in zip(found, grids, strict=True)])
 
 # %% [markdown]
-# **What to see.** On the right, all are alike. At `blocks.4` Grad-CAM misses the cup and highlights the border of its
-# crop. It gives each channel *one* weight, the mean of its gradients, but this far from the output a channel means
-# different things at different locations. HiResCAM and LayerCAM weight each location separately, and highlight the cup
-# and its contents.
+# **What to see.** In the right column, all maps are alike. At `blocks.4`, Grad-CAM misses the cup and highlights the
+# border of the crop. It gives each channel *one* weight, the mean of its gradients, but this far from the output a
+# channel means different things at different locations. HiResCAM and LayerCAM weight each location separately, and
+# highlight the cup and its contents.
 #
 # **What to beware of.** Finer is not better. At `blocks.1` the maps are fine-grained but show only edges and
 # highlights. `FusedCAM` combines several layers in one map. Each layer is scaled by its own maximum, so the values are
@@ -118,18 +118,18 @@ titles = [f"{each.target_names[0]}, {100 * float(each.probabilities):.2f} %" for
 draw(explained, titles)
 
 # %% [markdown]
-# **What to see.** The map follows the class: to the helmet for one, to the shuttle for the other, although the network
-# gives the shuttle a tiny probability. It also highlights something for a class that is not in the photo: the "bobsled"
-# is on the helmet and by her shoulder, the "torch" on the bright wall.
+# **What to see.** The map depends on the class: it highlights the helmet for one class and the shuttle for another,
+# although the network gives the shuttle a tiny probability. It also highlights something for a class that is not in the
+# photo: the helmet and an area by her shoulder for "bobsled", the bright wall for "torch".
 #
 # **What to beware of.** Every map here is equally bright, because each is drawn on its own scale. So the shuttle looks
-# as convincing as the helmet. `shared_limit` gives them a common scale, on which equal colours are equal values:
+# as convincing as the helmet. `shared_limit` gives the maps a common scale, on which equal colours mean equal values:
 
 # %%
 draw(explained, titles, limit=saliency.shared_limit(explained))
 
 # %% [markdown]
-# ## Why this rather than that?
+# ## Why one class rather than another?
 #
 # Chelsea the cat is a "tiger cat" with 39 %, an "Egyptian cat" with 34 % and a "tabby" with 18 %. The maps of such
 # similar classes hardly differ, because most of the evidence for one cat is evidence for all. `contrast` explains the
@@ -148,13 +148,13 @@ draw(explained, [each.target_names[0] for each in explained], columns=2)
 saliency.overlay(explained[-1], sign="signed")
 
 # %% [markdown]
-# **What to see.** The nose and the eye on the left support the tiger cat, the eye on the right and the cheek on the
-# left the Egyptian cat. Where the map is nearly colourless, both classes have equal support.
+# **What to see.** The nose and the eye on the left support the tiger cat. The eye on the right and the cheek on the
+# left support the Egyptian cat. Where the map is nearly colourless, both classes have equal support.
 #
 # ## Fine detail, restricted to a class
 #
-# Guided backpropagation draws fine lines, but not for the requested class. Guided Grad-CAM keeps the lines in the
-# region where Grad-CAM sees the class.
+# Guided backpropagation draws fine lines, but not for the requested class. Guided Grad-CAM keeps only the lines in the
+# region that Grad-CAM highlights for the class.
 
 # %%
 pair = ["football helmet", "space shuttle"]
@@ -166,5 +166,5 @@ draw([*guided, *focused], [f"{each.method}: {each.target_names[0]}" for each in 
 # %% [markdown]
 # **What to see.** The two maps on the left are nearly the same. The two on the right show the helmet and the shuttle.
 #
-# **What to beware of.** Only the CAM depends on the class: within the bright area, the lines are still whatever the
-# network detects there.
+# **What to beware of.** Only the CAM depends on the class: within the bright area, the lines still show everything that
+# the network detects there.

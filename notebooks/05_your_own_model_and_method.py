@@ -12,7 +12,7 @@
 # # Your own model, your own method
 #
 # **Does the toolkit work on your own network, and can you add a method?** This page trains a small network in half a
-# minute. Its ReLUs are written in all the forms that other tools have problems with. Then it adds a new method in ten
+# minute. Its ReLUs are written in all the forms that cause problems in other tools. Then it adds a new method in ten
 # lines.
 
 # %%
@@ -126,10 +126,10 @@ saliency.contact_sheet(rows, thumb=200, shared=True)
 
 # %% [markdown]
 # **What to see.** In the second image the square is brighter than the circle for *both* classes: this network detects
-# outlines, and hardly distinguishes the two. The column of the cross is the surprise. The cross itself is brightest
-# there, but most of the evidence is the *empty background*, without the circles and squares: for this network a cross
-# is mostly the absence of round or straight outlines. It classifies all new images with one shape correctly, but not
-# for the intended reason. Accuracy alone would not have shown this.
+# outlines, and hardly distinguishes the two. The column of the cross is surprising. The cross itself is brightest
+# there, but most of the evidence is the *empty background* around it: for this network a cross is mostly the absence of
+# round or straight outlines. It classifies all new images with one shape correctly, but not for the intended reason.
+# Accuracy alone would not have shown this.
 #
 # **What to beware of.** The network was trained on images with one shape, and these have two, so its percentages mean
 # nothing here. This Grad-CAM reads `fourth`, the last convolution, *before* its in-place ReLU: the toolkit reads a
@@ -149,8 +149,8 @@ guided = saliency.GuidedBackprop(network).attribute(pictures[0], "circle")
 print(guided.coverage)
 
 # %% [markdown]
-# It found all five. Are the numbers correct, too? As a check, here is the paper's rule once more, as an
-# `autograd.Function` that replaces all four forms while the network runs:
+# It found all five. Are the numbers correct, too? As a check, here is the rule of the paper as an `autograd.Function`,
+# which replaces all four forms while the network runs:
 
 
 # %%
@@ -263,18 +263,19 @@ saliency.contact_sheet([saliency.explain_together(both, photo) for photo in phot
 # %% [markdown]
 # **What to see.** Five channels of 1280 highlight the same places, more coarsely.
 #
-# **What to beware of.** They are a small part of the whole. The sheet hides this, because it draws each map on its own
-# scale: on the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five channels.
+# **What to beware of.** The five channels are a small part of the whole. The sheet hides this, because it draws each
+# map on its own scale: on the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five
+# channels.
 #
-# Does it keep the promises of the toolkit, such as an unchanged model, and batches that equal their single images?
-# `check_method` runs nearly forty checks on a tiny network, and lists those that fail:
+# Does the method keep the promises of the toolkit, such as an unchanged model, and batches that equal their single
+# images? `check_method` runs about forty checks on a tiny network, and lists those that fail:
 
 # %%
 check_method(LoudestCAM)
 
 # %% [markdown]
-# No output means that all checks passed. The class has a `name`, so it is in the registry. The command line of this
-# process knows it without further registration:
+# No output means that all checks passed. The class has a `name`, so it is in the registry. In this process, the command
+# line can use it without further steps:
 
 # %%
 list(saliency.METHODS)[-1]
@@ -284,5 +285,5 @@ cli.main(["explain", "../assets/rocket.jpg", "--method", "loudest_cam", "--out",
 Image.open("../out/notebooks/rocket.loudest_cam.png")
 
 # %% [markdown]
-# **To keep it**, put the class into a module of your own, and start the command line from there. A file of two lines is
-# enough: `import my_methods` and `from saliency.cli import main; raise SystemExit(main())`.
+# **To keep the method**, put the class into a module of your own, and start the command line from there. A file of two
+# lines is enough: `import my_methods` and `from saliency.cli import main; raise SystemExit(main())`.

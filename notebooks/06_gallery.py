@@ -12,7 +12,7 @@
 # # The gallery
 #
 # **Which pixels drove the prediction, according to every method?** The page has no list of methods: it iterates over
-# the registry, so a new method appears here by itself. Each map explains the network's own top class.
+# the registry, so a new method appears here without any change. Each map explains the network's own top class.
 
 # %%
 from pathlib import Path
@@ -29,9 +29,9 @@ model = saliency.load("efficientnet_lite0")
 saliency.contact_sheet([[saliency.GradCAM(model).attribute(photo)] for photo in PHOTOS], thumb=180)
 
 # %% [markdown]
-# The five photos, with the class that is explained below and its Grad-CAM. Two of the five classes are wrong: there is
-# no astronaut among the 1000 classes, and the rocket is classified as a missile. Explanations are most useful where a
-# network is wrong.
+# The sheet shows the five photos, with the class that is explained below and its Grad-CAM. Two of the five classes are
+# wrong: there is no astronaut among the 1000 classes, and the rocket is classified as a missile. Explanations are most
+# useful where a network is wrong.
 #
 # ## The methods
 
@@ -42,8 +42,8 @@ Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *r
 # %% [markdown]
 # ## Methods of a single pass
 #
-# These take one forward and at most a few backward passes. `explain_together` runs one forward pass per photo for all
-# of them, and computes each gradient once.
+# These methods take one forward and at most a few backward passes. `explain_together` runs one forward pass per photo
+# for all of them, and computes each gradient once.
 
 
 # %%
@@ -75,15 +75,15 @@ sheet(rows, columns=7, thumb=120)
 # former agree on the helmet, the cup and the tripod. Several are equal on this network; the page on
 # [class activation maps](04_class_activation_maps.ipynb) gives the reason.
 #
-# **What to beware of.** A map that looks right need not be right. The lattice of DeconvNet is the same for every photo;
-# [the first page on heatmaps](03_first_heatmap.ipynb) shows why. Maps that agree are not independent evidence: they
-# read the same layer.
+# **What to beware of.** A map that looks right may still be wrong. The lattice of DeconvNet is the same for every
+# photo; [the first page on heatmaps](03_first_heatmap.ipynb) shows why. Maps that agree are not independent evidence:
+# they read the same layer.
 #
 # ## Methods of many passes
 #
-# These smooth, integrate or perturb, and take tens to thousands of passes. Here they get 96 passes or a few steps,
-# which is less than their authors recommend, on one of the photos. This is still the longest wait in these pages,
-# about half a minute.
+# These methods smooth, integrate or perturb, and take tens to thousands of passes. Here they get 96 passes or a few
+# steps, which is less than their authors recommend, on one of the photos. This is still the longest wait in these
+# pages, about half a minute.
 
 # %%
 quick = {"passes": 96, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "precision": "fast"}
@@ -97,14 +97,15 @@ print(f"{len(coffee)} methods on one photo")
 sheet([coffee], columns=7, thumb=120)
 
 # %% [markdown]
-# **What to see.** FullGrad above, and occlusion, RISE, Sobol and XRAI here, find the coffee as a whole. The path
+# **What to see.** FullGrad above, and occlusion, RISE, Sobol and XRAI here, highlight the coffee as a whole. The path
 # methods, whose values belong to single pixels, draw its rim. Some highlight something else: feature ablation the
-# spoon, extremal perturbation four spots, HSIC a region beside the cup. No picture tells which of them are wrong.
+# spoon, extremal perturbation four spots, HSIC a region beside the cup. The maps alone do not show which of them are
+# wrong.
 #
-# **What to beware of.** 96 passes are few: the patchwork of LIME and Kernel SHAP is mostly noise, and
-# extremal perturbation has taken 10 of its 800 steps. The next two pages measure how certain a map is and what each
-# method asks: [How sure is this map?](07_how_sure_is_this_map.ipynb) and
-# [Without gradients](08_without_gradients.ipynb).
+# **What to beware of.** 96 passes are few: the patchwork of LIME and Kernel SHAP is mostly noise, and extremal
+# perturbation has taken 10 of its 800 steps. The next two pages measure how certain a map is, and explain what each
+# method measures: [How sure is this map?](07_how_sure_is_this_map.ipynb) and [Without
+# gradients](08_without_gradients.ipynb).
 #
 # The same on the command line, with one file per photo and method:
 #

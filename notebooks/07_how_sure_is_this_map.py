@@ -11,8 +11,8 @@
 # %% [markdown]
 # # How sure is this map?
 #
-# **A method that draws samples gives an estimate. How far is it from the true value?** Most toolkits do not say: they
-# average the samples and return the mean. Here every sampling method returns a standard error for each pixel.
+# **A method that draws samples gives an estimate. How far is it from the true value?** Most toolkits do not report
+# this: they only return the mean of the samples. Here every sampling method returns a standard error for each pixel.
 
 # %%
 # %matplotlib inline
@@ -48,8 +48,9 @@ draw(
 )
 
 # %% [markdown]
-# **What to see.** On the left the map: the rise of the score when a pixel is visible. In the middle the uncertainty of
-# each value: it is similar everywhere. On the right the map again, transparent where the value could be chance.
+# **What to see.** The map on the left shows the rise of the score when a pixel is visible. The map in the middle shows
+# the uncertainty of each value, which is similar everywhere. The map on the right is transparent where the value could
+# be due to chance.
 #
 # **What to beware of.** The error covers only the sampling. A map can be precise and still misleading.
 #
@@ -72,8 +73,8 @@ for each in runs:
 # %% [markdown]
 # ## Is the error correct?
 #
-# An error bar is a claim. This one says: of 100 repetitions, about 95 lie within two errors of the true value. To test
-# it, repeat the estimate with other seeds, take a long run as the true value, and count.
+# An error bar is a claim: of 100 repetitions, about 95 lie within two errors of the true value. To test this, repeat
+# the estimate with other seeds, take a long run as the true value, and count.
 
 # %%
 truth = saliency.SmoothGrad(model, passes=120, seed=1000).attribute(PHOTO, TARGET).values
@@ -87,13 +88,13 @@ print("within 1.96 errors of the long run, per seed:", ", ".join(f"{share:.1%}" 
 # The result is under 95 %, for two reasons: the long run is itself an estimate, and so is an error from 20
 # samples.
 #
-# ## When is enough enough?
+# ## How many samples are enough?
 #
 # The number of passes is rarely what matters. More useful limits are precision and time:
 #
 # ```python
 # saliency.RISE(model, tolerance=0.1)   # until the error is a tenth of the map
-# saliency.RISE(model, seconds=2)       # whatever two seconds give
+# saliency.RISE(model, seconds=2)       # as many masks as fit into two seconds
 # saliency.RISE(model, passes=4000)     # as in the paper
 # ```
 #
@@ -126,16 +127,18 @@ draw(
 )
 
 # %% [markdown]
-# **What to see.** Two maps look alike, and neither sum is exact. The score rises by 11.4 from grey to the photo; with 4
-# steps the values sum to 8.0 less, with 32 steps to 1.1 more. The rise is uneven, so a fixed set of steps misses some
-# of it, even with many steps. With a tolerance, steps are placed where the score changes fast: 17 were enough.
+# **What to see.** The two maps look alike, and neither sum is exact. The score rises by 11.4 from grey to the photo.
+# The sum of the values is 8.0 too small with 4 steps, and 1.1 too large with 32 steps. The rise is uneven, so a fixed
+# set of steps misses some of it, even with many steps. With a tolerance, steps are added where the score changes fast:
+# 17 were enough.
 #
 # **What to beware of.** A correct sum does not make a correct map, and a map that looks right may have a wrong sum.
 #
 # ## Faster passes
 #
-# `precision="fast"` runs a private copy of the network with folded batch norms, `"bf16"` a copy in bfloat16. Both are
-# timed on the first passes and dropped if they are not faster; the explanation reports what was used.
+# `precision="fast"` runs a private copy of the network with folded batch norms. `"bf16"` runs such a copy in bfloat16,
+# for passes without gradients. Both are timed on the first passes and dropped if they are not faster; the explanation
+# reports what was used.
 
 # %%
 maps = {
@@ -151,9 +154,9 @@ for asked, each in maps.items():
     print(f"{asked:6} correlation with the exact map {same:.5f}")
 
 # %% [markdown]
-# **What to see.** The same map, three times. Above each are its time and the precision that was used; on another
-# machine these differ, and may say "no faster here". **What to beware of.** bfloat16 changes the map slightly. If exact
-# values matter, leave `precision` at its default.
+# **What to see.** The three maps are nearly the same. The title of each states the precision that was used, and its
+# time relative to an exact pass. On another machine the titles differ, and may state "no faster here". **What to beware
+# of.** bfloat16 changes the map slightly. If exact values matter, leave `precision` at its default.
 #
-# **What to take home.** Set a tolerance, look at `agreement`, and fade values that are not significant before you show
-# a map to others.
+# **In short.** Set a tolerance, look at `agreement`, and fade values that are not significant before you show a map to
+# others.

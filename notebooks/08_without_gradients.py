@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Without gradients
 #
-# **What if the network is a black box?** Behind an API there are no gradients. But one can change the image and observe
-# the score. All methods on this page do only that. They differ in what they change, and in how they attribute the
-# effect.
+# **What if the network is a black box?** An API gives no gradients. But you can change the image and observe the score.
+# Except for the last one, all methods on this page do only that. They differ in what they change, and in how they
+# attribute the effect.
 
 # %%
 # %matplotlib inline
@@ -45,12 +45,13 @@ occlusion = saliency.Occlusion(model, window=48, stride=24).attribute(PHOTO, TAR
 saliency.figure(occlusion)
 
 # %% [markdown]
-# **What to see.** This is the oldest idea: hide a square and record the fall of the score. Red squares supported the
-# class. Where the map is blue, the score *rose* without the square: there the image opposed the class.
+# **What to see.** Occlusion is the oldest of these methods: it hides a square and records the fall of the score. Red
+# squares supported the class. Where the map is blue, the score *rose* without the square: there the image opposed the
+# class.
 #
 # ## What replaces the hidden pixels?
 #
-# Nothing can be removed from an image: something has to replace it, and the network sees that too.
+# Pixels cannot be removed from an image. Something has to replace them, and the network sees that too.
 
 # %%
 fills = [saliency.Occlusion(model, window=48, stride=24, fill=fill) for fill in ("mean", "blur", "inpaint")]
@@ -62,13 +63,13 @@ for axis, fill, each in zip(axes, (0.0, "mean", "blur", "inpaint"), found, stric
     axis.axis("off")
 
 # %% [markdown]
-# Where these maps agree, they are about the cup; where they differ, they are about the fill.
+# Where these maps agree, they show the effect of the cup. Where they differ, they show the effect of the fill.
 #
 # ## Black-box methods side by side
 #
-# The methods use squares, soft random masks, superpixels shown and hidden in balanced combinations, regressions on such
-# trials, and statistics of sensitivity analysis. Methods that sample get 200 passes each; occlusion takes one for each
-# square, and feature ablation one for each superpixel.
+# The methods use squares, soft random masks, combinations of visible superpixels, regressions on such combinations, and
+# statistics of sensitivity analysis. Methods that sample get 200 passes each; occlusion takes one for each square, and
+# feature ablation one for each superpixel.
 
 # %%
 boxes = [
@@ -86,11 +87,11 @@ draw(list(found.values()))
 # %% [markdown]
 # **What to see.** Most highlight the coffee in the cup. Not all: feature ablation, which hides one superpixel at a
 # time, is strongest on the spoon, and HSIC on the rim of the cup. Methods on superpixels follow the edges of objects,
-# because superpixels do. LIME, Kernel SHAP and Shapley sampling ask nearly the same question about the same
+# because superpixels do. LIME, Kernel SHAP and Shapley sampling estimate nearly the same quantity for the same
 # superpixels, so their maps are similar.
 #
-# **What to beware of.** They all show the network images unlike any in its training. And with few passes the weaker
-# superpixels are noise: the next figure fades values below two standard errors.
+# **What to beware of.** With all of these methods, the network sees images unlike any in its training data. With few
+# passes, the values of the weaker superpixels are noise. The next figure fades values below two standard errors.
 
 # %%
 shap = found["kernel_shap"]
@@ -115,9 +116,9 @@ print(f"sum of the values {float(shap.values.sum()):.4f}, missed by {float(shap.
 # %% [markdown]
 # ## Masks inside the network
 #
-# Some CAMs need no gradient. They mask with activations. Score-CAM multiplies the photo with each channel, and takes a
-# whole pass for each. Ablation-CAM and Recipro-CAM mask inside the network, and run only the part after the layer
-# again, or use a formula if that part is linear.
+# Some CAMs need no gradient: they use masks instead. Score-CAM multiplies the photo by each channel, and needs a whole
+# pass for each. Ablation-CAM and Recipro-CAM mask a layer inside the network. They repeat only the part after the
+# layer, or use a formula if that part is linear.
 
 # %%
 inside = [saliency.ScoreCAM(model, channels=64), saliency.AblationCAM(model), saliency.ReciproCAM(model)]
@@ -130,9 +131,9 @@ for each in found:
 # %% [markdown]
 # ## Is a small part of the image enough?
 #
-# The last kind optimises a mask instead of trying many: which tenth of the image keeps the score highest while the rest
-# is blurred? It follows the gradient of the *mask*, so it does need the network's gradient; it is on this page because
-# the question is the same. And the answer can be tested: show the network only this part.
+# The last method optimises one mask instead of trying many: which tenth of the image keeps the score highest while the
+# rest is blurred? It follows the gradient of the *mask*, so it does need the network's gradient; it is on this page
+# because it answers the same question. The answer can be tested: show the network only this part.
 
 # %%
 photo = model.preprocess(Image.open(PHOTO))[None]
@@ -151,9 +152,9 @@ for axis, area in zip(axes, (0.1, 0.2, 0.4), strict=True):
 # **What to see.** A tenth is not enough, not even the best tenth that was found: with it the network gives espresso 0.9
 # %. With two fifths, most of the coffee and half of the rim, it gives 62 %, compared with 95 % on the whole photo.
 #
-# **What to beware of.** Such a map looks like an answer at every size. It shows the best part of this size that 60
-# steps found, not that the part is enough; this has to be measured. We see the cut-out on black, the network saw it on
-# a blurred photo; on black the result would differ.
+# **What to beware of.** Such a map looks convincing at every size. It shows the best part of this size that 60 steps
+# found, but not whether this part is enough: that has to be measured. The figure shows the cut-out on black, but the
+# network saw it on a blurred photo. On black, the result would differ.
 #
-# **What to take home.** Start with occlusion: it is fast, exact for what it measures, and easy to explain. Use RISE or
-# Kernel SHAP with a tolerance where you have to defend a number.
+# **In short.** Start with occlusion: it is fast, exact for what it measures, and easy to explain. Use RISE or Kernel
+# SHAP with a tolerance where you have to defend a number.
