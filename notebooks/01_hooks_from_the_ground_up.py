@@ -565,7 +565,7 @@ print("hooks afterwards:  ", hooks_on(saving))
 print("layer run alone:   ", numbers(saving[0](x)))
 
 # %% [markdown]
-# **What to see.** The captured value is the layer's true output, including its negative part: one copy was stored, and
+# **What to see.** The captured value is the layer's true output, including its negative part. One copy was stored, and
 # another one was passed on to the ReLU. The model had one hook, that of `capture`. The gradient hook is on the autograd
 # graph of this call and is freed with it. In the graph, in-place modules and plain functions are operations like any
 # other. Other threads that run the model at the same time are not affected by either hook. After the error, no hook was

@@ -122,7 +122,7 @@ for of_espresso, of_shuttle in explained:
     print(f"{of_espresso.method:16} correlation between the two maps: {torch.corrcoef(both)[0, 1]:.2f}")
 
 # %% [markdown]
-# **What to beware of.** Guided backpropagation draws the cup for every class: for a space shuttle, which is not in the
+# **What to beware of.** Guided backpropagation draws the cup for every class. For a space shuttle, which is not in the
 # photo, the map is practically the same as for the espresso. RectGrad is similar. Both show what the network *detects*.
 # The plain gradient, the noisiest of the three, does change with the class.
 #

@@ -119,8 +119,8 @@ draw(explained, titles)
 
 # %% [markdown]
 # **What to see.** The map depends on the class: it highlights the helmet for one class and the shuttle for another,
-# although the network gives the shuttle a tiny probability. It also highlights something for a class that is not in the
-# photo: the helmet and an area by her shoulder for "bobsled", the bright wall for "torch".
+# although the network gives the shuttle a tiny probability. A class that is not in the photo also has a map: it
+# highlights the helmet and an area by her shoulder for "bobsled", and the bright wall for "torch".
 #
 # **What to beware of.** Every map here is equally bright, because each is drawn on its own scale. So the shuttle looks
 # as convincing as the helmet. `shared_limit` gives the maps a common scale, on which equal colours mean equal values:

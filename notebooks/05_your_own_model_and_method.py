@@ -127,12 +127,12 @@ saliency.contact_sheet(rows, thumb=200, shared=True)
 # %% [markdown]
 # **What to see.** In the second image the square is brighter than the circle for *both* classes: this network detects
 # outlines, and hardly distinguishes the two. The column of the cross is surprising. The cross itself is brightest
-# there, but most of the evidence is the *empty background* around it: for this network a cross is mostly the absence of
-# round or straight outlines. It classifies all new images with one shape correctly, but not for the intended reason.
+# there, but most of the evidence is the *empty background* around it. For this network, a cross is mostly the absence
+# of round or straight outlines. It classifies all new images with one shape correctly, but not for the intended reason.
 # Accuracy alone would not have shown this.
 #
 # **What to beware of.** The network was trained on images with one shape, and these have two, so its percentages mean
-# nothing here. This Grad-CAM reads `fourth`, the last convolution, *before* its in-place ReLU: the toolkit reads a
+# nothing here. This Grad-CAM reads `fourth`, the last convolution, *before* its in-place ReLU. The toolkit reads a
 # layer's output as it was returned, even if an in-place operation overwrites it later.
 
 # %%
@@ -264,7 +264,7 @@ saliency.contact_sheet([saliency.explain_together(both, photo) for photo in phot
 # **What to see.** Five channels of 1280 highlight the same places, more coarsely.
 #
 # **What to beware of.** The five channels are a small part of the whole. The sheet hides this, because it draws each
-# map on its own scale: on the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five
+# map on its own scale. On the rocket, Grad-CAM's strongest cell is more than six times as strong as that of the five
 # channels.
 #
 # Does the method keep the promises of the toolkit, such as an unchanged model, and batches that equal their single
