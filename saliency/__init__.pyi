@@ -7,11 +7,11 @@ from .attribution.explanation import Explanation as Explanation
 from .attribution.options import Option as Option
 from .engine.allocator import keep_memory as keep_memory
 from .engine.estimates import Estimate as Estimate
+from .engine.estimates import generator as generator
 from .engine.multi_pass import ImageAttribution as ImageAttribution
 from .engine.multi_pass import MultiPassAttribution as MultiPassAttribution
 from .engine.multi_pass import SampledAttribution as SampledAttribution
 from .engine.multi_pass import from_estimate as from_estimate
-from .engine.multi_pass import generator as generator
 from .errors import ExplanationError as ExplanationError
 from .errors import ImageError as ImageError
 from .errors import LayerError as LayerError

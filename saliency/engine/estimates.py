@@ -1,4 +1,4 @@
-"""Running mean of samples that come in chunks, with its standard error."""
+"""Samples: their random draws, and their running mean with its standard error."""
 
 from __future__ import annotations
 
@@ -149,3 +149,30 @@ def _ranks(values: Tensor) -> Tensor:
 def precise_type(tensor: Tensor) -> torch.dtype:
     """Return the type for sums: float64, unless the device of a tensor does not have it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def generator(seed: int, *numbers: int) -> torch.Generator:
+    """Return the random generator of one sample.
+
+    The same numbers give the same draws, regardless of the order and the chunks of the samples. It draws on the CPU, so
+    every device gets the same draws.
+
+    Args:
+        seed: The seed of the method.
+        *numbers: The number of the sample, and of the draw within it if there are several.
+    """
+    mixed = seed & _MASK
+    for number in numbers:
+        mixed = _mixed(mixed ^ _mixed(number + 1))
+    return torch.Generator().manual_seed(_mixed(mixed) >> 1)
+
+
+_MASK = (1 << 64) - 1
+
+
+def _mixed(state: int) -> int:
+    """Hash a number by SplitMix64: Steele et al. (2014), https://doi.org/10.1145/2714064.2660195."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..engine.multi_pass import generator
+from ..engine.estimates import generator
 from ..errors import MethodError, did_you_mean
 from ..io.image_io import ImageLike
 from ..io.inputs import Prepare, read

@@ -19,8 +19,7 @@ from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.forward import at_least_float32
 from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
-from ..engine.multi_pass import ImageAttribution, stack_images
-from ..engine.runner import gradients_at
+from ..engine.multi_pass import ImageAttribution, gradients_at, stack_images
 from ..errors import NotApplicableError, warn
 from ..hooks.autograd_graph import next_functions
 from ..hooks.model_state import leaf, run_model

@@ -12,16 +12,8 @@ from torch import Tensor
 
 from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import Budget, Option, PositionalOption
-from ..engine.estimates import ScoreEstimate
-from ..engine.multi_pass import (
-    MOST_PASSES,
-    ImageAttribution,
-    MultiPassAttribution,
-    SampledAttribution,
-    from_estimate,
-    generator,
-)
-from ..engine.runner import MakeInputs, PassRunner
+from ..engine.estimates import ScoreEstimate, generator
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
 from ..engine.tail import TailForward
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
@@ -100,7 +92,9 @@ class LayerPasses(MultiPassAttribution):
             warn_if_signed(self.name, layer.maps[None])
         return layer
 
-    def tail_scores(self, passes: PassRunner, layer: LayerOutput, make: MakeInputs, count: int) -> Tensor:
+    def tail_scores(
+        self, passes: PassRunner, layer: LayerOutput, make: Callable[[int, int], Tensor], count: int
+    ) -> Tensor:
         """Return the scores (k,) for the layer's outputs (k, ...) that `make` creates; k < `count` after an interrupt.
 
         Only the part of the model after the layer runs, where that is possible.
@@ -345,8 +339,8 @@ class SSCAM(ScoreCAM, SampledAttribution):
             shown = masks(torch.arange(start, stop, device=x.device) % masks.count)
             return x * (shown + self.noise * torch.stack(noise).to(x))
 
-        is_limited = self.limits() != Budget()
-        count = max(MOST_PASSES, (self.passes or 0) + 1) if is_limited else self.draws * masks.count
+        # One more than the limit, so that the limit ends the passes.
+        count = self.draws * masks.count if self.limits() == Budget() else self.most_passes + 1
         for done in passes.until_precise(estimate, passes.forwards(make, count)):
             estimate.add(done.scores)
         return from_estimate(estimate, estimate.mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.estimates import Estimate
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
-from ..engine.runner import MakeInputs, PassRunner
+from ..engine.estimates import Estimate, generator
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
 from ..targets.targets import ClassScore, OutputTarget, Probability, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
@@ -358,7 +358,7 @@ class BlurIG(MultiPassAttribution):
         return ImageAttribution(values, residual=residual_of(passes, values, score, blurred))
 
 
-def on_paths(x: Tensor, references: Tensor, at: Tensor) -> MakeInputs:
+def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], Tensor]:
     """Return a function that creates the inputs on the straight paths from K baselines to the image, path by path.
 
     Args:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..engine.estimates import ScoreEstimate
-from ..engine.multi_pass import ImageAttribution, SampledAttribution, generator
-from ..engine.runner import PassRunner
+from ..engine.estimates import ScoreEstimate, generator
+from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
 from ..errors import warn
 from ..validation import check_number
 from .baselines import Filler

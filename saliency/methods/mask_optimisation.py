@@ -13,8 +13,8 @@ from torch import Tensor
 from ..attribution.forward import at_least_float32
 from ..attribution.options import ConvertedOption, Option
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, generator
-from ..engine.runner import PassRunner
+from ..engine.estimates import generator
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number

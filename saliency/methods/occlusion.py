@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
-from ..engine.runner import PassRunner
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
 from ..engine.window import WindowForward
 from ..errors import MethodError
 from ..validation import is_integer, is_pair
@@ -100,7 +99,7 @@ class Occlusion(MultiPassAttribution):
                 mask[:, top : top + size[0], left : left + size[1]] = True
             return filler(masks)
 
-        local = WindowForward(passes.model, x) if self.precision == "exact" and len(corners) >= FEW else None
+        local = WindowForward(self.model, x) if self.precision == "exact" and len(corners) >= FEW else None
         if local is None or local.how != WindowForward.part:
             for done in passes.forwards(hidden, len(corners)):
                 yield done.start, done.scores

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..engine.estimates import Estimate, precise_type
-from ..engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
-from ..engine.runner import PassRunner
+from ..engine.estimates import Estimate, generator, precise_type
+from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, from_estimate
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 

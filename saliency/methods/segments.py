@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
-from ..engine.runner import PassRunner
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
 from ..errors import MethodError
 from ..io.preprocess import Preprocess
 from ..validation import is_integer, is_pair

@@ -15,9 +15,8 @@ from ..attribution.explanation import Explanation, Setting
 from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..engine.estimates import Estimate, precise_type
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, SampledAttribution, from_estimate, generator
-from ..engine.runner import PassRunner
+from ..engine.estimates import Estimate, generator, precise_type
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
 from ..errors import MethodError
 from ..hooks.model_state import unwrap
 from ..io.inputs import Batch

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Option
-from ..engine.estimates import ScoreEstimate
-from ..engine.multi_pass import ImageAttribution, SampledAttribution, generator
-from ..engine.runner import PassRunner
+from ..engine.estimates import ScoreEstimate, generator
+from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
 from ..errors import MethodError
 from ..validation import check_integer
 from .baselines import Filler, FillOption

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution
-from ..engine.runner import PassRunner
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
 from ..validation import check_choice, check_integer
 from .integrated_gradients import RULES, Rule, mean_gradients, wide
 

@@ -21,9 +21,17 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option, RunStats
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.engine.estimates import Estimate
-from saliency.engine.multi_pass import ImageAttribution, SampledAttribution, from_estimate, generator
-from saliency.engine.runner import MAX_CHUNK_CPU, ChunkTuner, MakeInputs, PassRunner, chunk_tuner_for
+from saliency.engine.estimates import Estimate, generator
+from saliency.engine.multi_pass import (
+    MAX_CHUNK_CPU,
+    ChunkTuner,
+    ImageAttribution,
+    MakeInputs,
+    PassRunner,
+    SampledAttribution,
+    chunk_tuner_for,
+    from_estimate,
+)
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
 from saliency.testing import images, tiny_model
@@ -60,7 +68,9 @@ def passes_on(model: nn.Module, limits: Budget | None = None, **options: Any) ->
     selection = ResolvedTarget(0, 1)
     with torch.no_grad():
         selection(model(x))
-    return PassRunner(model, x, selection, 0, limits or Budget(), **options)
+    limits = limits or Budget()
+    method = Noisy(model, passes=limits.passes, seconds=limits.seconds, tolerance=limits.tolerance, **options)
+    return PassRunner(method, x, selection, 0)
 
 
 def brighter(x: Tensor) -> MakeInputs:
@@ -336,7 +346,7 @@ def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> Non
         expected = selection(model(x))
         for image in range(3):
             one = x[image : image + 1]
-            (done,) = PassRunner(model, one, selection, image, Budget()).forwards(copies(one), 1)
+            (done,) = PassRunner(Noisy(model), one, selection, image).forwards(copies(one), 1)
             torch.testing.assert_close(done.scores, expected[image : image + 1])
 
 
@@ -512,7 +522,7 @@ def test_long_work_on_a_terminal_draws_a_bar_by_itself(
     progress: bool | None, drawn: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("saliency.engine.runner.BAR_DELAY", 0.2)
+    monkeypatch.setattr("saliency.engine.multi_pass.BAR_DELAY", 0.2)
     model = tiny_model()
     model.register_forward_hook(lambda *given: time.sleep(0.05))
     Noisy(model, passes=10, chunk=1, progress=progress).attribute(images(1), 0)

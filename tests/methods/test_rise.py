@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency.engine.estimates import rank_correlation
-from saliency.engine.multi_pass import generator
+from saliency.engine.estimates import generator, rank_correlation
 from saliency.errors import MethodError
 from saliency.methods.rise import RISE, MaskedScores, RandomMasks
 from saliency.targets.targets import probability

@@ -285,7 +285,7 @@ def test_without_noise_it_is_grad_cam_plus_plus() -> None:
 
 def test_means_of_powers_meet_the_clean_activations() -> None:
     """Against the formula, written out over the same noisy copies."""
-    from saliency.engine.multi_pass import generator
+    from saliency.engine.estimates import generator
 
     model = tiny_model().double()
     x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
