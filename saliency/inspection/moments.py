@@ -60,13 +60,8 @@ class Moments:
 
     def scaled(self, factor: float) -> Moments:
         """Return the moments of the values multiplied by a positive factor."""
-        return replace(
-            self,
-            mean=self.mean * factor,
-            deviations=self.deviations * factor * factor,
-            min=self.min * factor,
-            max=self.max * factor,
-        )
+        mean, low, high = self.mean * factor, self.min * factor, self.max * factor
+        return replace(self, mean=mean, deviations=self.deviations * factor * factor, min=low, max=high)
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of the union of both sets of values, exact up to double precision.
@@ -106,7 +101,7 @@ def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Momen
             those of the sample, and NaN outside the sample is missed.
     """
     require_plain(tensor)
-    values = _flat(tensor.detach())
+    values = _flat(real_values(tensor))
     count, step = values.numel(), values.numel() // _SAMPLE_RUNS
     if not sample or step <= _SAMPLE_RUN:
         return _deferred(values)
@@ -117,16 +112,11 @@ def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Momen
 
 def require_plain(tensor: Tensor) -> None:
     """Raise NotApplicableError for tensors without plain values: transformed, nested or quantised tensors."""
-    if is_wrapped(tensor):
-        kind, hint = (
-            "a tensor inside a transformation of torch.func or is_grads_batched=True",
-            "run the model without it",
+    if is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized:
+        kinds = (
+            "nested and quantised tensors, and tensors inside a transformation of torch.func or is_grads_batched=True"
         )
-    elif tensor.is_nested or tensor.is_quantized:
-        kind, hint = "a nested or quantised tensor", "convert it to a dense tensor in the model"
-    else:
-        return
-    raise NotApplicableError(f"{kind} cannot be recorded or measured; {hint}, or choose other layers")
+        raise NotApplicableError(f"{kinds}, cannot be recorded or measured; choose other layers")
 
 
 def _extrapolated(sample: Moments, count: int) -> Moments:
@@ -136,12 +126,14 @@ def _extrapolated(sample: Moments, count: int) -> Moments:
     return replace(sample, count=count, finite=finite, deviations=deviations, zeros=zeros, nan=nan, inf=inf)
 
 
+def real_values(tensor: Tensor) -> Tensor:
+    """Return the values as a dense tensor without a graph; the magnitudes if the tensor is complex."""
+    tensor = tensor.detach().to_dense()
+    return tensor.abs() if tensor.is_complex() else tensor
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """Return the values in memory order, without a copy if the tensor is dense."""
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = tensor.abs()
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return tensor.reshape(-1)

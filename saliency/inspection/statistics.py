@@ -9,15 +9,17 @@ import inspect
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, ModelError, RenderError, TargetError
+from ..errors import ImageError, LayerError, RenderError, TargetError
 from ..hooks.autograd_graph import this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf
@@ -26,9 +28,9 @@ from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.layout import Grid, layout_from
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
-from ..validation import check_choice, check_number, is_real
+from ..validation import check_choice, check_number
 from .arguments import Batches, LayersLike, ModelCall, categories_of, is_finite
-from .moments import Moments, moments
+from .moments import Moments, moments, real_values
 from .record import Call, Recording
 from .tables import Column, Table, listed, number, plural, share
 
@@ -37,10 +39,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, *_INSTANCE_NORMS)
 _POOLING_1D = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d)
 # Subclasses may permute the axes, as LayerNorm2d of torchvision and timm does.
 _NORMS_LAST = (nn.LayerNorm, nn.RMSNorm)
@@ -53,6 +53,8 @@ _Value = TypeVar("_Value", float, float | None)
 Loss = Callable[..., Tensor]
 """Function loss(output) or loss(output, labels) that returns a scalar, or one number per image to be averaged."""
 
+_GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
+# Names of an optional second argument of a loss that takes labels.
 _LABELS = ("label", "labels", "target", "targets", "y", "y_true")
 
 
@@ -61,6 +63,7 @@ class _Statistics(Generic[_Value]):
     """Statistics of the finite values of a tensor over all batches; None if there is no gradient."""
 
     name: str
+    count: int  # values; 0 without a gradient
     norm: _Value
     rms: _Value  # root mean square
     mean: _Value
@@ -79,7 +82,6 @@ class _LayerStatistics(_Statistics[_Value]):
     kind: str  # class of the module
     call: int  # index of the call in a forward pass
     calls: int  # calls in a forward pass
-    count: int  # values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,18 +154,11 @@ class GradientStatistics:
         """Return both tables as text."""
         return f"{self.layers}\n\n{self.parameters}"
 
-    def __repr__(self) -> str:
-        return (
-            f"<GradientStatistics of a {self.of} of {number(self.loss)}: {len(self.layers)} layers, "
-            f"{len(self.parameters)} parameters>"
-        )
-
     def to_html(self) -> str:
         """Return both tables as HTML."""
         return self.layers.to_html() + self.parameters.to_html()
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    _repr_html_ = to_html
 
 
 @dataclass
@@ -184,35 +179,23 @@ class _Collector:
         self.first_nonfinite: str | None = None
         self.notes: list[str] = []
         self._stats: dict[tuple[str, int], _RunningStats] = {}
-        self._order: list[tuple[str, int]] = []  # keys of `_stats`, in the order in which the calls begin
 
     def stats_of(self, calls: Iterable[Call]) -> dict[Call, _RunningStats]:
         """Return the statistics of those calls of a batch that returned a tensor."""
-        stats = {}
-        before: tuple[str, int] | None = None
-        for call in calls:
-            key = (call.layer, call.index)
-            if call.outputs and key not in self._stats:
-                # A call that is new in a later batch follows the call before it.
-                self._order.insert(0 if before is None else self._order.index(before) + 1, key)
-                self._stats[key] = _RunningStats()
-            if call.outputs:
-                before, stats[call] = key, self._stats[key]
-        return stats
+        calls = [call for call in calls if call.outputs]
+        return {call: self._stats.setdefault((call.layer, call.index), _RunningStats()) for call in calls}
 
     def rows(self, scale: float = 1.0) -> Iterator[tuple[dict[str, Any], _RunningStats]]:
         """Yield the fields that rows of both kinds have in common, with the values multiplied by `scale`."""
-        calls, indices = Counter(name for name, _ in self._order), Counter[str]()
-        for name, index in self._order:
-            stats = self._stats[name, index]
-            fields = {"name": name, "kind": type(self.modules[name]).__name__, "count": stats.moments.count}
-            fields |= {"call": indices[name], "calls": calls[name], **_statistics(stats.moments.scaled(scale))}
-            yield fields, stats
+        calls, indices = Counter(name for name, _ in self._stats), Counter[str]()
+        for (name, _), stats in self._stats.items():
+            fields = {"name": name, "kind": type(self.modules[name]).__name__, "call": indices[name]}
+            yield {**fields, "calls": calls[name], **_statistics(stats.moments.scaled(scale))}, stats
             indices[name] += 1
 
     def uncalled_note(self) -> list[str]:
         """Return a note that lists the layers without a row."""
-        called = {name for name, _ in self._order}
+        called = {name for name, _ in self._stats}
         uncalled = [name for name, module in self.modules.items() if name not in called and _is_callable(module)]
         return listed("never called, or without a tensor in the output:", uncalled)
 
@@ -227,8 +210,9 @@ def activation_statistics(
     """Return statistics of the activations of each layer: moments, zeros, dead channels, NaN and infinities.
 
     There is one row per layer, in the order in which the layers begin in a forward pass. A layer that is called several
-    times, such as a reused ReLU, has a row for each call. If an output has several tensors, the first one is measured.
-    A functional ReLU is not a layer: its zeros appear in the layer that contains it.
+    times, such as a reused ReLU, has a row for each call. Calls that occur only in later batches come last. If an
+    output has several tensors, the first one is measured. A functional ReLU is not a layer: its zeros appear in the
+    layer that contains it.
 
     All numbers are exact over all batches, summed in double precision. Activations are not stored, so memory use does
     not grow with the number of batches.
@@ -269,8 +253,7 @@ class _Measured:
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.moments = moments(tensor)
-        values = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-        values = values.abs() if values.is_complex() else values
+        values = real_values(tensor)
         axes = range(values.dim())
         self.alive = {
             # Also true for NaN.
@@ -299,9 +282,9 @@ class _ActivationCollector(_Collector):
             if call in stats:
                 self._add(call, stats[call], seen, batch.size, size)
             seen.update(call.outputs)
-            bad = next((at for at, one in enumerate(call.outputs) if one.moments.nan or one.moments.inf), None)
+            bad = next((one.moments for one in call.outputs if one.moments.nan or one.moments.inf), None)
             if bad is not None and self.first_nonfinite is None:
-                self._note_nonfinite(call, bad, all(map(is_finite, inputs)))
+                self._note_nonfinite(call.layer, bad, all(map(is_finite, inputs)))
         if not self.notes and not all(map(is_finite, tree_tensors(output))):
             self.notes.append(f"NaN or infinity in the model's output{self.in_batch}, but in no layer of this table")
 
@@ -336,19 +319,16 @@ class _ActivationCollector(_Collector):
         self._axes.setdefault(shape[1:], axis)
         return axis
 
-    def _note_nonfinite(self, call: Call, index: int, is_input_finite: bool) -> None:
-        """Record the first layer with NaN or infinity, in the tensor of its output with that index."""
-        name, known = call.layer, call.outputs[index].moments
+    def _note_nonfinite(self, name: str, known: Moments, is_input_finite: bool) -> None:
+        """Record the first layer with NaN or infinity, and the cause."""
         self.first_nonfinite = name
         kinds = " and ".join(kind for kind, count in (("NaN", known.nan), ("infinity", known.inf)) if count)
-        part = "a later tensor of the output" if index else "the output"
         tensors = (*self.modules[name].named_parameters(), *self.modules[name].named_buffers())
-        weight = next((key for key, tensor in tensors if not is_finite(tensor)), None)
-        cause = "" if weight is None else f": its {weight} contains NaN or infinity"
-        if not is_input_finite:
-            cause = ": the input itself contains NaN or infinity"
+        culprits = [] if is_input_finite else ["the input itself"]
+        culprits += [f"its {key}" for key, tensor in tensors if not is_finite(tensor)]
+        cause = f": {culprits[0]} contains NaN or infinity" if culprits else ""
         label = f'"{name}"' if name else "the model"
-        self.notes.append(f"{kinds} first in {part} of {label}{self.in_batch}{cause}")
+        self.notes.append(f"{kinds} first in the output of {label}{self.in_batch}{cause}")
 
     def table(self) -> ActivationStatistics:
         rows, rectifiers = [], []
@@ -368,7 +348,7 @@ class _ActivationCollector(_Collector):
         nonfinite = self.notes or ["no NaN, no infinity"]
         notes = [str(self.batches), _dead_note(inner, images), *nonfinite, *self.uncalled_note()]
         title = f"Activations of {type(self.batches.original).__name__}"
-        table = ActivationStatistics(rows, _activation_columns(rows, rectifiers, images), title, notes)
+        table = ActivationStatistics(rows, _activation_columns(rows, rectifiers), title, notes)
         table.first_nonfinite = self.first_nonfinite
         table.dead_channels = sum(len(row.dead) for row in inner)
         table.images, table.batches = images, self.batches.batches
@@ -381,41 +361,27 @@ def _is_inside(name: str, container: str) -> bool:
 
 def _is_callable(module: nn.Module) -> bool:
     """Return whether a module has a forward; a ModuleList or ParameterList has none."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return is_scripted or type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _dead_note(rectifiers: Sequence[LayerActivations], images: int) -> str:
     if not rectifiers:
         return "no layer rectifies (a functional ReLU is not a layer), so no channel counts as dead"
     dead, channels = sum(len(row.dead) for row in rectifiers), sum(row.channels or 0 for row in rectifiers)
-    if not dead:
-        return f"no dead channel among {channels} in layers that rectify"
-    worst = max(rectifiers, key=lambda row: len(row.dead))
-    note = (
-        f"{plural(dead, 'dead channel')} among {channels} in layers that rectify, most of them in "
-        f"{worst.name or 'the model'}: {len(worst.dead)} of {worst.channels}"
-    )
-    return note if images > 1 else f"{note} (for one image; other images activate many of them)"
+    note = f"{plural(dead, 'dead channel')} among {channels} in layers that rectify"
+    return f"{note} (for one image; other images activate many of them)" if dead and images == 1 else note
 
 
 def _activation_columns(
-    rows: Sequence[LayerActivations], rectifiers: Sequence[LayerActivations], images: int
+    rows: Sequence[LayerActivations], rectifiers: Sequence[LayerActivations]
 ) -> list[Column[LayerActivations]]:
     dead = {(row.name, row.call): str(len(row.dead)) for row in rectifiers if row.dead}
-    columns: list[Column[LayerActivations]] = [
-        *_layer_columns(rows),
-        *_statistics_columns(rows, "mean", "std", "min", "max"),
+    hint = "channels that were never above zero, in layers that rectify"
+    return [
+        *_layer_columns(rows, "mean", "std", "min", "max"),
         Column("channels", lambda row: "" if row.channels is None else str(row.channels)),
-        Column(
-            "dead",
-            lambda row: dead.get((row.name, row.call), ""),
-            hint="channels that were never above zero, in layers that rectify",
-            # No alert for a single image: other images activate most of its dead channels.
-            alert=lambda row: images > 1 and (row.name, row.call) in dead,
-        ),
+        Column("dead", lambda row: dead.get((row.name, row.call), ""), hint=hint),
     ]
-    return columns
 
 
 def gradient_statistics(
@@ -466,24 +432,11 @@ def gradient_statistics(
     if learning_rate is not None:
         learning_rate = check_number("learning_rate", learning_rate, above=0)
     batches = Batches(model, data, training=training)
-    if any(tensor.is_inference() for tensor in (*batches.model.parameters(), *batches.model.buffers())):
-        raise ModelError("the model was created under torch.inference_mode() and has no gradients; create it outside")
-    collector = _GradientCollector(batches, layers, loss_or_target, categories_of(model))
+    objective = partial(_objective, loss_or_target, categories_of(model))
+    collector = _GradientCollector(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
     for batch in batches:
         collector.run(batch)
-    of = f"Gradients of a {collector.of} of {number(collector.mean)} at the"
-    kind = type(batches.original).__name__
-    rows = [collector.parameter_row(name, learning_rate) for name in collector.parameters]
-    return GradientStatistics(
-        layers=collector.layer_table(rows, learning_rate, f"{of} layers of {kind}"),
-        parameters=_parameter_table(rows, learning_rate, f"{of} parameters of {kind}"),
-        loss=collector.mean,
-        of=collector.of,
-        learning_rate=learning_rate,
-        first_nonfinite=collector.first_nonfinite,
-        images=batches.images,
-        batches=batches.batches,
-    )
+    return collector.statistics(learning_rate)
 
 
 def _is_loss(loss_or_target: Any) -> bool:
@@ -497,58 +450,43 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
     else:
         target = as_target(loss_or_target, batch.size, categories)
         name, value = "score", target.resolve_from(output)(output)
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() > 1:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape not in ((), (1,), (batch.size,)):
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TargetError(f"the {name} is {got}; expected a float tensor of one number, or of one per image")
-    if value.dim() == 1 and len(value) not in (1, batch.size):
-        raise TargetError(f"the {name} has {len(value)} numbers for {batch.size} images; expected one per image")
+        raise TargetError(f"the {name} is {got}; expected one float, or one for each of {plural(batch.size, 'image')}")
     if not value.requires_grad:
         raise TargetError(f"the {name} has no gradient: the loss or the model detaches the output, or uses argmax")
     return value.mean()
 
 
 def _loss(loss: Any, output: Any, batch: ModelCall) -> Any:
-    takes_labels = _takes_labels(loss)
-    if takes_labels and batch.labels is None:
-        name = str(getattr(loss, "__name__", type(loss).__name__)).strip("<>")
-        raise TargetError(f"the loss {name} requires labels, but the data have none; pass pairs of a batch and labels")
-    if takes_labels is False or batch.labels is None:
+    try:
+        # The `__call__` of modules has no signature of its own.
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (ValueError, TypeError):  # functions written in C, such as torch.sum
+        return loss(output)
+    parameters = list(signature.parameters.values())
+    second = next((p for p in parameters[1:] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    is_required = second is not None and second.default is inspect.Parameter.empty
+    if is_required and batch.labels is None:
+        raise TargetError("the loss requires labels, but the data have none; pass pairs of a batch and labels")
+    if second is None or batch.labels is None or not (is_required or second.name in _LABELS):
         return loss(output)
     # Copy: tensors created under inference_mode cannot be saved for the backward pass.
     return loss(output, tree_map_tensors(batch.labels, torch.clone))
 
 
-def _takes_labels(loss: Any) -> bool | None:
-    """Return whether a loss requires labels as its second argument; None if they are optional."""
-    try:
-        # The `__call__` of modules has no signature of its own.
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (ValueError, TypeError):  # functions written in C, such as torch.sum
-        return False
-    parameters = signature.parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2:
-        return None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else False
-    if positional[1].default is inspect.Parameter.empty:
-        return True
-    return None if positional[1].name in _LABELS else False
-
-
 class _GradientCollector(_Collector):
     """Collects moments of the gradients at layers and sums of the gradients of parameters, over all batches."""
 
-    def __init__(self, batches: Batches, layers: LayersLike, loss_or_target: Any, categories: Categories) -> None:
+    def __init__(
+        self, batches: Batches, layers: LayersLike, of: str, objective: Callable[[Any, ModelCall], Tensor]
+    ) -> None:
         super().__init__(batches, layers)
         self.parameters = dict(batches.model.named_parameters())
-        self.of = "loss" if _is_loss(loss_or_target) else "score"
-        self._objective = partial(_objective, loss_or_target, categories)
+        self.of = of
+        self._objective = objective
         self._sums: dict[str, Tensor] = {}  # of gradients, weighted by the number of images of the batch
         self._total = 0.0
-
-    @property
-    def mean(self) -> float:
-        """Mean of the objective over all images."""
-        return self._total / self.batches.images
 
     def run(self, batch: ModelCall) -> None:
         """Run one batch. Raises ImageError if it is empty."""
@@ -572,14 +510,15 @@ class _GradientCollector(_Collector):
         # The backward pass reaches the last call first.
         for call, stats in reversed(self.stats_of(recording).items()):
             for backward in call.backwards[earlier[call] :]:
-                known: Moments | None = backward.grad_outputs[0]
-                if known is not None:
-                    stats.moments += known.scaled(batch.size)
-                    self._check_finite(call.layer, known)
+                known: Moments = backward.grad_outputs[0] or Moments()
+                stats.moments += known.scaled(batch.size)
+                if self.first_nonfinite is None and (known.nan or known.inf):
+                    self.first_nonfinite = call.layer
+                    label = f'"{call.layer}"' if call.layer else "the model's output"
+                    self.notes.append(f"NaN or infinity first in the gradient at {label}{self.in_batch}")
         for name, gradient in zip(trainable, gradients[len(starts) :], strict=True):
             if gradient is not None:
-                part = _wide(gradient if gradient.layout == torch.strided else gradient.to_dense()) * batch.size
-                self._sums[name] = self._sums[name] + part if name in self._sums else part
+                self._sums[name] = self._sums.get(name, 0) + _wide(gradient.to_dense()) * batch.size
         value = float(objective.detach())
         if not math.isfinite(value) and math.isfinite(self._total):
             if not all(map(is_finite, tree_tensors((batch.args, batch.kwargs)))):
@@ -587,13 +526,27 @@ class _GradientCollector(_Collector):
             self.notes.append(f"the {self.of} is {value}{self.in_batch}")
         self._total += batch.size * value
 
-    def _check_finite(self, name: str, gradient: Moments) -> None:
-        if self.first_nonfinite is None and (gradient.nan or gradient.inf):
-            self.first_nonfinite = name
-            label = f'"{name}"' if name else "the model's output"
-            self.notes.append(f"NaN or infinity first in the gradient at {label}{self.in_batch}")
+    def statistics(self, learning_rate: float | None) -> GradientStatistics:
+        """Return the statistics over all batches."""
+        loss = self._total / self.batches.images
+        title = f"Gradients of a {self.of} of {number(loss)} at the {{}} of {type(self.batches.original).__name__}"
+        factor = 1.0 if learning_rate is None else learning_rate
+        parameters = [self._parameter_row(name, factor) for name in self.parameters]
+        ratio, change = "gradient / weight", "gradient"
+        if learning_rate is not None:
+            ratio, change = "update / weight", f"update at a learning rate of {learning_rate:g}"
+        return GradientStatistics(
+            layers=self._layer_table(self._layer_rows(parameters, factor), title.format("layers"), ratio),
+            parameters=_parameter_table(parameters, title.format("parameters"), ratio, change),
+            loss=loss,
+            of=self.of,
+            learning_rate=learning_rate,
+            first_nonfinite=self.first_nonfinite,
+            images=self.batches.images,
+            batches=self.batches.batches,
+        )
 
-    def parameter_row(self, name: str, learning_rate: float | None) -> ParameterGradients:
+    def _parameter_row(self, name: str, factor: float) -> ParameterGradients:
         parameter, gradient = self.parameters[name], self._sums.get(name)
         known = Moments() if gradient is None else moments(gradient).scaled(1 / self.batches.images)
         weight_norm = moments(parameter).norm
@@ -603,28 +556,25 @@ class _GradientCollector(_Collector):
             trainable=parameter.requires_grad,
             **_statistics(known),
             weight_norm=weight_norm,
-            ratio=None if gradient is None else _ratio(known.norm, weight_norm, learning_rate),
+            ratio=factor * known.norm / weight_norm if gradient is not None and weight_norm else None,
         )
 
-    def layer_table(
-        self, parameters: Sequence[ParameterGradients], learning_rate: float | None, title: str
-    ) -> Table[LayerGradients]:
-        norms = {id(self.parameters[row.name]): row for row in parameters if row.norm is not None}
+    def _layer_rows(self, parameters: Sequence[ParameterGradients], factor: float) -> list[LayerGradients]:
+        of_parameters = {id(self.parameters[row.name]): row for row in parameters if row.norm is not None}
         rows = []
         for fields, _ in self.rows(1 / self.batches.images):
-            own = self.modules[fields["name"]].parameters()
-            inside = [norms[id(parameter)] for parameter in own if id(parameter) in norms]
-            norm = math.hypot(*(row.norm or 0.0 for row in inside))
-            weight_norm = math.hypot(*(row.weight_norm for row in inside))
-            rows.append(LayerGradients(ratio=_ratio(norm, weight_norm, learning_rate), **fields))
-        columns = [*_layer_columns(rows), *_statistics_columns(rows, *_GRADIENT_STATISTICS)]
-        if any(row.ratio is not None for row in rows):
-            hint = "for all parameters inside the layer together"
-            columns.append(Column(_ratio_title(learning_rate), lambda row: number(row.ratio), hint=hint))
-        has_nonfinite_sum = not all(map(is_finite, self._sums.values()))
+            own = [of_parameters.get(id(parameter)) for parameter in self.modules[fields["name"]].parameters()]
+            norm = math.hypot(*(row.norm or 0.0 for row in own if row is not None))
+            weight_norm = math.hypot(*(row.weight_norm for row in own if row is not None))
+            rows.append(LayerGradients(ratio=factor * norm / weight_norm if weight_norm else None, **fields))
+        return rows
+
+    def _layer_table(self, rows: Sequence[LayerGradients], title: str, ratio: str) -> Table[LayerGradients]:
+        columns = _layer_columns(rows, *_GRADIENT_STATISTICS)
+        columns.append(Column(ratio, lambda row: number(row.ratio), hint="for all parameters of the layer together"))
         notes = [
             str(self.batches),
-            *(self.notes or ["no NaN, no infinity" + (" at the layers" if has_nonfinite_sum else "")]),
+            *(self.notes or ["no NaN, no infinity at the layers"]),
             *listed("no gradient at", dict.fromkeys(row.name for row in rows if row.norm is None)),
             *self.uncalled_note(),
         ]
@@ -649,37 +599,21 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "mps" else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
-def _ratio(norm: float, weight_norm: float, learning_rate: float | None) -> float | None:
-    """Return the norm of the update or gradient, divided by that of the weight; None for a zero weight."""
-    return (1.0 if learning_rate is None else learning_rate) * norm / weight_norm if weight_norm else None
-
-
-def _ratio_title(learning_rate: float | None) -> str:
-    return "gradient / weight" if learning_rate is None else "update / weight"
-
-
 def _parameter_table(
-    rows: Sequence[ParameterGradients], learning_rate: float | None, title: str
+    rows: Sequence[ParameterGradients], title: str, ratio: str, change: str
 ) -> Table[ParameterGradients]:
-    kind = "gradient" if learning_rate is None else "update"
     columns: list[Column[ParameterGradients]] = [
         Column("parameter", lambda row: row.name, "left"),
         Column("shape", lambda row: "x".join(map(str, row.shape)) or "1", "left"),
         *_statistics_columns(rows, *_GRADIENT_STATISTICS),
         Column("weight norm", lambda row: number(row.weight_norm)),
-        Column(
-            _ratio_title(learning_rate),
-            partial(_text, "ratio"),
-            hint=f"norm of the {kind} divided by that of the weight",
-        ),
+        Column(ratio, partial(_text, "ratio")),
     ]
-    rate = "no learning rate was given" if learning_rate is None else f"at a learning rate of {learning_rate:g}"
+    unused = [row.name for row in rows if row.trainable and row.norm is None]
     notes = [
-        f"ratios of the {kind} to the weight{':' if learning_rate is None else ','} {rate}",
+        f"{ratio}: norm of the {change}, divided by that of the weight",
         *listed("frozen:", [row.name for row in rows if not row.trainable]),
-        *listed(
-            "trainable, but not used for the result:", [row.name for row in rows if row.trainable and row.norm is None]
-        ),
+        *listed("trainable, but not used for the result:", unused),
         *listed("NaN or infinity in the gradient of", [row.name for row in rows if row.nan or row.inf]),
     ]
     return Table(rows, columns, title, notes)
@@ -687,36 +621,30 @@ def _parameter_table(
 
 def _statistics(known: Moments) -> dict[str, Any]:
     """Return the fields of a row that describe the values; None for those without any value."""
-    names = ("norm", "rms", "mean", "std", "min", "max", "zero_share")
+    names = (*_GRADIENT_STATISTICS, "zero_share")
     values = {name: getattr(known, name) if known.count else None for name in names}
-    return {**values, "nan": known.nan, "inf": known.inf}
+    return {**values, "count": known.count, "nan": known.nan, "inf": known.inf}
 
 
-_Row = TypeVar("_Row", LayerActivations, LayerGradients, ParameterGradients)
-_LayerRow = TypeVar("_LayerRow", LayerActivations, LayerGradients)
-_GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
-
-
-def _layer_columns(rows: Sequence[_LayerRow]) -> list[Column[_LayerRow]]:
-    columns: list[Column[_LayerRow]] = [
-        Column("layer", lambda row: row.name or "(the model)", "left"),
+def _layer_columns(rows: Sequence[_LayerStatistics[Any]], *names: str) -> list[Column[Any]]:
+    return [
+        Column("layer", lambda row: _label(row, row.name or "(the model)"), "left"),
         Column("kind", lambda row: row.kind, "left"),
+        *_statistics_columns(rows, *names),
     ]
-    if any(row.calls > 1 for row in rows):
-        columns.append(Column("call", lambda row: f"{row.call + 1} of {row.calls}" if row.calls > 1 else ""))
-    return columns
 
 
-def _statistics_columns(rows: Sequence[_Row], *names: str) -> list[Column[_Row]]:
+def _label(row: _LayerStatistics[Any], name: str) -> str:
+    """Return the name with the number of the call, if the layer is called several times: "relu (2)"."""
+    return f"{name} ({row.call + 1})" if row.calls > 1 else name
+
+
+def _statistics_columns(rows: Sequence[_Statistics[Any]], *names: str) -> list[Column[Any]]:
     """Return the columns of the values. NaN and infinity have a column only if they occur."""
-    columns: list[Column[_Row]] = [
-        Column(name, partial(_text, name), hint="the root mean square" if name == "rms" else "") for name in names
-    ]
+    columns: list[Column[Any]] = [Column(name, partial(_text, name)) for name in names]
     columns.append(Column("zeros", lambda row: share(row.zero_share), hint="exactly 0", bar=lambda row: row.zero_share))
-    if any(row.nan for row in rows):
-        columns.append(Column("NaN", lambda row: str(row.nan or ""), alert=lambda row: row.nan > 0))
-    if any(row.inf for row in rows):
-        columns.append(Column("Inf", lambda row: str(row.inf or ""), alert=lambda row: row.inf > 0))
+    if any(row.nan or row.inf for row in rows):
+        columns.append(Column("NaN, Inf", lambda r: str(r.nan + r.inf or ""), alert=lambda r: r.nan + r.inf > 0))
     return columns
 
 
@@ -732,56 +660,49 @@ USUAL = (1e-4, 1e-2)
 """Usual range of the ratio of an update to the weight."""
 
 _LABELS_PER_INCH = 2.8
-_LOWEST, _HIGHEST = 1e-120, 1e120  # limits of an axis that matplotlib can draw
 _MAX_LABEL = 30  # characters
-_MAX_TICKS = 120  # largest number of unlabelled ticks
-_QUANTITIES = {
-    "norm": "norm of the gradient",
-    "rms": "root mean square of the gradient",
-    "ratio": "gradient / weight",
+# The label of the axis and the subject of the title. Titles compare norms even for "rms", which is smaller in wider
+# layers.
+_MEASURES = {
+    "norm": ("norm of the gradient", "The gradient"),
+    "rms": ("root mean square of the gradient", "The norm of the gradient"),
+    "ratio": ("gradient / weight", "The gradient over the weight"),
 }
-# The subject of the title. Titles compare norms even for "rms", which is smaller in wider layers.
-_SUBJECTS = {"norm": "The gradient", "rms": "The norm of the gradient", "ratio": "The gradient over the weight"}
 # Colours (Okabe and Ito) and shapes that colour-blind readers can distinguish.
 _STYLES = {
-    "fine": ("#0072B2", "o", "within a factor of 1000 of the head"),
-    "low": ("#E69F00", "v", "less than a thousandth of the head's"),
-    "high": ("#CC3311", "^", "more than a thousand times the head's"),
+    "fine": ("#0072B2", "o", "{0} to {1} {2}"),
+    "low": ("#E69F00", "v", "less than {0} {2}"),
+    "high": ("#CC3311", "^", "more than {1} {2}"),
     "zero": ("#444444", "s", "exactly zero"),
     "broken": ("#AA0077", "X", "NaN or infinity"),
     "none": ("#777777", "D", "no gradient"),
 }
-_UPDATE_LABELS = {
-    "fine": "0.01 to 1 % of the weight (usual)",
-    "low": "less than 0.01 %",
-    "high": "more than 1 %",
-}
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """One layer or parameter of the plot."""
+class _Points:
+    """Layers or parameters of the plot, from the input to the output."""
 
-    label: str
-    value: float | None  # NaN if the gradient holds NaN or infinity, None without a gradient
-    width: float = 1.0  # factor that converts the value to a norm, for comparisons
+    def __init__(self, rows: Mapping[str, LayerGradients | ParameterGradients], measure: str) -> None:
+        self.labels = [name if len(name) <= _MAX_LABEL else f"…{name[1 - _MAX_LABEL :]}" for name in rows]
+        self.values = np.array([_value(row, measure) for row in rows.values()])
+        # Factors that convert the values to numbers that can be compared: norms or ratios.
+        self.widths = np.array([math.sqrt(row.count or 1) if measure == "rms" else 1.0 for row in rows.values()])
+        self.strengths = self.values * self.widths
+        self.is_drawn = np.isfinite(self.values) & (self.values > 0)
 
-    @property
-    def height(self) -> float:
-        """The position on the log axis; NaN if there is none."""
-        return min(max(self.value, _LOWEST), _HIGHEST) if self.value is not None and self.value > 0 else math.nan
+    def kinds(self, low: float, high: float) -> NDArray[np.str_]:
+        """Return the key of the style of each point, for this usual range."""
+        conditions = [np.isnan(self.values), np.isinf(self.values), self.values == 0]
+        conditions += [self.strengths < low, self.strengths > high]
+        return np.select(conditions, ["none", "broken", "zero", "low", "high"], "fine")
 
-    @property
-    def strength(self) -> float:
-        """The value for comparisons between points."""
-        return self.height * self.width
 
-    def kind(self, usual: tuple[float, float]) -> str:
-        """Return the key of the style of the point."""
-        if self.value is None or not self.value > 0:
-            return "none" if self.value is None else "zero" if self.value == 0 else "broken"
-        strength = self.value * self.width
-        return "low" if strength < usual[0] else "high" if strength > usual[1] else "fine"
+def _value(row: LayerGradients | ParameterGradients, measure: str) -> float:
+    """Return the value of a point: NaN without a gradient, infinity if the gradient contains NaN or infinity."""
+    if row.norm is None:
+        return math.nan
+    value: float | None = getattr(row, measure)
+    return math.inf if row.nan or row.inf or value is None else value
 
 
 def gradient_flow(
@@ -811,95 +732,75 @@ def gradient_flow(
         A matplotlib Figure, independent of pyplot: `gradient_flow(s).savefig("flow.png")`. Notebooks display it.
 
     Raises:
-        RenderError: There is nothing to draw, or an option is invalid.
+        RenderError: There is nothing to draw, or `of` or `measure` is invalid.
     """
-    if not isinstance(statistics, GradientStatistics):
-        raise RenderError(f"gradient_flow expects the result of gradient_statistics; got {type(statistics).__name__}")
     check_choice("of", of, ("layers", "parameters"), error=RenderError)
-    check_choice("measure", measure, ("norm", "rms", "ratio"), error=RenderError)
-    if of == "layers" and measure == "ratio":
-        raise RenderError('the ratio requires parameters: gradient_flow(..., of="parameters", measure="ratio")')
-    sides = list(size)
-    if len(sides) != 2 or not all(is_real(side) and side > 0 for side in sides):
-        raise RenderError(f"size={size!r}: expected a width and a height in inches, both above 0")
-    points = _layer_points(statistics, measure) if of == "layers" else _parameter_points(statistics, measure)
-    if not points:
+    measures = ("norm", "rms") if of == "layers" else ("norm", "rms", "ratio")
+    check_choice("measure", measure, measures, error=RenderError)
+    rows = _layer_rows(statistics.layers) if of == "layers" else _weight_rows(statistics.parameters)
+    if not rows:
         raise RenderError(f"there are no {of} in these statistics to draw")
-    rate = statistics.learning_rate if measure == "ratio" else None
-    head = next((point.strength for point in reversed(points) if point.height > 0), 1.0)
-    usual = USUAL if rate is not None else (head / FAR, head * FAR)
+    points, rate = _Points(rows, measure), statistics.learning_rate if measure == "ratio" else None
+    ylabel, subject = _MEASURES[measure]
+    if rate is None:
+        head = next(reversed(points.strengths[points.is_drawn].tolist()), 1.0)
+        usual, texts = (head / FAR, head * FAR), ("0.001", "1000", "times the head's")
+    else:
+        ylabel, usual, texts = "update / weight", USUAL, ("0.01", "1", "% of the weight")
     drawing = new_figure(*size)
     axes = drawing.subplots()
-    _draw(axes, points, usual, {} if rate is None else _UPDATE_LABELS)
-    _label_points(axes, [point.label for point in points], max(2, round(_LABELS_PER_INCH * size[0])))
-    axes.set_ylabel(_QUANTITIES[measure] if rate is None else "update / weight")
+    _draw(axes, points, usual, texts)
+    _label_points(axes, points.labels, max(2, round(_LABELS_PER_INCH * size[0])))
+    axes.set_ylabel(ylabel)
     columns = max(20, round(11 * size[0]))
     xlabel = f"{of}, from the input to the output; the gradient of the {statistics.of} flows from right to left"
     axes.set_xlabel(textwrap.fill(xlabel, columns))
-    title = _title(points, measure) if rate is None else _update_title(points, rate)
-    axes.set_title(_plain(textwrap.fill(title, columns)), loc="left", fontsize="medium")
+    title = textwrap.fill(_title(points, subject, rate), columns)
+    axes.set_title(title, loc="left", fontsize="medium", parse_math=False)
     return drawing
 
 
-def _layer_points(statistics: GradientStatistics, measure: str) -> list[_Point]:
+def _layer_rows(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
+    """Return the innermost layers by label: their name, with the kind if the name contains no letters."""
     # Skip modules that compute a weight, such as weight_norm: activations do not pass through them.
-    rows = [row for row in statistics.layers if "parametrizations" not in row.name.split(".")]
+    rows = [row for row in table if "parametrizations" not in row.name.split(".")]
     containers = {row.name[:at] for row in rows for at in range(len(row.name)) if row.name[at] == "."}
     inner = [row for row in rows if row.name not in containers and (row.name or len(rows) == row.calls)]
-    shown = [row for row in inner if row.kind != "Identity"] or inner
-    return [_point(_layer_label(row), row, row.count, measure) for row in shown]
+    labelled = {}
+    for row in [row for row in inner if row.kind != "Identity"] or inner:
+        label = row.name if any(map(str.isalpha, row.name)) else f"{row.name} {row.kind}".strip()
+        labelled[_label(row, label)] = row
+    return labelled
 
 
-def _layer_label(row: LayerGradients) -> str:
-    """Return the name of a layer, with its kind if the name contains no letters."""
-    name = row.name if any(map(str.isalpha, row.name)) else f"{row.name} {row.kind}".strip()
-    return f"{name} ({row.call + 1})" if row.calls > 1 else name
+def _weight_rows(table: Iterable[ParameterGradients]) -> dict[str, ParameterGradients]:
+    """Return the weights with more than one axis, or all parameters if there are none, by label."""
+    rows = list(table)
+    return {row.name.removesuffix(".weight"): row for row in [row for row in rows if len(row.shape) > 1] or rows}
 
 
-def _parameter_points(statistics: GradientStatistics, measure: str) -> list[_Point]:
-    rows = list(statistics.parameters)
-    weights = [row for row in rows if len(row.shape) > 1] or rows
-    return [_point(row.name.removesuffix(".weight"), row, math.prod(row.shape), measure) for row in weights]
-
-
-def _point(label: str, row: LayerGradients | ParameterGradients, count: int, measure: str) -> _Point:
-    value: float | None = getattr(row, measure)
-    if row.norm is not None and (row.nan or row.inf or value is None):
-        value = math.nan
-    return _Point(label, None if row.norm is None else value, math.sqrt(count or 1) if measure == "rms" else 1.0)
-
-
-def _draw(axes: Axes, points: Sequence[_Point], usual: tuple[float, float], labels: dict[str, str]) -> None:
-    low, high = _limits([point.height for point in points if point.height > 0])
-    axes.set(yscale="log", ylim=(low, high), xlim=(-0.7, len(points) - 0.3), axisbelow=True)
-    widths = [point.width for point in (points[0], *points, points[-1])]
-    lower, upper = ([max(limit / width, _LOWEST) for width in widths] for limit in usual)
-    axes.fill_between(range(-1, len(points) + 1), lower, upper, color=_STYLES["fine"][0], alpha=0.07, linewidth=0)
+def _draw(axes: Axes, points: _Points, usual: tuple[float, float], texts: tuple[str, str, str]) -> None:
+    count, kinds = len(points.labels), points.kinds(*usual)
+    # A margin around the values, and at least three decades.
+    exponents = np.log10(points.values[points.is_drawn]) if points.is_drawn.any() else np.zeros(1)
+    margin = max(0.5, (3 - np.ptp(exponents)) / 2)
+    low, high = 10 ** (exponents.min() - margin), 10 ** (exponents.max() + margin)
+    axes.set(yscale="log", ylim=(low, high), xlim=(-0.7, count - 0.3), axisbelow=True)
+    widths = np.pad(points.widths, 1, "edge")
+    lower, upper = usual[0] / widths, usual[1] / widths
+    axes.fill_between(range(-1, count + 1), lower, upper, color=_STYLES["fine"][0], alpha=0.07, linewidth=0)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    kinds = [point.kind(usual) for point in points]
-    edges = {"zero": low, "none": low, "broken": high}
-    heights = [edges.get(kind, point.height) for kind, point in zip(kinds, points, strict=True)]
-    line = [math.nan if kind in ("none", "broken") else height for kind, height in zip(kinds, heights, strict=True)]
-    axes.plot(range(len(points)), line, color="#777777", linewidth=1, zorder=2)
-    for kind, (color, marker, label) in _STYLES.items():
-        places = [at for at, other in enumerate(kinds) if other == kind]
-        if not places:
-            continue
-        fill = "white" if kind == "none" else color
-        size = 5 if len(points) > 80 else 7
-        (dots,) = axes.plot(places, [heights[at] for at in places], marker, color=color, markersize=size, zorder=3)
-        dots.set(markerfacecolor=fill, clip_on=False, label=labels.get(kind, label))
-        if kind == "broken":
-            axes.vlines(places, low, high, color=color, alpha=0.25, linewidth=1)
+    heights = np.select([kinds == "broken", ~points.is_drawn], [high, low], points.values)
+    line = np.where(np.isin(kinds, ("none", "broken")), math.nan, heights)
+    axes.plot(range(count), line, color="#777777", linewidth=1, zorder=2)
+    for kind, (color, marker, text) in _STYLES.items():
+        places = np.flatnonzero(kinds == kind)
+        if len(places):
+            fill = "white" if kind == "none" else color
+            style: dict[str, Any] = {"color": color, "markerfacecolor": fill, "label": text.format(*texts)}
+            axes.plot(places, heights[places], marker, clip_on=False, zorder=3, **style)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=True, framealpha=0.9, fontsize="small")
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of the log axis: a margin around the values, and at least three decades."""
-    low, high = math.log10(min(values, default=1.0)) - 0.5, math.log10(max(values, default=1.0)) + 0.5
-    missing = max(0.0, 3 - (high - low)) / 2
-    return 10 ** (low - missing), 10 ** (high + missing)
 
 
 def _label_points(axes: Axes, labels: Sequence[str], most: int) -> None:
@@ -907,57 +808,35 @@ def _label_points(axes: Axes, labels: Sequence[str], most: int) -> None:
     step = max(1, math.ceil((len(labels) - 1) / (most - 1)))
     # Label evenly from the output; drop the label next to the input if it is too close.
     places = [0, *(at for at in range(len(labels) - 1, -1, -step)[::-1] if at >= max(step / 2, 1))]
-    names = [_plain(_short(labels[at])) for at in places]
-    axes.set_xticks(places, names, rotation=90 if len(places) > 8 else 0, fontsize="small")
-    if len(labels) <= _MAX_TICKS:
-        axes.set_xticks(range(len(labels)), minor=True)
+    names = [labels[at] for at in places]
+    axes.set_xticks(places, names, rotation=90 if len(places) > 8 else 0, fontsize="small", parse_math=False)
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= _MAX_LABEL else f"…{label[1 - _MAX_LABEL :]}"
+def _title(points: _Points, subject: str, learning_rate: float | None) -> str:
+    total, drawn = len(points.labels), points.values[points.is_drawn]
+    for text, is_found in (("NaN or infinite", np.isinf(points.values)), ("zero", points.values == 0)):
+        if is_found.any() and (len(drawn) or text != "zero"):
+            where = f"in the order of the backward pass, first at {points.labels[np.flatnonzero(is_found)[-1]]}"
+            return f"The gradient is {text} at {is_found.sum()} of {total}; {where}"
+    if not len(drawn):
+        return "The gradient is zero everywhere" if 0 in points.values else "No layer or parameter has a gradient"
+    missing = int(np.isnan(points.values).sum())
+    suffix = f"; {missing} of {total} have no gradient" if missing else ""
+    if learning_rate is not None:
+        shares = " to ".join(share(value) for value in dict.fromkeys((drawn.min(), drawn.max())))
+        return f"At a learning rate of {learning_rate:g} an update is {shares} of the weight{suffix}"
+    return f"{subject} {_trend(points)}{suffix}"
 
 
-def _plain(text: str) -> str:
-    """Escape dollar signs, which matplotlib would interpret as formulas."""
-    return text.replace("$", r"\$")
-
-
-def _title(points: Sequence[_Point], measure: str) -> str:
-    drawn = [point for point in points if point.height > 0]
-    for kind, text in (("broken", "NaN or infinite"), ("zero", "zero")):
-        some = [point for point in points if point.kind((0.0, math.inf)) == kind]
-        if some and kind == "zero" and not drawn:
-            return "The gradient is zero everywhere"
-        if some:
-            where = f"in the order of the backward pass, first at {_short(some[-1].label)}"
-            return f"The gradient is {text} at {len(some)} of {len(points)}; {where}"
-    if not drawn:
-        return "No layer or parameter has a gradient"
-    missing = sum(point.value is None for point in points)
-    none = f"; {missing} of {len(points)} have no gradient" if missing else ""
-    return f"{_SUBJECTS[measure]} {_trend(drawn)}{none}"
-
-
-def _trend(points: Sequence[_Point]) -> str:
-    strengths = [point.strength for point in points]
-    if len(points) == 1:
+def _trend(points: _Points) -> str:
+    strengths, places = points.strengths[points.is_drawn], np.flatnonzero(points.is_drawn)
+    factor, spread = strengths[-1] / strengths[0], strengths.max() / strengths.min()
+    ends = f"from {points.labels[places[-1]]} to {points.labels[places[0]]}"
+    if len(strengths) == 1:
         return f"is {number(strengths[0])}"
-    factor, spread = strengths[-1] / strengths[0], max(strengths) / min(strengths)
-    ends = f"from {_short(points[-1].label)} to {_short(points[0].label)}"
     if factor >= FAR:
         return f"falls by a factor of {number(factor)} {ends}: vanishing"
     if factor <= 1 / FAR:
         return f"grows by a factor of {number(1 / factor)} {ends}: exploding"
     judgement = "neither vanishing nor exploding" if spread < FAR else "uneven"
     return f"stays within a factor of {number(spread)} {ends}: {judgement}"
-
-
-def _update_title(points: Sequence[_Point], learning_rate: float) -> str:
-    kinds = [point.kind(USUAL) for point in points]
-    heights = [point.height for point in points if point.height > 0]
-    if not heights or "broken" in kinds or "zero" in kinds:
-        return _title(points, "ratio")
-    lengths = " to ".join(share(height) for height in dict.fromkeys((min(heights), max(heights))))
-    off = [f"{text} at {kinds.count(kind)}" for kind, text in (("high", "more"), ("low", "less")) if kind in kinds]
-    judgement = f"{' and '.join(off)} of {len(points)} than usual" if off else "the usual range"
-    return f"At a learning rate of {learning_rate:g} an update is {lengths} of the weight: {judgement}"

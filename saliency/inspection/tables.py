@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import html
 import importlib
 import math
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
 
-from ..errors import LayerError, SaliencyError, closest
+from ..errors import LayerError, SaliencyError, did_you_mean
 
 
 class Named(Protocol):
@@ -36,7 +35,7 @@ class Column(Generic[Row]):
         align: "left" or "right".
         hint: Explanation of the heading, shown as a tooltip in HTML.
         bar: Function from a row to a number from 0 to 1, drawn as a bar behind the cell in HTML; None for no bar.
-        alert: Function from a row to whether the cell is highlighted in HTML, for example a NaN or a dead channel.
+        alert: Function from a row to whether the cell is highlighted in HTML, for example a NaN.
     """
 
     title: str
@@ -88,8 +87,7 @@ class Table(Sequence[Row]):
             return self.rows[key]
         row = next((row for row in self.rows if row.name == key), None)
         if row is None:
-            near = closest(key, dict.fromkeys(row.name for row in self.rows if row.name))
-            hint = f"; the closest are {', '.join(near)}" if near else ""
+            hint = did_you_mean(key, [row.name for row in self.rows])
             raise LayerError(f'no row "{key}" in this table of {len(self)}{hint}')
         return row
 
@@ -109,16 +107,12 @@ class Table(Sequence[Row]):
 
     def __str__(self) -> str:
         """Return the table as aligned text."""
-        from rich.cells import cell_len
-
         texts = [[column.title for column in self.columns], *self.cells()]
-        widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         texts.insert(1, ["-" * width for width in widths])
-        lines = []
-        for row in texts:
-            gaps = [" " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True)]
-            aligned = zip(self.columns, row, gaps, strict=True)
-            lines.append("  ".join(t + gap if c.align == "left" else gap + t for c, t, gap in aligned).rstrip())
+        aligns = ["<" if column.align == "left" else ">" for column in self.columns]
+        cells = "  ".join(f"{{:{align}{width}}}" for align, width in zip(aligns, widths, strict=True))
+        lines = [cells.format(*row).rstrip() for row in texts]
         title = [visible(self.title), ""] if self.title else []
         notes = ["", *map(visible, self.notes)] if self.notes else []
         return "\n".join([*title, *lines, *notes])
@@ -134,12 +128,7 @@ class Table(Sequence[Row]):
             f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
             for column, hint in zip(self.columns, hints, strict=True)
         )
-        # The first column with a title holds the names.
-        names = next((column for column in self.columns if column.title), None)
-        body = "".join(
-            f"<tr>{''.join(_cell(c, row, text, c is names) for c, text in zip(self.columns, texts, strict=True))}</tr>"
-            for row, texts in zip(self.rows, self.cells(), strict=True)
-        )
+        body = "".join(f"<tr>{''.join(_cell(column, row) for column in self.columns)}</tr>" for row in self.rows)
         caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
         notes = "".join(f"<p>{escaped(note)}</p>" for note in self.notes)
         return (
@@ -147,8 +136,7 @@ class Table(Sequence[Row]):
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>{notes}</div>"
         )
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    _repr_html_ = to_html
 
     def dataframe(self) -> Any:
         """Return a `pandas.DataFrame` with one column per field of the rows.
@@ -160,9 +148,7 @@ class Table(Sequence[Row]):
             pandas: Any = importlib.import_module("pandas")
         except ImportError as error:
             raise SaliencyError("a DataFrame requires pandas, which is not installed: pip install pandas") from error
-        first: Any = self.rows[0] if self.rows else None
-        names = [field.name for field in dataclasses.fields(first)] if self.rows else []
-        return pandas.DataFrame([[getattr(row, name) for name in names] for row in self.rows], columns=names)
+        return pandas.DataFrame(list(self.rows))
 
 
 def si(value: float, unit: str = "") -> str:
@@ -188,14 +174,12 @@ def share(part: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with three digits: "0.00123", "12.3", "1.23e-7"; integers below 100000 are whole."""
-    if value is None:
-        return ""
-    if not math.isfinite(value) or value == 0 or (isinstance(value, int) and abs(value) < 100_000):
-        return f"{value:g}"
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
-    power = int(exponent)
-    return f"{value:.{max(0, 2 - power)}f}" if -4 < power < 5 else f"{mantissa}e{power}"
+    """Format a number with three digits: "0.00123", "12.3", "1.23e-07"; None is "", and 12345.6 is "12346"."""
+    if not value:
+        return "" if value is None else "0"
+    if 100 <= abs(value) < 1e5:
+        return f"{value:.0f}"
+    return f"{value:#.3g}".rstrip(".")
 
 
 def plural(count: int, noun: str) -> str:
@@ -244,22 +228,20 @@ def escaped(text: str) -> str:
     return html.escape(visible(text))
 
 
-def _cell(column: Column[Row], row: Row, text: str, is_name: bool) -> str:
+def _cell(column: Column[Row], row: Row) -> str:
     part = column.bar(row) if column.bar is not None else None
     is_bar = part is not None and math.isfinite(part)
     is_alert = column.alert is not None and column.alert(row)
-    flags = {"name": is_name, "alert": is_alert, "bar": is_bar}
-    classes = " ".join([column.align, *(name for name, is_set in flags.items() if is_set)])
+    classes = f"{column.align}{' alert' if is_alert else ''}{' bar' if is_bar else ''}"
     style = f' style="--part:{100 * min(max(part or 0.0, 0.0), 1.0):.1f}%"' if is_bar else ""
-    return f'<td class="{classes}"{style}>{escaped(text)}</td>'
+    return f'<td class="{classes}"{style}>{escaped(column.text(row))}</td>'
 
 
 # Most colours are the text colour of the page with some transparency, which suits light and dark backgrounds. Only the
 # header has a background, since rows scroll below it: that of JupyterLab, VS Code or our own page.
 _STYLE = """
 .saliency-table { color: inherit; margin: .5em 0 1em; }
-.saliency-table > div { max-height: min(44rem, 85vh); overflow: auto; width: fit-content; max-width: 100%;
-  scrollbar-color: color-mix(in srgb, currentColor 40%, transparent) transparent; }
+.saliency-table > div { max-height: min(44rem, 85vh); overflow: auto; width: fit-content; max-width: 100%; }
 .saliency-table table { border-collapse: collapse; border: 0; margin: 0; font-size: 13px; line-height: 1.35;
   color: inherit; background: none; font-variant-numeric: tabular-nums; }
 .saliency-table caption { text-align: left; font-weight: 600; padding: .3em .6em; white-space: nowrap;
@@ -270,12 +252,10 @@ _STYLE = """
 .saliency-table thead th { position: sticky; top: 0; font-weight: 600; backdrop-filter: blur(1rem);
   background: var(--jp-layout-color0, var(--vscode-editor-background, var(--saliency-ground, transparent)));
   box-shadow: inset 0 -1px color-mix(in srgb, currentColor 45%, transparent); }
-.saliency-table thead th[title] { cursor: help; text-decoration: underline dotted; text-underline-offset: .25em;
-  text-decoration-color: color-mix(in srgb, currentColor 40%, transparent); }
+.saliency-table thead th[title] { cursor: help; text-decoration: underline dotted; }
 .saliency-table tbody tr { background: none; }
 .saliency-table tbody tr + tr td { box-shadow: inset 0 1px color-mix(in srgb, currentColor 9%, transparent); }
-.saliency-table tbody tr:hover td { background-color: color-mix(in srgb, currentColor 7%, transparent); }
-.saliency-table td.name { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+.saliency-table td.left { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .saliency-table td.bar { min-width: 5.5em; background-origin: content-box; background-clip: content-box;
   background-image: linear-gradient(to right,
   color-mix(in srgb, #2f81f7 35%, transparent) var(--part), transparent var(--part)); }

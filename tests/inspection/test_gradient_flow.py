@@ -90,9 +90,9 @@ def test_a_deep_sigmoid_network_is_said_to_vanish() -> None:
     first, last = statistics.layers["0"].norm, statistics.layers["25"].norm
     assert first is not None
     assert last is not None
-    assert f"falls by a factor of {last / first:.2e}".replace("e+", "e") in title
+    assert f"falls by a factor of {last / first:.2e}" in title
     assert title.endswith("from 25 Linear to 0 Flatten: vanishing")
-    low = marked(axes)["less than a thousandth of the head's"]
+    low = marked(axes)["less than 0.001 times the head's"]
     assert low == list(range(max(low) + 1))
     assert axes.get_yscale() == "log"
 
@@ -102,7 +102,7 @@ def test_a_badly_scaled_relu_network_is_said_to_explode() -> None:
     title = axes.get_title(loc="left")
     assert "grows by a factor of" in title
     assert title.endswith("from 21 Linear to 0 Flatten: exploding")
-    assert 0 in marked(axes)["more than a thousand times the head's"]
+    assert 0 in marked(axes)["more than 1000 times the head's"]
 
 
 def test_a_network_that_can_be_trained_is_said_to_do_neither() -> None:
@@ -110,7 +110,7 @@ def test_a_network_that_can_be_trained_is_said_to_do_neither() -> None:
     statistics = gradient_statistics(model, [(images(4, (32, 32)), LABELS)], nn.CrossEntropyLoss(), training=True)
     axes = drawn(gradient_flow(statistics))
     assert "from fc to conv1: neither vanishing nor exploding" in axes.get_title(loc="left")
-    assert list(marked(axes)) == ["within a factor of 1000 of the head"]
+    assert list(marked(axes)) == ["0.001 to 1000 times the head's"]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_a_network_that_can_be_trained_is_said_to_do_neither() -> None:
             [None, 3.0, 6.0],
             "factor of 2.00 from layer2 to layer1: neither vanishing nor exploding; 1 of 3 have no gradient",
         ),
-        ([1.0, 1e-5, 1.0], "stays within a factor of 1.00e5 from layer2 to layer0: uneven"),
+        ([1.0, 2e-6, 1.0], "stays within a factor of 5.00e+05 from layer2 to layer0: uneven"),
         ([1 / FAR, 1.0], "falls by a factor of 1000 from layer1 to layer0: vanishing"),
         ([FAR, 1.0], "grows by a factor of 1000 from layer1 to layer0: exploding"),
-        ([1e-320, 1.0], "vanishing"),
-        ([1e300, 1e-300], "exploding"),
-        ([1e-300, 1e-300], "neither"),
-        ([1e300, 1e300], "neither"),
+        ([1e-45, 1.0], "vanishing"),
+        ([3e38, 1e-45], "exploding"),
+        ([1e-45, 1e-45], "neither"),
+        ([3e38, 3e38], "neither"),
     ],
 )
 def test_every_case_is_drawn_without_a_warning_and_said_in_words(values: list[float | None], words: str) -> None:
@@ -152,16 +152,16 @@ def test_every_case_is_drawn_without_a_warning_and_said_in_words(values: list[fl
         elif value == 0:
             assert height == low
         else:
-            assert height == value or not 1e-120 < value < 1e120
+            assert height == value
             assert low < height < high
 
 
 def test_what_is_zero_nan_or_missing_has_a_mark_of_its_own_on_the_edge() -> None:
     axes = drawn(gradient_flow(made([None, 0.0, math.nan, 1e-9, 1.0, 1e9, 1.0])))
     assert marked(axes) == {
-        "within a factor of 1000 of the head": [4, 6],
-        "less than a thousandth of the head's": [3],
-        "more than a thousand times the head's": [5],
+        "0.001 to 1000 times the head's": [4, 6],
+        "less than 0.001 times the head's": [3],
+        "more than 1000 times the head's": [5],
         "exactly zero": [1],
         "NaN or infinity": [2],
         "no gradient": [0],
@@ -253,11 +253,6 @@ def test_what_makes_a_weight_is_no_point_on_the_way_of_the_gradient() -> None:
     assert [each.get_text() for each in axes.get_xticklabels()] == ["0 ParametrizedLinear", "1 ReLU"]
 
 
-def test_layers_without_a_name_below_the_axis_have_a_tick() -> None:
-    axes = gradient_flow(made([1.0] * 40)).axes[0]
-    assert sorted({*axes.get_xticks(), *axes.get_xticks(minor=True)}) == list(range(40))
-
-
 def test_updates_are_held_against_what_is_usual() -> None:
     model, x = nn.Sequential(nn.Flatten(), nn.Linear(768, 5), nn.Tanh(), nn.Linear(5, 2)), images(2)
 
@@ -270,11 +265,11 @@ def test_updates_are_held_against_what_is_usual() -> None:
     ratio = gradient_statistics(model, x, 0).parameters["3.weight"].ratio
     assert ratio is not None
     title, kinds = said(1e3 / ratio)
-    assert title.endswith("of the weight: more at 2 of 2 than usual")
-    assert kinds == ["more than 1 %"]
+    assert title.endswith(" of the weight")
+    assert kinds == ["more than 1 % of the weight"]
     title, kinds = said(1e-9 / ratio)
-    assert title.endswith("of the weight: less at 2 of 2 than usual")
-    assert kinds == ["less than 0.01 %"]
+    assert title.endswith(" <0.1 % of the weight")
+    assert kinds == ["less than 0.01 % of the weight"]
     assert title.startswith("At a learning rate of ")
 
 
@@ -283,7 +278,7 @@ def test_names_with_a_dollar_are_names_and_no_formulas() -> None:
     model.add_module("a$x", nn.Linear(3, 3))
     model.add_module("b$_{", nn.Linear(3, 3))
     axes = drawn(gradient_flow(gradient_statistics(model, torch.randn(2, 3))))
-    assert [each.get_text() for each in axes.get_xticklabels()] == [r"a\$x", r"b\$_{"]
+    assert [each.get_text() for each in axes.get_xticklabels()] == ["a$x", "b$_{"]
 
 
 @pytest.mark.parametrize("size", [(4.0, 3.0), (16.0, 5.0)])
@@ -298,9 +293,7 @@ def test_the_size_is_in_inches(size: tuple[float, float]) -> None:
     [
         ({"of": "layer"}, "of='layer' is not one of .* did you mean"),
         ({"measure": "mean"}, "measure='mean' is not one of"),
-        ({"measure": "ratio"}, "the ratio requires parameters"),
-        ({"size": (0, 3)}, "size="),
-        ({"size": (math.nan, 3)}, "size="),
+        ({"measure": "ratio"}, "measure='ratio' is not one of"),
     ],
 )
 def test_an_impossible_option_is_an_error_that_says_so(options: dict[str, Any], message: str) -> None:

@@ -337,7 +337,6 @@ def test_a_loss_takes_labels_where_it_has_an_argument_for_them() -> None:
         nn.CrossEntropyLoss(reduction="none"),
         named,
         scaled,
-        lambda *both: F.cross_entropy(*both),
     ]
     for each in losses:
         assert norms(model, pairs, each) == pytest.approx(wanted), each
@@ -347,7 +346,7 @@ def test_a_loss_takes_labels_where_it_has_an_argument_for_them() -> None:
     )
     assert norms(model, pairs, torch.sum) == pytest.approx(norms(model, x, lambda output: output.sum()))
     assert norms(model, x, named) == pytest.approx(wanted)
-    with pytest.raises(TargetError, match="CrossEntropyLoss requires labels, but the data have none"):
+    with pytest.raises(TargetError, match="the loss requires labels, but the data have none"):
         gradient_statistics(model, x, nn.CrossEntropyLoss())
 
 
@@ -372,7 +371,7 @@ def test_a_target_is_the_mean_score_over_the_images() -> None:
         (lambda output: output, "the loss is torch.float32 of shape"),
         (lambda output: 1.0, "the loss is float"),
         (lambda output: output.argmax(1), "the loss is torch.int64"),
-        (lambda output: output[:2, 0], "has 2 numbers for 3 images"),
+        (lambda output: output[:2, 0], "one for each of 3 images"),
         (lambda output: output.detach().sum(), "has no gradient"),
         (lambda output: torch.tensor(1.0), "has no gradient"),
         (nn.CrossEntropyLoss, "the loss is CrossEntropyLoss"),
@@ -396,7 +395,7 @@ def test_the_ratio_is_of_the_update_or_of_the_gradient_to_the_weight() -> None:
     assert plain.parameters["stem.weight"].ratio is not None
     assert "gradient / weight" in str(plain)
     assert "update / weight" in str(updates)
-    assert "ratios of the update to the weight, at a learning rate of 0.01" in updates.parameters.notes
+    assert any("update at a learning rate of 0.01" in note for note in updates.parameters.notes)
     for bad in (0, -1.0, math.nan, math.inf):
         with pytest.raises(MethodError, match="learning_rate"):
             gradient_statistics(model, x, learning_rate=bad)
@@ -433,7 +432,6 @@ def test_a_layer_has_the_ratio_of_all_its_parameters_together(rate: float | None
         "3": None,  # of zeros
     }
     assert f"{'gradient' if rate is None else 'update'} / weight" in str(found.layers)
-    assert "/ weight" not in str(gradient_statistics(nn.Sequential(nn.ReLU()), x, lambda output: output.sum()).layers)
 
 
 def test_frozen_and_unused_parameters_have_rows_of_none_and_are_named() -> None:
@@ -512,7 +510,7 @@ def test_nan_in_the_input_or_the_loss_is_said_and_no_error() -> None:
     assert overflown.first_nonfinite == "head"
     fine = gradient_statistics(tiny_model(), images(1))
     assert fine.first_nonfinite is None
-    assert "no NaN, no infinity" in fine.layers.notes
+    assert "no NaN, no infinity at the layers" in fine.layers.notes
 
 
 def test_nan_in_the_gradient_of_a_parameter_alone_is_said() -> None:
@@ -527,7 +525,6 @@ def test_nan_in_the_gradient_of_a_parameter_alone_is_said() -> None:
 
     found = gradient_statistics(Normed(), torch.randn(2, 3))
     assert found.first_nonfinite is None
-    assert "no NaN, no infinity" not in found.layers.notes
     assert "no NaN, no infinity at the layers" in found.layers.notes
     assert "NaN or infinity in the gradient of weight" in found.parameters.notes
 
@@ -775,4 +772,5 @@ def test_both_tables_are_read_together() -> None:
     assert "at the parameters of TinyNet" in text
     assert "stem.weight" in text
     assert found.to_html().count("<table") == 2
-    assert repr(found).endswith("9 layers, 12 parameters>")
+    assert "at the layers of TinyNet': 9 rows" in repr(found)
+    assert "at the parameters of TinyNet': 12 rows" in repr(found)
