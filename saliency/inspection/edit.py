@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,11 @@ from ..hooks.autograd_graph import (
     view_base,
 )
 from ..hooks.manager import HookManager, is_hookable
-from ..hooks.model_state import eager, unwrap
+from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .arguments import LayersLike, is_pattern, require_seen, selected
-from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules
+from .record import HookBlock
+from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules, restarted
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
 """Layers as for `LayersLike`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
@@ -123,7 +124,7 @@ def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tenso
         message = f'no layer or parameter "{wanted}" in {type(model).__name__}; the closest are {", ".join(near)}'
         raise LayerError(message) from None
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
-    if not seen or (is_named and len(seen) < len(layers)):
+    if not seen or is_named:
         require_seen(model, layers)
     return [EditTarget(name, f'layer "{name}"' if name else "the model", at, is_named) for name, at in seen.items()]
 
@@ -142,26 +143,19 @@ def _is_differentiable(tensor: Tensor) -> bool:
 
 
 class _Inputs(NamedTuple):
-    """Tensors among the arguments of a call."""
+    """Distinct tensors with a gradient among the arguments of a call."""
 
-    tensors: Sequence[Tensor]  # distinct tensors with a gradient
+    tensors: Sequence[Tensor]
     edges: Sequence[GradientEdge]
     versions: Sequence[int]  # version counters before the call
-    has_floats: bool  # whether any argument is a floating-point tensor
     since: int
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-    numbers = [tensor for tensor in tree_tensors((args, kwargs)) if _is_differentiable(tensor)]
-    edges = [(tensor, at) for tensor in numbers if (at := edge(tensor)) is not None]
+    edges = [(tensor, at) for tensor in tree_tensors((args, kwargs)) if (at := edge(tensor)) is not None]
     distinct = {(at.node, at.output_nr): (tensor, at) for tensor, at in edges}.values()
-    return _Inputs(
-        tensors=[tensor for tensor, _ in distinct],
-        edges=[at for _, at in distinct],
-        versions=[tensor_version(tensor) for tensor, _ in distinct],
-        has_floats=bool(numbers),
-        since=current_sequence_nr(),
-    )
+    tensors = [tensor for tensor, _ in distinct]
+    return _Inputs(tensors, [at for _, at in distinct], list(map(tensor_version, tensors)), current_sequence_nr())
 
 
 def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, tensor: Tensor) -> Tensor | None:
@@ -184,12 +178,10 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
     """Edit the gradients that a layer passes on to its inputs."""
 
     def end(inputs: _Inputs, output: Any) -> Any:
-        if not inputs.has_floats:
-            target.refuse("it takes no floating-point tensor, so there is no gradient at its input")
-        elif not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             target.reason = _NOT_RECORDED
         elif not inputs.tensors:
-            reason = "none of its arguments requires a gradient, or torch.func transforms it"
+            reason = "no floating-point tensor among its arguments requires a gradient, or torch.func transforms it"
             target.refuse(f'{reason}; use x.requires_grad_() or edit at="output"')
         else:
             return _edit_inputs(hooks, rules, target, inputs, output)
@@ -212,9 +204,7 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
     if any(exits):
         target.reason = _NO_BACKWARD
     elif not any(map(_is_differentiable, tensors)):
-        kind = "None" if output is None else f"something of type {type(output).__name__}"
-        returned = "floating-point tensor" if tensors else f"tensor, but {kind}"
-        target.refuse(f"it returns no {returned}, so no gradient flows through it")
+        target.refuse("it returns no floating-point tensor, so no gradient flows through it")
     elif not target.edits:
         target.reason = "its output does not depend on its input through any recorded operation"
     for tensor, edges in zip(inputs.tensors, exits, strict=True):
@@ -227,14 +217,12 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
     """Edit the gradients at the outputs of a layer."""
 
     def end(since: int, output: Any) -> Any:
-        numbers = {id(tensor): tensor for tensor in tree_tensors(output) if _is_differentiable(tensor)}.values()
-        alive = [tensor for tensor in numbers if tensor.requires_grad]
-        if not numbers:
-            target.refuse("it returns no floating-point tensor, so there is no gradient at its output")
-        elif not alive and not torch.is_grad_enabled():
+        alive = {id(tensor) for tensor in tree_tensors(output) if tensor.requires_grad}
+        if not alive and not torch.is_grad_enabled():
             target.reason = _NOT_RECORDED
         elif not alive:
-            target.refuse("there is no gradient at its output: nothing requires one, or torch.func transforms it")
+            reason = "no floating-point tensor in it requires one, or torch.func transforms it"
+            target.refuse(f"there is no gradient at its output: {reason}")
         else:
             target.reason = _NO_BACKWARD
             changed = _with_copies(output, since, all_tensors=len(alive) > 1)
@@ -308,50 +296,35 @@ def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
 _Attach = Callable[[HookManager, tuple[Rule, ...], EditTarget], None]
 
 
-class Editing:
+class Editing(HookBlock):
     """Context manager that applies an edit inside its block. `edits` counts the edits by name."""
 
     def __init__(self, targets: list[EditTarget], rule: RuleLike, attach: _Attach) -> None:
         self._targets = targets
         self._rules = as_rules(rule)
         self._attach = attach
-        self._stack: ExitStack | None = None
 
     @property
     def edits(self) -> dict[str, int]:
         """Number of times that the rule was applied so far, by layer, parameter or tensor."""
         return {target.name: target.edits for target in self._targets}
 
-    def __enter__(self) -> Self:
-        """Start editing.
-
-        Raises:
-            MethodError: The block is already open.
-        """
-        if self._stack is not None:
-            raise MethodError("this edit is already open; create another one for a nested block")
-        rules = tuple(r.restart() if isinstance(r, NamedRule) and r.restart is not None else r for r in self._rules)
-        with ExitStack() as stack:
-            for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
-                if tensor.is_leaf and tensor_hooks(tensor) is None:
-                    stack.callback(forget_empty_hooks, tensor)
-            # Hooks reference the manager weakly, so that it is freed with its block.
-            hooks = stack.enter_context(HookManager(persistent=True))
-            manager: HookManager = weakref.proxy(hooks)
-            stack.enter_context(eager())
-            for target in self._targets:
-                if isinstance(target.at, Tensor):
-                    hooks.at_gradient(target.at, partial(_edit_gradient, manager, rules, target))
-                else:
-                    self._attach(manager, rules, target)
-            self._stack = stack.pop_all()
-        return self
+    def _register(self, stack: ExitStack) -> None:
+        rules = restarted(self._rules)
+        for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
+            if tensor.is_leaf and tensor_hooks(tensor) is None:
+                stack.callback(forget_empty_hooks, tensor)
+        # Hooks reference the manager weakly, so that it is freed with its block.
+        hooks: HookManager = weakref.proxy(stack.enter_context(HookManager(persistent=True)))
+        for target in self._targets:
+            if isinstance(target.at, Tensor):
+                hooks.at_gradient(target.at, partial(_edit_gradient, hooks, rules, target))
+            else:
+                self._attach(hooks, rules, target)
 
     def __exit__(self, *error: Any) -> None:
         """Remove the edit. Unless the block raised, warn about targets that were not edited."""
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.__exit__(*error)
+        super().__exit__(*error)
         if error[:1] == (None,):
             self._warn_about_unedited()
 

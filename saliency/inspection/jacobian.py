@@ -133,7 +133,7 @@ def _gradient(
 
 def _tangent(tangent: Any, start: Tensor, layer: str | nn.Module | None) -> Tensor:
     if isinstance(tangent, Tensor) and tangent.shape == start.shape and not tangent.is_complex():
-        return _without_inference(tangent.detach().to(start))
+        return tangent.detach().to(start, copy=True)
     where = "the input" if layer is None else "the layer's output"
     got = f"a tensor of shape {tuple(tangent.shape)}" if isinstance(tangent, Tensor) else type(tangent).__name__
     error = ImageError if layer is None else LayerError
@@ -144,7 +144,7 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     """Return the weights of the output: the given vector, or 1 at the class of each image."""
     shape = tuple(output.shape)
     if isinstance(vector, Tensor) and vector.shape == output.shape and not vector.is_complex():
-        return _without_inference(vector.detach().to(output))
+        return vector.detach().to(output, copy=True)
     if isinstance(vector, Tensor) and (vector.is_floating_point() or vector.is_complex()):
         raise TargetError(f"expected a vector in the shape of the model's output, {shape}; got {tuple(vector.shape)}")
     if output.dim() != 2:
@@ -154,11 +154,6 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     if outside is not None:
         raise TargetError(f"class {outside} is outside 0..{shape[1] - 1}, the classes of the model's output")
     return F.one_hot(torch.tensor(indices, device=output.device), shape[1]).to(output)
-
-
-def _without_inference(tensor: Tensor) -> Tensor:
-    """Return a tensor that autograd can save: a copy of a tensor created under `inference_mode`."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 class _PlainAttention(TorchFunctionMode):

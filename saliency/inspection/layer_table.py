@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import MethodError
 from ..hooks.autograd_graph import DispatchMode, own_parameters
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
-from .arguments import LayersLike, ModelCall, model_call, selected
+from ..validation import check_integer
+from .arguments import LayersLike, ModelCall, model_call, require_seen, selected
 from .tables import Column, Table, listed, shape_text, share, si
 
 _TIMED_FORWARDS = 3
@@ -139,52 +139,38 @@ def layer_table(
         LayerError: A name or pattern in `layers` matches no layer.
         MethodError: `depth` or `times` is out of range.
         ModelError: `model` is not a module, or has lazy parameters.
+        NotApplicableError: A layer is scripted or inside a TorchScript module, which runs no hooks.
     """
-    if depth is not None and depth < 1:
-        raise MethodError(f"depth={depth}: expected 1 for the outermost layers, or more")
-    rounds = _TIMED_FORWARDS if times is True else int(times)
-    if rounds < 0:
-        raise MethodError(f"times={times}: expected the number of timed forward passes, or False")
+    if depth is not None:
+        check_integer("depth", depth)
+    rounds = _TIMED_FORWARDS if times is True else check_integer("times", int(times), least=0)
     network, wrapper = unwrap(model), model
     call, model = model_call(wrapper, example), network
-    modules = dict(model.named_modules())
-    # Modules inside a scripted one are not called as modules.
-    names = {
-        module: name
-        for name, module in modules.items()
-        if not name or not _is_scripted(modules[name.rpartition(".")[0]])
-    }
+    names = {module: name for name, module in model.named_modules()}
+    require_seen(model, {name: module for module, name in names.items()})
     chosen = list(names)[1:] or [model] if layers is None else selected(model, layers).values()
     with prepared_for_attribution(model):
         profiles = _profile(model, call)
-        called = {names.get(module, "") for module in profiles}
+        called = {names[module] for module in profiles}
         depths = {module: _depth(name, called) for module, name in names.items()}
-        wanted = {module: None for module in chosen if module in names and (depth is None or depths[module] <= depth)}
+        wanted = {module: None for module in chosen if depth is None or depths[module] <= depth}
         running = [module for module in profiles if module in wanted]
         seconds = _timed(model, call, running, rounds) if rounds else {}
     if layers is None:
         running = running or [model]  # no submodule was called, as in nn.MultiheadAttention
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
     total = _row(model, "", 0, profiles[model], seconds, model)
-    varying = [names[module] or total.kind for module in running if profiles[module].varies]
-    scripted = [name for module, name in names.items() if _is_scripted(module) and name]
     functions = "" if "" in {row.name for row in rows} else _functions_text(total.functional)
     not_called = _not_called(names, wanted, called)
     notes = [
         _totals(total, call.size, seconds.get(model)),
         *([f"functions between the outermost layers: {functions}"] if functions else []),
-        *listed("output shape varies between calls, the last is shown:", varying),
-        *listed("scripted, so their layers are not visible; counted in the calling layer:", scripted),
         *listed("not called:", not_called),
     ]
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
     table = LayerTable(rows, _columns(rows, total), title, notes)
     table.model, table.not_called, table.seconds = total, tuple(not_called), seconds.get(model)
     return table
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _depth(name: str, called: set[str]) -> int:
@@ -201,7 +187,7 @@ def _row(
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
     return LayerRow(
         name=name,
-        kind=str(getattr(module, "original_name", "")) or type(module).__name__,
+        kind=type(module).__name__,
         depth=depth,
         output=profile.output,
         parameters=sum(size for size, _ in sizes),
@@ -221,7 +207,7 @@ def _not_called(names: dict[nn.Module, str], wanted: Iterable[nn.Module], called
     idle: list[str] = []
     for module in wanted:
         name = names[module]
-        is_known = name in called or module in used or _is_scripted(module)
+        is_known = name in called or module in used
         is_inside = bool(idle) and name.startswith(f"{idle[-1]}.")
         if not is_known and not is_inside and not any(other.startswith(f"{name}.") for other in called):
             idle.append(name)
@@ -240,7 +226,7 @@ def _totals(total: LayerRow, size: int, seconds: float | None) -> str:
 
 def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: int) -> dict[nn.Module, float]:
     """Return the seconds of the model and of each module, in the fastest of several forward passes."""
-    fastest: dict[nn.Module, float] = {}
+    passes: list[dict[nn.Module, float]] = []
     seconds: dict[nn.Module, float] = {}
     synchronize = _synchronize(model, call)
 
@@ -261,8 +247,9 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
         for _ in range(rounds):
             seconds.update(dict.fromkeys((model, *modules), 0.0))
             end(begin(model, (), {}), call.run(model))
-            fastest = {module: min(taken, fastest.get(module, taken)) for module, taken in seconds.items()}
-    return fastest
+            passes.append(dict(seconds))
+    # With the fastest pass of each module, nested modules sum to at most their parent.
+    return {module: min(taken[module] for taken in passes) for module in seconds}
 
 
 def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
@@ -280,13 +267,11 @@ class _Profile:
 
     Attributes:
         is_leaf: Whether the module belongs to torch.nn and has no submodules. Its functions are not listed.
-        varies: Whether its calls returned different shapes.
     """
 
     is_leaf: bool
     calls: int = 0
     output: Any = None
-    varies: bool = False
     multiply_adds: int = 0
     functional: Counter[str] = field(default_factory=Counter)
 
@@ -294,7 +279,7 @@ class _Profile:
 def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
     """Profile one forward pass of a prepared model, and return the modules that were called, in the order of execution.
 
-    User hooks are disabled. Modules inside TorchScript run no hooks, so their multiply-adds count for the caller.
+    User hooks are disabled.
     """
     profiler = _Profiler()
     with HookManager(exclusive=True) as hooks, torch.no_grad():
@@ -304,7 +289,7 @@ def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
         hooks.enter_context(profiler)
         output = call.run(model)
     profiles = {module: profile for module, profile in profiler.profiles.items() if profile.calls}
-    if model not in profiles:  # TorchScript, or a `__call__` of its own
+    if model not in profiles:  # a model with its own `__call__`
         total = profiler.operations.multiply_adds
         profiles[model] = _Profile(False, calls=1, output=_shapes_of(output), multiply_adds=total)
     return profiles
@@ -328,12 +313,11 @@ class _Profiler(TorchFunctionMode):
 
     def end(self, begun: tuple[int, int, int], output: Any) -> None:
         depth, own, total = begun
-        profile, shapes = self._running[depth], _shapes_of(output)
+        profile = self._running[depth]
         # Overwrite the count that a nested call of the same module has added.
         profile.multiply_adds = own + self.operations.multiply_adds - total
-        profile.varies |= profile.calls > 0 and shapes != profile.output
         profile.calls += 1
-        profile.output = shapes
+        profile.output = _shapes_of(output)
         # Also drop nested calls that raised, for which `end` was not called.
         del self._running[depth:]
 

@@ -50,7 +50,7 @@ _KEEP: dict[str, Callable[[Tensor], Any]] = {
 class Backward:
     """Gradients at one call in one backward pass, which may still be running."""
 
-    def __init__(self, number: int, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any]) -> None:
+    def __init__(self, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any], number: int) -> None:
         self.number = number  # of the backward pass
         self._summands = summands
         self._keep = keep
@@ -89,33 +89,6 @@ class Backward:
     def __getstate__(self) -> object:
         """Return the gradients, for `pickle` and `deepcopy`."""
         return {"_inputs": list(self.grad_inputs), "_outputs": self._outputs, "_sums": {}}
-
-
-class _Backwards(list[Backward]):
-    """Gradients at one call, one entry per backward pass, in order.
-
-    Args:
-        summands: For each tensor among the arguments, the number of operations that contribute to its gradient.
-        outputs: The number of tensors in the output.
-        keep: Function from a gradient to its recorded form.
-    """
-
-    def __init__(self, summands: Sequence[int], outputs: int, keep: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self._new = partial(Backward, summands=summands, outputs=outputs, keep=keep)
-
-    def running(self) -> Backward:
-        """Return the entry of the backward pass that runs in this thread."""
-        number = this_backward()
-        known = next((entry for entry in reversed(self) if entry.number == number), None)
-        if known is None:
-            known = self._new(number)
-            self.append(known)
-        return known
-
-    def __reduce__(self) -> Any:
-        """Copy as a plain list."""
-        return list, (list(self),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,7 +217,37 @@ _COLUMNS: list[Column[CallSummary]] = [
 ]
 
 
-class Recording(Sequence[Call]):
+class HookBlock:
+    """Base of context managers whose hooks act inside their block. A closed block can be opened again."""
+
+    _stack: ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        """Open the block.
+
+        Raises:
+            MethodError: The block is already open.
+        """
+        if self._stack is not None:
+            raise MethodError("this block is already open; create another one for a nested block")
+        with ExitStack() as stack:
+            stack.enter_context(eager())
+            self._register(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Close the block and remove its hooks."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.__exit__(*error)
+
+    def _register(self, stack: ExitStack) -> None:
+        """Register the hooks, and what removes them on the stack."""
+        raise NotImplementedError
+
+
+class Recording(HookBlock, Sequence[Call]):
     """Sequence of recorded calls, and the context manager that records them; see `record`.
 
     Args:
@@ -264,28 +267,10 @@ class Recording(Sequence[Call]):
         self._begun = 0  # number of calls so far
         self._first = 0  # number of the first call after `clear`
         self._counts: Counter[str] = Counter()
-        self._open: ExitStack | None = None
 
-    def __enter__(self) -> Self:
-        """Start or resume recording.
-
-        Raises:
-            MethodError: The recording is already running.
-        """
-        if self._open is not None:
-            raise MethodError("this recording is already running; open another one with record(...)")
-        with ExitStack() as stack:
-            hooks = stack.enter_context(HookManager(persistent=True))
-            stack.enter_context(eager())
-            self.attach(hooks, hooks)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop recording and keep the recorded calls."""
-        stack, self._open = self._open, None
-        if stack is not None:
-            stack.__exit__(*error)
+    def _register(self, stack: ExitStack) -> None:
+        hooks = stack.enter_context(HookManager(persistent=True))
+        self.attach(hooks, hooks)
 
     def attach(self, hooks: HookManager, gradient_hooks: HookManager) -> None:
         """Record every call while `hooks` is open, and its gradients while `gradient_hooks` is open."""
@@ -404,48 +389,60 @@ class Recording(Sequence[Call]):
         # Detach: a graph that references its own gradients would never be freed.
         return self._keep(gradient.detach()) if gradient.requires_grad else self._keep(gradient)
 
-    def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> _Backwards:
-        """Register hooks for the gradients at the outputs and at the inputs of the call."""
+    def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> list[Backward]:
+        """Register hooks for the gradients at the call. Return the list that receives one entry per backward pass."""
         outputs = list(tree_tensors(output))
         # Arguments may be changed in place, so they are results too.
         results = [*outputs, *begun.tensors]
         exits = input_edges(results, begun.edges, begun.since)
+        sources: list[_Source] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
         # A view that was changed in place passes its gradient to its base.
         changed = [viewed for viewed in begun.views if viewed.view.is_overwritten()]
         base_exits = input_edges(results, [viewed.edge for viewed in changed], begun.since) if changed else []
-        by_base = {viewed.argument: (viewed, edges) for viewed, edges in zip(changed, base_exits, strict=True) if edges}
-        summands = [len(by_base[index][1] if index in by_base else edges) for index, edges in enumerate(exits)]
-        log = _Backwards(summands, len(outputs), self._keep_gradient)
+        for viewed, edges in zip(changed, base_exits, strict=True):
+            if edges:
+                sources[viewed.argument] = viewed.base, viewed.view, edges
+        log: list[Backward] = []
+        summands = [len(edges) for _, _, edges in sources]
+        running = partial(_running, log, partial(Backward, summands, len(outputs), self._keep_gradient))
         if "grad_outputs" in self._parts:
+            arguments = list(zip(begun.tensors, exits, strict=True))
             for index, tensor in enumerate(outputs):
                 if tensor.requires_grad:
-                    hooks.at_gradient(tensor, partial(_set_output, log, index))
-                    _watch_base(hooks, log, index, tensor, begun.tensors, exits)
+                    hooks.at_gradient(tensor, partial(_set_output, running, index))
+                    _watch_base(hooks, running, index, tensor, arguments)
         if "grad_inputs" in self._parts:
-            for index, edges in enumerate(exits):
-                for input_edge in edges if index not in by_base else ():
-                    hooks.at_input_edge(begun.tensors[index], input_edge, partial(_add_input, log, index, None))
-            for index, (viewed, edges) in by_base.items():
+            for index, (tensor, view, edges) in enumerate(sources):
                 for input_edge in edges:
-                    hooks.at_input_edge(viewed.base, input_edge, partial(_add_input, log, index, viewed.view))
+                    hooks.at_input_edge(tensor, input_edge, partial(_add_input, running, index, view))
         return log
 
 
-def _set_output(log: _Backwards, index: int, gradient: Tensor) -> None:
-    log.running().set_output(index, gradient)
+_Edges = Sequence[InputEdge]
+_Source = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
+_Running = Callable[[], Backward]
 
 
-def _add_input(log: _Backwards, index: int, view: _View | None, part: Tensor) -> None:
-    log.running().add_input(index, part if view is None else view.gradient(part))
+def _running(log: list[Backward], new: Callable[[int], Backward]) -> Backward:
+    """Return the entry of the backward pass that runs in this thread."""
+    number = this_backward()
+    known = next((entry for entry in reversed(log) if entry.number == number), None)
+    if known is None:
+        known = new(number)
+        log.append(known)
+    return known
+
+
+def _set_output(running: _Running, index: int, gradient: Tensor) -> None:
+    running().set_output(index, gradient)
+
+
+def _add_input(running: _Running, index: int, view: _View | None, part: Tensor) -> None:
+    running().add_input(index, part if view is None else view.gradient(part))
 
 
 def _watch_base(
-    hooks: HookManager,
-    log: _Backwards,
-    index: int,
-    output: Tensor,
-    inputs: Sequence[Tensor],
-    exits: Sequence[Sequence[InputEdge]],
+    hooks: HookManager, running: _Running, index: int, output: Tensor, arguments: Sequence[tuple[Tensor, _Edges]]
 ) -> None:
     """Take the gradient of an output view from its base, if a later in-place operation bypasses the view."""
     base = view_base(output)
@@ -454,17 +451,17 @@ def _watch_base(
     view = _View.of(output, base)
     sources = {
         at: _View.of(tensor, base)
-        for at, (tensor, edges) in enumerate(zip(inputs, exits, strict=True))
+        for at, (tensor, edges) in enumerate(arguments)
         if (base is tensor or base is view_base(tensor))
         and any(input_edge.node is output.grad_fn for input_edge in edges)
     }
 
     def take_part(of_base: Tensor) -> None:
-        if view.is_overwritten() and (running := log.running()).grad_outputs[index] is None:
+        if view.is_overwritten() and (entry := running()).grad_outputs[index] is None:
             part = view.gradient(of_base)
-            running.set_output(index, part)
+            entry.set_output(index, part)
             for at, source in sources.items():
-                running.add_input(at, view.gradient_of(source, part))
+                entry.add_input(at, view.gradient_of(source, part))
 
     hooks.at_gradient(base, take_part)
 
@@ -525,10 +522,8 @@ def record(
         NotApplicableError: All the layers are inside TorchScript, where hooks do not run; or (while the model runs) a
             tensor is nested, quantised, or belongs to a transformation such as `torch.vmap`.
     """
-    unknown = next((part for part in parts if part not in PARTS), None)
-    if isinstance(parts, str) or unknown is not None:
-        hint = "" if isinstance(parts, str) else did_you_mean(str(unknown), PARTS)
-        raise MethodError(f"parts={parts!r}: expected a tuple of some of {', '.join(PARTS)}{hint}")
+    for part in parts:
+        check_choice("parts", part, PARTS)
     if not callable(keep):
         keep = _KEEP[check_choice("keep", keep, tuple(_KEEP))]
     network = unwrap(model)

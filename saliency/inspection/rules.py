@@ -37,11 +37,13 @@ class NamedRule:
         name: The call that creates it, such as "scale(2.0)".
         function: The rule.
         restart: Function that creates the rule with its initial state for a new block; None if the rule has no state.
+        steps: The rules that it applies in order, if it combines several.
     """
 
     name: str
     function: Rule
     restart: Callable[[], NamedRule] | None = None
+    steps: tuple[Rule, ...] = ()
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
         """Return the replacement of a tensor; None leaves it unchanged."""
@@ -58,11 +60,16 @@ def as_rules(rule: Any) -> tuple[Rule, ...]:
         MethodError: The argument is neither a rule nor an iterable of rules.
     """
     if callable(rule):
-        return (rule,)
+        return getattr(rule, "steps", None) or (rule,)
     if isinstance(rule, Iterable) and not isinstance(rule, str | Tensor):
         return tuple(step for part in rule for step in as_rules(part))
     hint = f"; for a factor, use rules.scale({rule!r})" if isinstance(rule, Real) else ""
     raise MethodError(f"a rule is a function of a tensor, or a list of these; got {type(rule).__name__}{hint}")
+
+
+def restarted(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return the rules in their initial state, for a new block."""
+    return tuple(r.restart() if isinstance(r, NamedRule) and r.restart is not None else r for r in rules)
 
 
 def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | None:
@@ -76,14 +83,11 @@ def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | N
         place: Description of the tensor for errors, such as "the output of layer4".
 
     Raises:
-        MethodError: A rule returns another object, a tensor of a different shape, dtype or device, or does not support
-            complex or sparse tensors.
+        MethodError: A rule returns another object, or a tensor of a different shape, dtype or device.
     """
     current = tensor
     for rule in rules:
-        result = (
-            _call_named(rule, current, place) if isinstance(rule, NamedRule) else _call_function(rule, current, place)
-        )
+        result = rule(current) if isinstance(rule, NamedRule) else _call_function(rule, current, place)
         if result is None:
             continue
         if not isinstance(result, Tensor) or _describe(result) != _describe(current):
@@ -92,16 +96,6 @@ def apply_rules(rules: Iterable[Rule], tensor: Tensor, place: str) -> Tensor | N
             raise MethodError(f"the rule {rule_name(rule)} returned {got} for {place}; expected {expected}")
         current = result if isinstance(rule, NamedRule) else result.clone()
     return None if current is tensor else current
-
-
-def _call_named(rule: NamedRule, tensor: Tensor, place: str) -> Tensor | None:
-    try:
-        return rule(tensor)
-    except RuntimeError as error:
-        if not tensor.is_complex() and tensor.layout == torch.strided:
-            raise
-        hint = "" if tensor.is_complex() else " (use sparse=False)"
-        raise MethodError(f"the rule {rule} cannot be applied to {place}, {_describe(tensor)}{hint}") from error
 
 
 def _call_function(rule: Rule, tensor: Tensor, place: str) -> Any:
@@ -250,13 +244,10 @@ def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
     name = f"zero_channels({channels}{f', axis={axis}' if axis != 1 else ''})"
 
     def zero(tensor: Tensor) -> Tensor:
-        if not -tensor.dim() <= axis < tensor.dim():
-            raise MethodError(f"{name}: there is no axis {axis} in a tensor of shape {tuple(tensor.shape)}")
-        size = tensor.shape[axis]
-        outside = next((index for index in channels if not -size <= index < size), None)
-        if outside is not None:
-            shape = tuple(tensor.shape)
-            raise MethodError(f"{name}: channel {outside} is outside 0..{size - 1}, axis {axis} of shape {shape}")
+        shape = tuple(tensor.shape)
+        size = shape[axis] if -tensor.dim() <= axis < tensor.dim() else 0
+        if not all(-size <= index < size for index in channels):
+            raise MethodError(f"{name}: a tensor of shape {shape} has no such channel or axis")
         places = torch.tensor([index % size for index in channels], dtype=torch.long, device=tensor.device)
         return tensor.index_fill(axis, places, 0)
 
@@ -295,13 +286,8 @@ def compose(*rules: Rule) -> NamedRule:
         MethodError: An argument is not a rule.
     """
     steps = as_rules(rules)
-
-    def restart() -> NamedRule:
-        return compose(*(s.restart() if isinstance(s, NamedRule) and s.restart is not None else s for s in steps))
-
-    has_state = any(isinstance(step, NamedRule) and step.restart is not None for step in steps)
     name = f"compose({', '.join(map(rule_name, steps))})"
-    return NamedRule(name, lambda tensor: apply_rules(steps, tensor, "a chain"), restart if has_state else None)
+    return NamedRule(name, lambda tensor: apply_rules(steps, tensor, "a chain"), steps=steps)
 
 
 def _summary(tensor: Tensor) -> str:

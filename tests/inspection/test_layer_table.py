@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import saliency
-from saliency.errors import LayerError, MethodError, ModelError
+from saliency.errors import LayerError, MethodError, ModelError, NotApplicableError
 from saliency.hooks.manager import HookManager
 from saliency.inspection.layer_table import LayerTable, MultiplyAdds, layer_table
 from saliency.testing import Snapshot
@@ -397,7 +398,6 @@ def test_a_module_that_is_called_many_times_is_one_row_with_its_last_output() ->
     model = Net(lambda m, x: m.f(m.f(x)[:1]), f=nn.Linear(4, 4), unused=nn.Linear(1, 1))
     found = table(model, (3, 4))
     assert [(row.name, row.calls, row.output, row.multiply_adds) for row in found] == [("f", 2, (1, 4), 4 * 16)]
-    assert "output shape varies between calls, the last is shown: f" in found.notes
     assert "not called: unused" in found.notes
     assert found.not_called == ("unused",)
     assert "calls" in str(found)
@@ -543,19 +543,11 @@ def test_wrapped_models_and_examples_of_several_kinds() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_scripted_parts_are_counted_in_what_calls_them() -> None:
+def test_scripted_models_and_parts_are_refused() -> None:
     block: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)))
-    model = Net(lambda m, x: m.outer(m.first(x)), first=nn.Linear(4, 4), outer=nn.Sequential(block))
-    found = layer_table(model, (3, 4), times=1)
-    assert [(row.name, row.kind, row.multiply_adds, row.parameters) for row in found] == [
-        ("first", "Linear", 48, 20),
-        ("outer", "Sequential", 3 * (20 + 10), 37),
-    ]
-    assert found.model.multiply_adds == 48 + 90
-    assert "scripted, so their layers are not visible; counted in the calling layer: outer.0" in found.notes
-    assert found.not_called == ()
-    (whole,) = layer_table(block, (3, 4), times=1)
-    assert (whole.name, whole.kind, whole.output, whole.multiply_adds) == ("", "Sequential", (3, 2), 90)
+    for model in (block, nn.Sequential(nn.Linear(4, 4), nn.Sequential(block))):
+        with pytest.raises(NotApplicableError, match="TorchScript"):
+            layer_table(model, (3, 4))
 
 
 def test_a_model_whose_call_is_its_own_is_told_without_hooks() -> None:
@@ -578,37 +570,51 @@ def test_a_model_that_calls_none_of_its_parts_is_the_one_row() -> None:
 # Times ---------------------------------------------------------------------------------------------------------
 
 
-def test_time_shares_are_of_the_whole_and_include_what_lies_inside() -> None:
-    inner = nn.Sequential(Sleep(0.02), Sleep(0.03))
-    found = layer_table(nn.Sequential(Sleep(0.05), inner), (1,), times=2)
-    shares = {row.name: row.time_share or 0.0 for row in found}
-    assert shares["0"] == pytest.approx(0.5, abs=0.1)
-    assert shares["1.1"] == pytest.approx(0.3, abs=0.1)
-    assert shares["1.0"] + shares["1.1"] <= shares["1"]
-    assert shares["0"] + shares["1"] <= 1
+@dataclass
+class Clock:
+    """Time that passes only where a layer says so, so that the load of the machine does not matter."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(importlib.import_module("saliency.inspection.layer_table"), "time", fake)
+    return fake
+
+
+class Ticks(nn.Module):
+    """Takes the given seconds in its timed forwards, the last one repeatedly. The first forward is not timed."""
+
+    def __init__(self, clock: Clock, *seconds: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.seconds = chain((0.0,), seconds, repeat(seconds[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += next(self.seconds)
+        return x
+
+
+def test_time_shares_are_of_the_whole_and_include_what_lies_inside(clock: Clock) -> None:
+    inner = nn.Sequential(Ticks(clock, 0.02), Ticks(clock, 0.03))
+    found = layer_table(nn.Sequential(Ticks(clock, 0.05), inner), (1,), times=2)
+    shares = {row.name: row.time_share for row in found}
+    assert shares == pytest.approx({"0": 0.5, "1.0": 0.2, "1.1": 0.3, "1": 0.5})
     assert found.model.time_share == 1
-    assert found.seconds is not None
-    assert 0.1 <= found.seconds < 1
+    assert found.seconds == pytest.approx(0.1)
     assert found.notes[0].endswith(" ms for one forward")
 
 
-def test_a_hiccup_in_one_forward_sticks_to_no_layer() -> None:
-    class Hiccup(nn.Module):
-        def __init__(self, *seconds: float) -> None:
-            super().__init__()
-            self.seconds = iter((0.0, *seconds))  # the first forward is not timed
-
-        def forward(self, x: Tensor) -> Tensor:
-            time.sleep(next(self.seconds))
-            return x
-
-    first, second = Hiccup(0.1, 0.0, 0.0), Hiccup(0.0, 0.05, 0.05)
-    found = layer_table(nn.Sequential(nn.Sequential(first, second), Sleep(0.02)), (1,), times=3)
+def test_a_hiccup_in_one_forward_sticks_to_no_layer(clock: Clock) -> None:
+    first, second = Ticks(clock, 0.1, 0.0, 0.0), Ticks(clock, 0.0, 0.05, 0.05)
+    found = layer_table(nn.Sequential(nn.Sequential(first, second), Ticks(clock, 0.02)), (1,), times=3)
     shares = {row.name: row.time_share or 0.0 for row in found}
-    assert shares["0.0"] < 0.05
-    assert shares["0.1"] < 0.05
-    assert shares["0.0"] + shares["0.1"] <= shares["0"]
-    assert shares["0"] + shares["1"] <= 1
+    assert shares == pytest.approx({"0.0": 0, "0.1": 0, "0": 5 / 7, "1": 2 / 7})
 
 
 def test_nested_rows_sum_to_at_most_their_parent() -> None:
