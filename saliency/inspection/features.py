@@ -158,15 +158,15 @@ def _shard_paths(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("shard-*") if _SHARD.fullmatch(path.name))
 
 
-def _joined(labels: list[Any]) -> Labels:
-    """Concatenate the labels of several batches."""
-    if not labels:
+def _joined(parts: list[Any]) -> Any:
+    """Concatenate the rows or labels of several batches; None if there are no labels."""
+    if not parts or parts[0] is None:
         return None
-    return torch.cat(labels) if isinstance(labels[0], Tensor) else [label for batch in labels for label in batch]
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else [label for part in parts for label in part]
 
 
 class _Writer:
-    """Collects the rows of batches in memory, or in a folder of files that are written atomically.
+    """Collects the rows and labels of batches in memory, or in a folder of files that are written atomically.
 
     Args:
         folder: Folder for the files, created if missing. Files of an interrupted run are removed. None keeps the rows
@@ -181,10 +181,8 @@ class _Writer:
         self._folder = folder
         self._shard_images = shard_images
         self._shards = 0
-        self._rows: dict[str, list[Tensor]] = {}
-        self._labels: list[Any] = []
         self._images = 0  # number of images that are not written yet
-        self._label_kind: str | None = None
+        self._columns: dict[str, list[Any]] = {}  # their rows by layer, and the labels, one part per batch
         if folder is not None:
             self._prepare(folder)
 
@@ -197,10 +195,9 @@ class _Writer:
             state = None
             with suppress(ExplanationError), _opened(path) as file:
                 state = (file.metadata() or {}).get(_IS_LAST)
-            if state is None:
-                raise MethodError(f"{folder} contains {path.name}, which is not a features file; choose another folder")
-            if state == "true":
-                raise MethodError(f"{folder} already contains features; use Features.open, or choose another folder")
+            if state != "false":
+                content = "is not a features file" if state is None else "belongs to complete features"
+                raise MethodError(f"{folder} contains {path.name}, which {content}; choose another folder")
         for path in paths[::-1]:  # last first, so that the remaining files are readable at any time
             path.unlink()
 
@@ -211,64 +208,69 @@ class _Writer:
             ImageError: Labels are missing, or of a different kind than in earlier batches.
             LayerError: The rows of a layer have a different shape or dtype than in earlier batches.
         """
-        for name, more in rows.items():
-            known = self._rows.setdefault(name, [])
-            if known and _kind(known[0]) != _kind(more):
-                kinds = f"rows {_kind(more)} in batch {batch}, but {_kind(known[0])} before"
-                raise LayerError(f'layer "{name}" returns {kinds}; use pool to make them equal')
-            known.append(more)
         images = len(next(iter(rows.values())))
-        self._add_labels(labels, images, batch)
+        kept = _labels_per_image(labels, images)
+        if kept is None and labels is not None and not self._columns:
+            warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
+        for name, part in {**rows, _LABELS: kept}.items():
+            parts = self._columns.setdefault(name, [])
+            parts.append(part)
+            kinds = f"{_kind(part)} in batch {batch}, but {_kind(parts[0])} in earlier batches"
+            if _kind(part) != _kind(parts[0]):
+                if name == _LABELS:
+                    raise ImageError(f"the labels are {kinds}")
+                raise LayerError(f'layer "{name}" returns rows {kinds}; use pool to make them equal')
         self._images += images
         if self._folder is not None:
-            row_bytes = sum(more.nbytes // len(more) for more in rows.values())
+            row_bytes = sum(part.nbytes // images for part in rows.values())
             size = self._shard_images or max(1, _SHARD_BYTES // max(1, row_bytes))
             while self._images > size:  # the last file is written by `finish`
                 self._write(self._folder, size)
 
-    def _add_labels(self, labels: Any, images: int, batch: int) -> None:
-        kind = "without labels"
-        is_sequence = isinstance(labels, list | tuple) or (isinstance(labels, Tensor) and labels.dim() > 0)
-        fits = is_sequence and len(labels) == images
-        if fits and isinstance(labels, Tensor):
-            kind, labels = f"a tensor {_kind(labels)}", labels.detach().cpu().clone()
-        elif fits and all(isinstance(label, str | int | float) for label in labels):
-            kind, labels = "a list", list(labels)
-        elif labels is not None and self._label_kind is None:
-            warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
-        if self._label_kind not in (None, kind):
-            raise ImageError(f"the labels of batch {batch} are {kind}; those of earlier batches are {self._label_kind}")
-        self._label_kind = kind
-        if kind != "without labels":
-            self._labels.append(labels)
+    def _take(self, size: int) -> dict[str, Any]:
+        """Remove and return the rows and labels of the first images."""
+        whole = {name: _joined(parts) for name, parts in self._columns.items()}
+        self._columns = {name: [_part(column, slice(size, None))] for name, column in whole.items()}
+        self._images -= size
+        return {name: _part(column, slice(size)) for name, column in whole.items()}
 
     def _write(self, folder: Path, size: int, *, is_last: bool = False) -> None:
         """Write the next file with `size` images. Raises OSError if that fails."""
-        rows = {name: torch.cat(parts) for name, parts in self._rows.items()}
-        tensors = {name: whole[:size].contiguous() for name, whole in rows.items()}
-        metadata = {_LAYERS: json.dumps(list(rows)), _IS_LAST: "true" if is_last else "false"}
-        labels = _joined(self._labels)
-        if isinstance(labels, Tensor):
-            tensors[_LABELS] = labels[:size].contiguous()
-        elif labels is not None:
-            metadata[_LABELS] = json.dumps(labels[:size])
+        columns = self._take(size)
+        metadata = {_LAYERS: json.dumps([name for name in columns if name != _LABELS])}
+        metadata[_IS_LAST] = "true" if is_last else "false"
+        if isinstance(columns[_LABELS], list):
+            metadata[_LABELS] = json.dumps(columns[_LABELS])
+        tensors = {name: column.contiguous() for name, column in columns.items() if isinstance(column, Tensor)}
         save_tensors(folder / f"shard-{self._shards:05d}.safetensors", tensors, metadata)
         self._shards += 1
-        self._images -= size
-        self._rows = {name: [whole[size:]] for name, whole in rows.items()}
-        self._labels = [] if labels is None else [labels[size:]]
 
-    def finish(self) -> Features[Tensor] | Features[Rows]:
+    def finish(self) -> Features[Any]:
         """Return the features of all batches."""
         if self._folder is not None:
             self._write(self._folder, self._images, is_last=True)
             return Features.open(self._folder)
-        rows = {name: torch.cat(parts) for name, parts in self._rows.items()}
-        return Features(rows, self._images, _joined(self._labels))
+        images = self._images
+        rows = self._take(images)
+        return Features(rows, images, rows.pop(_LABELS))
 
 
-def _kind(rows: Tensor) -> str:
-    return f"{tuple(rows.shape[1:])} of {str(rows.dtype).removeprefix('torch.')}"
+def _part(column: Labels, part: slice) -> Labels:
+    return None if column is None else column[part]
+
+
+def _labels_per_image(labels: Any, images: int) -> Labels:
+    """Return the labels as a tensor on the CPU or as a list; None if there is not one label per image."""
+    if isinstance(labels, Tensor) and labels.dim() and len(labels) == images:
+        return labels.detach().cpu().clone()
+    is_list = isinstance(labels, list | tuple) and len(labels) == images
+    return list(labels) if is_list and all(isinstance(label, str | int | float) for label in labels) else None
+
+
+def _kind(column: Labels) -> str:
+    if isinstance(column, Tensor):
+        return f"{tuple(column.shape[1:])} of {str(column.dtype).removeprefix('torch.')}"
+    return "missing" if column is None else "a list"
 
 
 class FeatureOptions(TypedDict, total=False):
@@ -296,7 +298,7 @@ def extract_features(
     shard_images: int | None = None,
     dtype: torch.dtype | None = None,
     pool: Callable[[Tensor], Tensor] | None = None,
-) -> Features[Tensor] | Features[Rows]:
+) -> Features[Any]:
     """Return the outputs of layers, one row per image.
 
         features = extract_features(model, loader, ["layer3", "layer4"], out="features")
@@ -337,14 +339,12 @@ def extract_features(
     given: object = dtype
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise MethodError(f"dtype={dtype!r}: expected a floating-point type such as torch.float16")
-    if pool is not None and not callable(pool):
-        raise MethodError(f"pool: expected a function from a layer's output to rows; got {type(pool).__name__}")
     network = unwrap(model)
     modules = selected(network, layers)
     require_seen(network, modules)
     reserved = next((name for name in modules if name in (_LABELS, "__metadata__")), None)
-    if out is not None and reserved is not None:
-        raise LayerError(f'a layer "{reserved}" cannot be written to a file: the name is reserved there')
+    if reserved is not None:
+        raise LayerError(f'features of a layer "{reserved}" cannot be stored: the name is reserved')
     writer = _Writer(None if out is None else Path(out), shard_images)
     number = -1
     for number, batch in enumerate(model_calls(model, data)):

@@ -162,7 +162,7 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path) -> None:
     whole = extract_features(model, x, "fc", out=tmp_path)
     assert len(whole["fc"]) == 8
     assert len(list(tmp_path.glob("shard-*"))) == 1
-    with pytest.raises(MethodError, match="already contains features"):
+    with pytest.raises(MethodError, match="complete features"):
         extract_features(model, x, "fc", out=tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_labels_in_words_are_kept_and_others_are_told_of(tmp_path: Path) -> None
     with pytest.warns(SaliencyWarning, match=r"labels \(dict\) are not kept") as told:
         assert extract_features(Net(), [(x, {"a": 1}), (x, {"a": 2})], "fc").labels is None
     assert len(told) == 1
-    with pytest.raises(ImageError, match="labels of batch 1 are without labels"):
+    with pytest.raises(ImageError, match="labels are missing in batch 1"):
         extract_features(Net(), [(x, torch.arange(4)), x], "fc")
 
 
@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_an_error_that_says_so(tmp_path: Path) -> None:
         extract_features(model, x[:0], "fc")
     with pytest.raises(LayerError, match='no features of a layer "cnv"; did you mean "conv"'):
         extract_features(model, x, "conv")["cnv"]
-    for option in ({"shard_images": 0}, {"shard_images": 1.5}, {"dtype": torch.int8}, {"dtype": "half"}, {"pool": 3}):
+    for option in ({"shard_images": 0}, {"shard_images": 1.5}, {"dtype": torch.int8}, {"dtype": "half"}):
         with pytest.raises(MethodError, match=next(iter(option))):
             extract_features(model, x, "fc", **option)
     (tmp_path / "file").touch()
@@ -260,10 +260,9 @@ def test_files_of_others_are_left_where_they_are(tmp_path: Path) -> None:
 def test_a_layer_whose_name_means_something_else_in_a_file_is_refused(tmp_path: Path, name: str) -> None:
     model = nn.Sequential()
     model.add_module(name, nn.Linear(3, 2))
-    x = torch.randn(4, 3)
-    assert extract_features(model, x, name)[name].shape == (4, 2)
-    with pytest.raises(LayerError, match="cannot be written"):
-        extract_features(model, x, name, out=tmp_path / "features")
+    for out in (None, tmp_path / "features"):
+        with pytest.raises(LayerError, match="reserved"):
+            extract_features(model, torch.randn(4, 3), name, out=out)
 
 
 def test_rows_on_disk_are_indexed_like_a_tensor_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,15 +318,13 @@ def test_a_folder_without_a_name_is_refused(out: Any, tmp_path: Path, monkeypatc
     ("later", "came"),
     [
         (["a", "b"], "a list"),
-        (torch.ones(2, 3), r"a tensor \(3,\) of float32"),
-        (torch.ones(2, dtype=torch.int), r"a tensor \(\) of int32"),
+        (torch.ones(2, 3), r"\(3,\) of float32"),
+        (torch.ones(2, dtype=torch.int), r"\(\) of int32"),
     ],
 )
 def test_labels_of_another_kind_are_an_error_when_they_come(later: Any, came: str) -> None:
     x = torch.randn(2, 3)
-    with pytest.raises(
-        ImageError, match=f"the labels of batch 1 are {came}.*those of earlier batches are a tensor .* of float32"
-    ):
+    with pytest.raises(ImageError, match=f"the labels are {came} in batch 1, but .* of float32 in earlier batches"):
         extract_features(nn.Linear(3, 2), [(x, torch.ones(2)), (x, later)], "")
 
 
