@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ImageError, LayerError, ModelError, NotApplicableError
 from ..hooks.manager import is_hookable
-from ..hooks.model_state import (
-    call,
-    model_attribute,
-    prepared_for_attribution,
-    reference_tensor,
-    unwrap,
-)
+from ..hooks.model_state import call, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
 from ..layers.find import find

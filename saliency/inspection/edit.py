@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import LayerError, MethodError, NotApplicableError, closest, warn
+from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks.autograd_graph import (
     current_sequence_nr,
     edge,
@@ -90,7 +90,7 @@ def find_targets(model: nn.Module | None, where: Any, *, parameters: bool) -> li
         elif model is None:
             raise MethodError(f"there is no model to look up {wanted!r} in; pass the model, or tensors")
         else:
-            fitting = _parameter_targets(model, wanted, own) or _layer_targets(model, wanted, own)
+            fitting = _parameter_targets(model, wanted, own) or _layer_targets(model, wanted)
         for target in fitting:
             known = targets.setdefault(id(target.at), target)
             known.is_named |= target.is_named
@@ -113,16 +113,9 @@ def _parameter_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, T
     return [_tensor_target(name, f'parameter "{name}"', parameters[name], is_named=by_name) for name in names]
 
 
-def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tensor]) -> list[EditTarget]:
+def _layer_targets(model: nn.Module, wanted: Any) -> list[EditTarget]:
     is_named = isinstance(wanted, nn.Module) or (isinstance(wanted, str) and not is_pattern(wanted))
-    try:
-        layers = selected(model, wanted)
-    except LayerError:
-        near = closest(wanted, parameters) if isinstance(wanted, str) and is_named and "." in wanted else []
-        if not near:
-            raise
-        message = f'no layer or parameter "{wanted}" in {type(model).__name__}; the closest are {", ".join(near)}'
-        raise LayerError(message) from None
+    layers = selected(model, wanted)
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
     if not seen or is_named:
         require_seen(model, layers)
@@ -132,9 +125,7 @@ def _layer_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, Tenso
 def _tensor_target(name: str, label: str, tensor: Tensor, *, is_named: bool = True) -> EditTarget:
     if tensor.requires_grad:
         return EditTarget(name, label, tensor, is_named, reason=_NO_BACKWARD)
-    reason = f"values of type {str(tensor.dtype).removeprefix('torch.')} have no gradient"
-    if _is_differentiable(tensor):
-        reason = "it does not require a gradient; call requires_grad_() on it first"
+    reason = "it does not require a gradient; call requires_grad_() on it first"
     raise NotApplicableError(f"{label} cannot be edited: {reason}")
 
 
@@ -325,17 +316,9 @@ class Editing(HookBlock):
     def __exit__(self, *error: Any) -> None:
         """Remove the edit. Unless the block raised, warn about targets that were not edited."""
         super().__exit__(*error)
-        if error[:1] == (None,):
-            self._warn_about_unedited()
-
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{target.label}: {target.edits}" for target in self._targets[:8])
-        return f"Editing({counts}{', ...' if len(self._targets) > 8 else ''})"
-
-    def _warn_about_unedited(self) -> None:
         has_edits = any(target.edits for target in self._targets)
         unedited = [target for target in self._targets if not target.edits and (target.is_named or not has_edits)]
-        if unedited:
+        if unedited and error[:1] == (None,):
             reasons = "; ".join(f"{target.label}: {target.reason}" for target in unedited[:_MAX_LISTED])
             more = f"; and {len(unedited) - _MAX_LISTED} more" if len(unedited) > _MAX_LISTED else ""
             warn(f"nothing was edited at {reasons}{more}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,11 +23,11 @@ from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, first_float, model_calls, require_seen, selected
 from .tables import plural
 
-Labels = Tensor | list[Any] | None
+Labels = Tensor | list[Any]
+Pool = Callable[[Tensor], Tensor] | None
 T = TypeVar("T")
 
 _LABELS, _LAYERS, _IS_LAST = "@labels", "saliency.layers", "saliency.is_last"  # reserved names in the files
-_SHARD = re.compile(r"shard-\d{5,}\.safetensors")
 _SHARD_BYTES = 1 << 28  # size of a file if `shard_images` is None
 
 
@@ -84,7 +83,7 @@ class Rows:
         return f'Rows("{self.name}", shape={self.shape}, dtype={self.dtype}, {plural(len(self._shards), "file")})'
 
 
-class Features(Mapping[str, T], Generic[T]):
+class Features(dict[str, T], Generic[T]):
     """Mapping from layers to their features, one row per image: tensors in memory, or `Rows` on disk.
 
     Attributes:
@@ -93,9 +92,9 @@ class Features(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, layers: Mapping[str, T], images: int, labels: Labels) -> None:
-        self._layers = dict(layers)
+        super().__init__(layers)
         self.images = images
-        self.labels = labels
+        self.labels = labels if len(labels) else None
 
     @staticmethod
     def open(folder: str | os.PathLike[str]) -> Features[Rows]:
@@ -108,7 +107,7 @@ class Features(Mapping[str, T], Generic[T]):
             SaliencyWarning: The run that wrote the features was interrupted, so some images of the data are missing.
         """
         folder = Path(folder).absolute()  # also valid after a change of directory
-        paths = _shard_paths(folder)
+        paths = sorted(folder.glob("shard-*.safetensors"))
         if not paths:
             raise ExplanationError(f"there are no features in {folder}: it has no shard-00000.safetensors")
         shards: list[tuple[Path, range]] = []
@@ -133,36 +132,20 @@ class Features(Mapping[str, T], Generic[T]):
         layers = {name: Rows(name, (count, *head.shape[1:]), head.dtype, shards) for name, head in heads.items()}
         return Features(layers, count, _joined(labels))
 
-    def __getitem__(self, layer: str) -> T:
-        """Return the features of a layer. Raises LayerError, with the closest names, if there are none."""
-        if layer not in self._layers:
-            hint = did_you_mean(str(layer), self._layers) or f"; they are {', '.join(self._layers)}"
-            raise LayerError(f'no features of a layer "{layer}"{hint}')
-        return self._layers[layer]
-
-    def __contains__(self, layer: object) -> bool:
-        return layer in self._layers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        """The number of layers."""
-        return len(self._layers)
+    def __missing__(self, layer: str) -> T:
+        """Raise LayerError with the closest names: there are no features of the layer."""
+        hint = did_you_mean(str(layer), self) or f"; they are {', '.join(self)}"
+        raise LayerError(f'no features of a layer "{layer}"{hint}')
 
     def __repr__(self) -> str:
-        return f"Features({plural(self.images, 'image')}; {', '.join(self._layers)})"
-
-
-def _shard_paths(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("shard-*") if _SHARD.fullmatch(path.name))
+        return f"Features({plural(self.images, 'image')}; {', '.join(self)})"
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Concatenate the rows or labels of several batches; None if there are no labels."""
-    if not parts or parts[0] is None:
-        return None
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else [label for part in parts for label in part]
+    """Concatenate the rows or labels of several batches."""
+    if parts and isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return [label for part in parts for label in part]
 
 
 class _Writer:
@@ -190,7 +173,7 @@ class _Writer:
         if folder.exists() and not folder.is_dir():
             raise MethodError(f"expected a folder for the features; {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
-        paths = _shard_paths(folder)
+        paths = sorted(folder.glob("shard-*.safetensors"))
         for path in paths:
             state = None
             with suppress(ExplanationError), _opened(path) as file:
@@ -210,7 +193,7 @@ class _Writer:
         """
         images = len(next(iter(rows.values())))
         kept = _labels_per_image(labels, images)
-        if kept is None and labels is not None and not self._columns:
+        if not len(kept) and labels is not None and not self._columns:
             warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
         for name, part in {**rows, _LABELS: kept}.items():
             parts = self._columns.setdefault(name, [])
@@ -230,9 +213,9 @@ class _Writer:
     def _take(self, size: int) -> dict[str, Any]:
         """Remove and return the rows and labels of the first images."""
         whole = {name: _joined(parts) for name, parts in self._columns.items()}
-        self._columns = {name: [_part(column, slice(size, None))] for name, column in whole.items()}
+        self._columns = {name: [column[size:]] for name, column in whole.items()}
         self._images -= size
-        return {name: _part(column, slice(size)) for name, column in whole.items()}
+        return {name: column[:size] for name, column in whole.items()}
 
     def _write(self, folder: Path, size: int, *, is_last: bool = False) -> None:
         """Write the next file with `size` images. Raises OSError if that fails."""
@@ -255,22 +238,18 @@ class _Writer:
         return Features(rows, images, rows.pop(_LABELS))
 
 
-def _part(column: Labels, part: slice) -> Labels:
-    return None if column is None else column[part]
-
-
 def _labels_per_image(labels: Any, images: int) -> Labels:
-    """Return the labels as a tensor on the CPU or as a list; None if there is not one label per image."""
+    """Return the labels as a tensor on the CPU or as a list, which is empty if there is not one label per image."""
     if isinstance(labels, Tensor) and labels.dim() and len(labels) == images:
         return labels.detach().cpu().clone()
     is_list = isinstance(labels, list | tuple) and len(labels) == images
-    return list(labels) if is_list and all(isinstance(label, str | int | float) for label in labels) else None
+    return list(labels) if is_list and all(isinstance(label, str | int | float) for label in labels) else []
 
 
 def _kind(column: Labels) -> str:
     if isinstance(column, Tensor):
         return f"{tuple(column.shape[1:])} of {str(column.dtype).removeprefix('torch.')}"
-    return "missing" if column is None else "a list"
+    return "a list" if column else "missing"
 
 
 class FeatureOptions(TypedDict, total=False):
@@ -278,7 +257,7 @@ class FeatureOptions(TypedDict, total=False):
 
     shard_images: int | None
     dtype: torch.dtype | None
-    pool: Callable[[Tensor], Tensor] | None
+    pool: Pool
 
 
 @overload
@@ -297,7 +276,7 @@ def extract_features(
     out: str | os.PathLike[str] | None = None,
     shard_images: int | None = None,
     dtype: torch.dtype | None = None,
-    pool: Callable[[Tensor], Tensor] | None = None,
+    pool: Pool = None,
 ) -> Features[Any]:
     """Return the outputs of layers, one row per image.
 
@@ -355,11 +334,7 @@ def extract_features(
 
 
 def _rows_of(
-    model: nn.Module,
-    batch: ModelCall,
-    layers: Mapping[str, nn.Module],
-    pool: Callable[[Tensor], Tensor] | None,
-    dtype: torch.dtype | None,
+    model: nn.Module, batch: ModelCall, layers: Mapping[str, nn.Module], pool: Pool, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Return the rows of each layer for one batch."""
     if not batch.size:

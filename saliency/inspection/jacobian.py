@@ -47,7 +47,7 @@ def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | 
     """
     with _prepared(model, x, layer) as (output, start):
         weights = _vector(vector, output, categories_of(model))
-        return _gradient(output, start, weights, layer).detach()
+        return _gradient(output, start, weights).detach()
 
 
 def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: str | nn.Module | None = None) -> Tensor:
@@ -76,7 +76,7 @@ def jacobian_vector_product(model: nn.Module, x: Any, tangent: Tensor, layer: st
     with _prepared(model, x, layer) as (output, start):
         along = _tangent(tangent, start, layer)
         vector = torch.zeros_like(output, requires_grad=True)
-        product = _gradient(output, start, vector, layer, create_graph=True)
+        product = _gradient(output, start, vector, create_graph=True)
         # A product without a graph is 0 for every vector, for example with torch.round.
         result = torch.autograd.grad(product, vector, along, allow_unused=True)[0] if product.requires_grad else None
         return torch.zeros_like(output) if result is None else result
@@ -115,9 +115,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
         yield output, starts[-1]
 
 
-def _gradient(
-    output: Tensor, start: Tensor, vector: Tensor, layer: str | nn.Module | None, *, create_graph: bool = False
-) -> Tensor:
+def _gradient(output: Tensor, start: Tensor, vector: Tensor, *, create_graph: bool = False) -> Tensor:
     gradient = None
     if output.requires_grad:
         try:
@@ -126,8 +124,7 @@ def _gradient(
             refuse_checkpoints(output)
             raise
     if gradient is None:
-        where = "the input" if layer is None else "the layer"
-        raise NotApplicableError(f"no differentiable operation connects {where} to the model's output")
+        raise NotApplicableError("no differentiable operation connects the input, or layer, to the model's output")
     return gradient
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks.autograd_graph import DispatchMode, own_parameters
+from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
@@ -182,16 +182,14 @@ def _depth(name: str, called: set[str]) -> int:
 def _row(
     module: nn.Module, name: str, depth: int, profile: _Profile, seconds: dict[nn.Module, float], model: nn.Module
 ) -> LayerRow:
-    own = (own_parameters(part).values() for part in unique_modules(module))
-    parameters = {id(tensor): tensor for group in own for tensor in group if tensor is not None}.values()
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
+    parameters = list(module.parameters())
     return LayerRow(
         name=name,
         kind=type(module).__name__,
         depth=depth,
         output=profile.output,
-        parameters=sum(size for size, _ in sizes),
-        trainable=sum(size for size, is_trainable in sizes if is_trainable),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         multiply_adds=profile.multiply_adds,
         time_share=seconds[module] / seconds[model] if seconds.get(model) else None,
         calls=profile.calls,
@@ -215,13 +213,12 @@ def _not_called(names: dict[nn.Module, str], wanted: Iterable[nn.Module], called
 
 
 def _totals(total: LayerRow, size: int, seconds: float | None) -> str:
-    if total.trainable == total.parameters:
-        trainable = ", all trainable" if total.parameters else ""
-    else:
-        trainable = f", {total.trainable:,} of them trainable" if total.trainable else ", none trainable"
+    is_all = 0 < total.trainable == total.parameters
+    trainable = "all" if is_all else f"{total.trainable:,} of them"
     per_image = f" ({si(total.multiply_adds / size)} for each of {size})" if size > 1 else ""
     duration = "" if seconds is None else f"; {si(seconds, 's')} for one forward"
-    return f"{total.parameters:,} parameters{trainable}; {si(total.multiply_adds)} multiply-adds{per_image}{duration}"
+    counts = f"{total.parameters:,} parameters, {trainable} trainable; {si(total.multiply_adds)} multiply-adds"
+    return f"{counts}{per_image}{duration}"
 
 
 def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: int) -> dict[nn.Module, float]:

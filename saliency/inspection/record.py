@@ -320,11 +320,10 @@ class Recording(HookBlock, Sequence[Call]):
 
     def table(self) -> Table[CallSummary]:
         """Return a table with one row per call: shape and moments of its output, and the norm of the gradient at it."""
-        calls = list(self)
-        kept = (kept for call in calls for kept in call.outputs)
-        is_estimate = any(isinstance(one, TensorStatistics) and one.is_estimate for one in kept)
+        outputs = [kept for call in self for kept in call.outputs]
+        is_estimate = any(isinstance(kept, TensorStatistics) and kept.is_estimate for kept in outputs)
         notes = ["estimated from a sample of each tensor"] if is_estimate else []
-        return Table([_summary(call) for call in calls], _COLUMNS, title="recorded calls", notes=notes)
+        return Table([_summary(call) for call in self], _COLUMNS, title="recorded calls", notes=notes)
 
     def __repr__(self) -> str:
         return f"<Recording of {len(self)} calls of {len(self.layers)} layers; .table() shows them>"
@@ -418,7 +417,7 @@ class Recording(HookBlock, Sequence[Call]):
         return log
 
 
-_Edges = Sequence[InputEdge]
+_Edges = list[InputEdge]
 _Source = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
 _Running = Callable[[], Backward]
 

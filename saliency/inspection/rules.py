@@ -297,7 +297,5 @@ def _summary(tensor: Tensor) -> str:
         return f"{shape} {tensor.tolist()}"
     known = moments(tensor)
     odd = "".join(f", {count} {name}" for count, name in ((known.nan, "NaN"), (known.inf, "infinite")) if count)
-    return (
-        f"{shape} mean {known.mean:.4g}, std {known.std:.4g}, from {known.min:.4g} to {known.max:.4g}, "
-        f"norm {known.norm:.4g}, {known.zero_share:.1%} zeros{odd}"
-    )
+    text = f"{shape} mean {known.mean:.4g}, std {known.std:.4g}, from {known.min:.4g} to {known.max:.4g}"
+    return f"{text}, norm {known.norm:.4g}, {known.zero_share:.1%} zeros{odd}"

@@ -481,7 +481,7 @@ def test_what_cannot_be_edited_is_refused_with_the_reason() -> None:
     for where in ("1.bias", model[1].bias, "*.bias"):
         with pytest.raises(NotApplicableError, match=frozen):
             edit_gradients(model, where, rules.scale(2))
-    with pytest.raises(NotApplicableError, match="int64 have no gradient"):
+    with pytest.raises(NotApplicableError, match="does not require a gradient"):
         edit_gradients(None, index, rules.scale(2))
     with (
         pytest.raises(NotApplicableError, match="no floating-point tensor among its arguments"),
@@ -513,7 +513,7 @@ def test_what_cannot_be_edited_is_refused_with_the_reason() -> None:
 
 def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     model = Plain()
-    with pytest.raises(LayerError, match=r'no layer or parameter "fc.bais" in Plain; the closest are fc.bias'):
+    with pytest.raises(LayerError, match=r'no layer "fc.bais" in Plain'):
         edit_gradients(model, "fc.bais", double)
     with pytest.raises(LayerError, match="no layer"):
         edit_gradients(model, "nonsense*", double)
