@@ -249,7 +249,7 @@ def read_one_forward(
     forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards)
     results = []
     for target in targets:
-        grads = forward.target_gradients(target)
+        grads = TargetGradients(forward, target)
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
             results.append([m.explain_gradients(grads, names) for m, names in zip(methods, layers, strict=True)])

@@ -83,10 +83,6 @@ class SharedForward:
             raise
         return [next(grads) if tensor.requires_grad else None for tensor in inputs]
 
-    def target_gradients(self, target: ResolvedTarget) -> TargetGradients:
-        """Return the scores and gradients of one target."""
-        return TargetGradients(self, target)
-
 
 class TargetGradients:
     """Scores, activations and gradients of one forward for one target.

@@ -300,13 +300,16 @@ class PassRunner(ExitStack):
         """
         tuner = chunk_tuner_for(self._model, (kind, self._method.precision), self.x)
         peak, largest, fits = _linux_memory("self/status", "VmHWM"), 0, sys.maxsize
-        limit = self._budget.passes
+        limit, tolerance = self._budget.passes, self._budget.tolerance
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
         while at < most and not self._is_over(at):
-            fastest = min(tuner.size(), fits) if self.chunk == "auto" else self.chunk
-            size = self._size(min(fastest, most - at), at)
+            size = min(most - at, min(tuner.size(), fits) if self.chunk == "auto" else self.chunk)
+            if tolerance is not None:
+                size = min(size, CHECK_INTERVAL - at % CHECK_INTERVAL)
+            if size > 1 and self._is_single:
+                size = 1
             began = time.perf_counter()
             try:
                 with torch.enable_grad(), torch.autocast(**self._autocast):
@@ -337,11 +340,6 @@ class PassRunner(ExitStack):
             yield result
         if at >= most and most < count:
             self.stopped = "passes"
-
-    def _size(self, wanted: int, at: int) -> int:
-        if wanted > 1 and self._is_single:
-            return 1
-        return wanted if self._budget.tolerance is None else min(wanted, CHECK_INTERVAL - at % CHECK_INTERVAL)
 
     def _is_over(self, at: int) -> bool:
         if self.used < self.least:
@@ -457,16 +455,12 @@ class MultiPassAttribution(Attribution):
         with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
             scores = target(run_model(self.model, x))
             for image in range(len(x)):
-                with self.passes_of(x[image : image + 1], target, image) as passes, no_autocast(x):
+                with PassRunner(self, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.interrupted |= interrupted  # one Ctrl-C is for all images
                     images.append(self.explain_image(passes, scores[image]))
                     stats.append(passes.effort)
                     interrupted = passes.interrupted
         return stack_images(images, scores, tuple(stats))
-
-    def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
-        """Return the runner of one image (1, C, H, W) of a batch."""
-        return PassRunner(self, x, target, image)
 
     def limits(self) -> Budget:
         """Return the limits per image; none by default."""

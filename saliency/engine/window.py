@@ -210,14 +210,12 @@ def _pad(call: Call) -> Result:
     return Rectangles(place.height, place.width, tops, lefts), [patch.rows.clone()]
 
 
-def _on_rows(call: Call) -> Result:
-    """Compute an operation on the rectangles as if they were whole maps."""
-    return call.args[0].place, as_list(call.step.op(call.args[0].rows, *call.args[1:], **call.kwargs))
-
-
 def _normalise(call: Call) -> Result:
     training = any(call.named.get(name) is True for name in ("training", "train"))
-    return None if training or not call.is_single else _on_rows(call)
+    if training or not call.is_single:
+        return None
+    patch = call.args[0]  # each rectangle is computed as if it were a whole map
+    return patch.place, as_list(call.step.op(patch.rows, *call.args[1:], **call.kwargs))
 
 
 def _concatenate(call: Call) -> Result:

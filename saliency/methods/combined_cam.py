@@ -252,7 +252,7 @@ class FinerCAM(LayerAttribution):
             return scores.gather(1, own)[:, 0] - self.gamma * (scores * shares).sum(1)
 
         target = ResolvedTarget(contrast, grads.target.images, grads.target.categories)
-        return self._cam.explain_gradients(grads.forward.target_gradients(target), layers)._replace(scores=grads.scores)
+        return self._cam.explain_gradients(TargetGradients(grads.forward, target), layers)._replace(scores=grads.scores)
 
     def _reference_shares(self, scores: Tensor, own: Tensor) -> Tensor:
         """The share of each class (N, classes) in the mean of the references, for the explained classes (N, 1)."""

@@ -14,7 +14,7 @@ from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import Budget, Option, PositionalOption
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
-from ..engine.tail import TailForward
+from ..engine.recording import TailForward
 from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..attribution.forward import at_least_float32
 from ..attribution.options import ConvertedOption, Option
-from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
 from ..errors import MethodError
@@ -47,12 +46,6 @@ class OptimisedMask(MultiPassAttribution):
     """The most that a step changes the numbers of a mask."""
     steps: Option[int] = Option(300, check_integer)
 
-    def passes_of(self, x: Tensor, target: ResolvedTarget, image: int) -> PassRunner:
-        """Return the passes of one image, one at a time: each step starts where the previous one ended."""
-        passes = super().passes_of(x, target, image)
-        passes.chunk = 1
-        return passes
-
     def descend(self, passes: PassRunner, start: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
         """Return the numbers (k, g, g) of some masks after all steps, and whether the score ever had a gradient.
 
@@ -66,6 +59,7 @@ class OptimisedMask(MultiPassAttribution):
         reach = round(2 * min(passes.x.shape[2:]) / REFERENCE_EDGE)
         has_gradient = False
         passes.least = passes.used + len(masks)
+        passes.chunk = 1  # each step starts where the previous one ended
 
         def shift(step: int) -> tuple[int, int]:
             down, across = torch.randint(-reach, reach + 1, (2,), generator=generator(self.seed, step), device="cpu")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, BatchAttribution, get_method
 from ..attribution.explanation import Explanation, Setting
-from ..attribution.forward import SharedForward, at_least_float32
+from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator, precise_type
@@ -24,10 +24,7 @@ from ..validation import check_number
 from .gradient import VanillaGradient
 from .gradient_free_cam import LayerPasses
 
-
-def check_noise(option: str, noise: object) -> float:
-    """Return the checked option `noise`. Raises MethodError if it is negative or not finite."""
-    return check_number(option, noise, least=0, hint="; 0.1 to 0.2 of the range is usual")
+NOISE_HINT = "; 0.1 to 0.2 of the range is usual"
 
 
 class NoisyAttribution(SampledAttribution):
@@ -49,7 +46,7 @@ class NoisyAttribution(SampledAttribution):
     )
     inner: Option[str] = Option(VanillaGradient.name)
     inner_options: Option[Mapping[str, Setting]] = Option({})
-    noise: Option[float] = Option(0.15, check_noise)
+    noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, after the wrapped method was created from them."""
@@ -326,7 +323,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
     cost = "51 forwards, 50 backwards to the layer"
     quick_options: ClassVar = {"passes": 6}
 
-    noise: Option[float] = Option(0.15, check_noise)
+    noise: Option[float] = Option(0.15, check_number, least=0, hint=NOISE_HINT)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Weight the clean activations by the noisy gradients."""
@@ -335,7 +332,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
         def compute(start: int, stop: int) -> Tensor:
             noisy = noisy_copies(passes.x, self.noise, self.seed, start, stop)
             forward = SharedForward(self.model, noisy, [layer.layer], "layers", 1)
-            return forward.target_gradients(passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
+            return TargetGradients(forward, passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(layer.maps)
         gradients = passes.chunks(compute, self.most_passes, f"gradient at {layer.layer}")

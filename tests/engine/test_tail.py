@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
-from saliency.engine.recording import Program
-from saliency.engine.tail import TailForward
+from saliency.engine.recording import Program, TailForward
 from saliency.errors import LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import prepared_for_attribution

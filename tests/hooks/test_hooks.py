@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
-from saliency.attribution.forward import SharedForward
+from saliency.attribution.forward import SharedForward, TargetGradients
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import prepared_for_attribution
 
@@ -351,7 +351,7 @@ def test_recording_from_the_layer_gives_the_same_values_bit_for_bit() -> None:
     found = {}
     for gradients in ("layers", "input"):
         with prepared_for_attribution(model):
-            grads = SharedForward(model, x, ["body"], gradients).target_gradients(ResolvedTarget([1, 2], 2))
+            grads = TargetGradients(SharedForward(model, x, ["body"], gradients), ResolvedTarget([1, 2], 2))
             found[gradients] = grads.scores, grads.activation("body"), grads.gradient("body")
     assert all(torch.equal(*pair) for pair in zip(found["layers"], found["input"], strict=True))
 
