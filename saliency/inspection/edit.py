@@ -363,6 +363,7 @@ def edit_gradients(
             (in the forward pass) a named layer that takes or returns only integers, has no gradient although gradients
             are enabled, or changes a view of another tensor in place; or (in the backward pass) a pass through an
             edited gradient.
+        RuntimeError: (In the backward pass) the rule uses an operation that PyTorch lacks for sparse or complex values.
 
     Warns:
         SaliencyWarning: The block ended without an exception, and a named target was not edited.
@@ -398,6 +399,7 @@ def edit_activations(model: nn.Module, layers: LayersLike, rule: RuleLike) -> Ed
         MethodError: An unknown rule; or (in the forward pass) a result that does not fit the activation.
         NotApplicableError: A layer inside a TorchScript module; or (in the forward pass) a named layer that returns no
             floating-point tensor, or noise that a checkpointed part would draw again.
+        RuntimeError: (In the forward pass) the rule uses an operation that PyTorch lacks for sparse or complex values.
 
     Warns:
         SaliencyWarning: The block ended without an exception, and a named layer was not edited.

@@ -831,7 +831,7 @@ def test_keeping_what_is_positive_at_each_relu_is_guided_backpropagation() -> No
     assert torch.equal(found, GuidedBackprop(model).attribute(x.detach(), 0).values)
 
 
-def test_a_named_rule_that_has_no_meaning_for_a_kind_of_tensor_says_so() -> None:
+def test_a_rule_that_pytorch_lacks_for_sparse_or_complex_tensors_is_an_error() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     with pytest.raises(RuntimeError, match="clamp"), edit_gradients(embedding, "weight", rules.positive()):
         embedding(torch.tensor([1])).sum().backward()
