@@ -86,8 +86,8 @@ def count(page: Page) -> str:
 
 def test_the_page_opens_as_a_file_with_its_pictures(opened: Visit, run: Path) -> None:
     page = opened.go(run)
-    assert page.title() == "efficientnet_lite0: 25 photos"
-    assert count(page) == "25 photos, 2 with errors"
+    assert page.title() == "efficientnet_lite0: 25 images"
+    assert count(page) == "25 images, 2 with errors"
     until(page, "document.querySelectorAll('.card img').length > 8")
     until(page, "[...document.querySelectorAll('.card img')].slice(0, 8).every(each => each.naturalWidth === 40)")
     asked = {each.rpartition("/out/")[2] for each in opened.requests}
@@ -132,7 +132,7 @@ def test_photos_are_filtered_by_class(opened: Visit, run: Path) -> None:
     page.select_option("#class", label="espresso (8)")
     assert names(page) == [f"Zoës {at}.jpg" if at == 7 else f"photo-{at}.jpg" for at in range(1, 24, 3)]
     assert set(page.locator(".card .class").all_inner_texts()) == {"espresso"}
-    assert count(page) == "8 of 25 photos"
+    assert count(page) == "8 of 25 images"
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_photos_are_filtered_by_failure_and_the_filters_cleared(opened: Visit, r
     assert page.locator(".badge").first.inner_text() == "partly failed"
     assert page.locator(".card.failed .why").inner_text() == "the file is empty"
     page.select_option("#show", "fine")
-    assert count(page) == "24 of 25 photos"
+    assert count(page) == "24 of 25 images"
     page.select_option("#method", label="layer_cam")
-    assert count(page) == "23 of 25 photos"
+    assert count(page) == "23 of 25 images"
     page.locator("#query").fill("bad")
     page.locator("#reset").click()
-    assert count(page) == "25 photos, 2 with errors"
+    assert count(page) == "25 images, 2 with errors"
     assert page.locator("#query").input_value() == ""
 
 
@@ -280,7 +280,7 @@ def test_a_link_leads_to_a_photo_and_back_to_the_grid(opened: Visit, run: Path) 
     assert page.locator("#view-name").inner_text() == "photo-4.jpg"
     leave(page)
     assert page.url.endswith("#method=guided_backprop&class=1&sort=unlikely")
-    assert count(page) == "8 of 25 photos"
+    assert count(page) == "8 of 25 images"
     page.locator(".card a").nth(2).click()
     chosen = page.locator("#view-name").inner_text()
     assert "photo=" in page.url
@@ -296,7 +296,7 @@ def test_a_link_leads_to_a_photo_and_back_to_the_grid(opened: Visit, run: Path) 
 @pytest.mark.parametrize("address", ["#photo=99999", "#photo=x&sort=__proto__&method=constructor", "#%E0%A4%A&show=1"])
 def test_an_address_that_leads_nowhere_opens_the_grid(address: str, opened: Visit, run: Path) -> None:
     page = opened.go(run, address)
-    assert count(page) == "25 photos, 2 with errors"
+    assert count(page) == "25 images, 2 with errors"
     assert not page.locator("#view").is_visible()
     assert page.locator("#sort").input_value() == "order"
 
@@ -348,7 +348,7 @@ def test_ten_thousand_photos_open_at_once_and_only_those_in_sight_are_elements(o
     took = time.perf_counter() - began
     assert took < 10, f"{took:.1f} s"  # under one on an idle machine
     elements = "document.querySelectorAll('*').length - document.querySelectorAll('option').length"
-    assert count(page) == "10,000 photos"
+    assert count(page) == "10,000 images"
     assert page.evaluate(elements) < 1500
     page.select_option("#sort", "likely")
     assert names(page)[0] == "photo-9999.jpg"
@@ -444,7 +444,7 @@ def test_what_is_missing_is_said_in_its_place(browser: Browser, tmp_path: Path) 
         page = window.go(report(out))
         cards = page.locator(".card")
         assert cards.nth(0).locator("img").get_attribute("src") == "./overlays/photo-0.grad_cam.png"
-        assert cards.nth(1).locator(".why").inner_text() == "There is no picture of this photo."
+        assert cards.nth(1).locator(".why").inner_text() == "There is no picture of this image."
         page.wait_for_selector(".frame.lost-photo")
         page.wait_for_selector(".frame.lost-heat")
         assert page.locator(".lost-photo .photo").get_attribute("src") == "./photos/gone.jpg"
@@ -457,8 +457,8 @@ def test_what_is_missing_is_said_in_its_place(browser: Browser, tmp_path: Path) 
 
 def test_a_run_without_photos_says_so(opened: Visit, tmp_path: Path) -> None:
     page = opened.go(report(folder(tmp_path / "out", [])))
-    assert page.locator("#why").inner_text() == "No photo has been explained yet."
-    assert count(page) == "0 photos"
+    assert page.locator("#why").inner_text() == "No image has been explained yet."
+    assert count(page) == "0 images"
     page.keyboard.press("m")
     page.keyboard.press("/")
 

@@ -27,7 +27,7 @@ __all__ = ["report"]
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "main.js")
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
-# Columns of the manifest that the page shows, per photo and per row.
+# Columns of the manifest that the page shows, per image and per row.
 _PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
     *("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit"),
@@ -88,7 +88,7 @@ def _page(run: Row, rows: Iterable[Row]) -> str:
         "failed": sum(any("error" in row for row in photo["rows"]) for photo in photos),
     }
     packed = base64.b64encode(zlib.compress(dumped(photos).encode())).decode()
-    title = f"{head['model']}: {len(photos):,} photos".encode("utf-8", "backslashreplace").decode()
+    title = f"{head['model']}: {len(photos):,} images".encode("utf-8", "backslashreplace").decode()
     style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
     parts = {
         "title": html.escape(title),
@@ -102,9 +102,9 @@ def _page(run: Row, rows: Iterable[Row]) -> str:
 
 
 def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list[str] | None]) -> Row:
-    """Return the columns of a photo and of its rows, and add the colours of its colour bars to `bars`.
+    """Return the columns of an image and of its rows, and add the colours of its colour bars to `bars`.
 
-    The method of a row is an index; -1 if the photo failed before any method.
+    The method of a row is an index; -1 if the image failed before any method.
     """
     # A row of a failed method may lack the sizes, which the rows of other methods contain.
     known = {key: value for row in reversed(rows) for key, value in row.items() if value is not None}

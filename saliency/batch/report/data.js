@@ -1,4 +1,4 @@
-// Unpack the data of the page: photos with their rows, as written by `_photo`.
+// Unpack the data of the page: images with their rows, as written by `_photo`.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const head = data.head;
@@ -10,7 +10,7 @@ for (const photo of photos) {
   photo.file = String(photo.source ?? "").replace(/^.*\/(?=.)/s, "");
   photo.failed = rows.some((row) => row.error != null);
   photo.rows = []; // by the index of the method
-  photo.failure = null; // the only row of a photo that failed before any method
+  photo.failure = null; // the only row of an image that failed before any method
   for (const row of rows) {
     row.bar = head.bars[row.bar];
     if (row.method < 0) photo.failure = row;
@@ -18,7 +18,7 @@ for (const photo of photos) {
   }
 }
 
-/** Return the row of a photo and method; null if there is none yet. */
+/** Return the row of an image and method; null if there is none yet. */
 const rowOf = (photo, method) => photo.rows[method] ?? photo.failure;
 
 /** Normalise a text for comparison: lower case, without accents. */

@@ -1,12 +1,12 @@
-// The grid. Only photos near the visible area have elements in the page.
+// The grid. Only images near the visible area have elements in the page.
 
 const grid = byId("grid");
-let list = []; // the photos that pass the filters
+let list = []; // the images that pass the filters
 let layout = computeLayout([], 1);
-let current = null; // the photo that the Tab key focuses
-const cards = new Map(); // photo -> its element
+let current = null; // the image that the Tab key focuses
+const cards = new Map(); // image -> its element
 
-/** Filter and lay out the photos again. */
+/** Filter and lay out the images again. */
 function applyFilters() {
   list = chosenPhotos();
   if (!list.includes(current)) current = list[0] ?? null;
@@ -32,7 +32,7 @@ function draw() {
     const last = rows[rowAt(rows, top + window.innerHeight + spare)];
     firstVisible = rows[rowAt(rows, top + rows[0].height)].from;
     for (let at = first.from; at < last.to; at += 1) wanted.push(at);
-    // Keep the focused photo, so that the keyboard continues from it.
+    // Keep the focused image, so that the keyboard continues from it.
     const focused = list.indexOf(current);
     if (grid.contains(document.activeElement) && focused >= 0) {
       if (focused < first.from) wanted.unshift(focused);
@@ -52,7 +52,7 @@ function draw() {
     if (card === place) place = place.nextSibling;
     else grid.insertBefore(card, place);
   }
-  // The Tab key focuses the current photo, or the first visible one if the current photo has no card.
+  // The Tab key focuses the current image, or the first visible one if the current image has no card.
   const stop = keep.has(current) ? current : list[firstVisible];
   for (const [photo, card] of cards) card.firstChild.tabIndex = photo === stop ? 0 : -1;
 }
@@ -87,25 +87,25 @@ function fill(card, at) {
     make("span", { class: "class", dir: "auto" }, headline(row)),
     make("span", { class: "probability" }, probabilityText(row?.probability)),
     make("span", { class: "name", dir: "auto" }, photo.file),
-    make("span", { class: "badge", title: others ? "Another method failed on this photo" : null }, others ? "partly failed" : ""),
+    make("span", { class: "badge", title: others ? "Another method failed on this image" : null }, others ? "partly failed" : ""),
   );
 }
 
-/** Return the first line below a photo: its class, or the kind of failure. */
+/** Return the first line below an image: its class, or the kind of failure. */
 function headline(row) {
   if (!row) return "Not explained yet";
   return row.error == null ? (className(row) ?? "") : (row.error_kind ?? "Failed");
 }
 
-/** Show a photo with its heat map in a frame. If there is no photo, show the overlay or the reason of the failure. */
+/** Show an image with its heat map in a frame. If there is no image, show the overlay or the reason of the failure. */
 function showPicture(frame, photo, row, loading) {
   const base = photo.photo ?? row?.overlay ?? null;
   const heat = photo.photo ? (row?.heat ?? null) : null;
-  const message = row?.error ?? (base ? null : "There is no picture of this photo.");
+  const message = row?.error ?? (base ? null : "There is no picture of this image.");
   const seen = `${base}\n${heat}\n${message}`;
   if (frame.seen === seen) return;
   const old = frame.querySelector(".photo");
-  // Keep the photo element if only the heat map changes; a new element would flicker.
+  // Keep the image element if only the heat map changes; a new element would flicker.
   const kept = old && old.getAttribute("src") === base ? old : null;
   if (old && !kept) old.remove();
   frame.classList.remove("lost-heat", ...(kept ? [] : ["lost-photo"]));
@@ -129,7 +129,7 @@ function describe(photo, row) {
   return [photo.file, name, probabilityText(row?.probability)].filter(Boolean).join(", ");
 }
 
-/** Make a photo the current one, and focus it. */
+/** Make an image the current one, and focus it. */
 function select(photo, { focus = true } = {}) {
   const at = list.indexOf(photo);
   if (at < 0) return;
@@ -139,7 +139,7 @@ function select(photo, { focus = true } = {}) {
   if (focus) cards.get(photo)?.firstChild.focus({ preventScroll: true });
 }
 
-/** Scroll only as far as needed to show a whole photo between the header and the dock. */
+/** Scroll only as far as needed to show a whole image between the header and the dock. */
 function reveal(at) {
   const { top, height } = layout.rows[rowOfPhoto(layout.rows, at)];
   const header = document.querySelector("header").getBoundingClientRect().bottom + 12;

@@ -1,15 +1,15 @@
-// The layout of the grid: rows that fill the width, with uncropped photos.
+// The layout of the grid: rows that fill the width, with uncropped images.
 
-const CAPTION = 46; // pixels under each photo
+const CAPTION = 46; // pixels under each image
 const GAP = { wide: 18, narrow: 10 };
 
 const ratioOf = (photo) =>
   photo.width > 0 && photo.height > 0 ? Math.min(2.4, Math.max(0.6, photo.width / photo.height)) : 4 / 3;
 
 /**
- * Return the rows of the grid, and the position and width of each photo, in pixels.
+ * Return the rows of the grid, and the position and width of each image, in pixels.
  *
- * Each row is stretched to the full width. It contains the number of photos for which its height is closest to the
+ * Each row is stretched to the full width. It contains the number of images for which its height is closest to the
  * intended height. The last row is not stretched.
  */
 function computeLayout(list, width) {
@@ -28,7 +28,7 @@ function computeLayout(list, width) {
     }
     const heightOf = (sum, count) => (width - (count - 1) * gap) / sum;
     let height = Math.min(aim, heightOf(ratios, to - from));
-    // Drop the last photo if the height is closer to the intended height without it.
+    // Drop the last image if the height is closer to the intended height without it.
     const fewer = ratios - ratioOf(list[to - 1]);
     const higher = to - from > 1 && height < aim ? heightOf(fewer, to - from - 1) : Infinity;
     if (higher / aim < aim / height) {
@@ -60,7 +60,7 @@ function rowAt(rows, y) {
   return low;
 }
 
-/** Return the index of the row that contains a photo. */
+/** Return the index of the row that contains an image. */
 function rowOfPhoto(rows, at) {
   let low = 0;
   let high = rows.length - 1;
@@ -72,7 +72,7 @@ function rowOfPhoto(rows, at) {
   return low;
 }
 
-/** Return the photo in the row above (step -1) or below (step 1) that is horizontally closest to a photo. */
+/** Return the image in the row above (step -1) or below (step 1) that is horizontally closest to an image. */
 function nearestInRow({ rows, left, wide }, at, step) {
   const row = rows[rowOfPhoto(rows, at) + step];
   if (!row) return at;

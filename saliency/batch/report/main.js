@@ -45,11 +45,11 @@ function showCount() {
   const all = integer.format(head.photos);
   const filtered = list.length < photos.length;
   const failures = head.failed ? `, ${integer.format(head.failed)} with errors` : "";
-  const noun = head.photos === 1 ? "photo" : "photos";
+  const noun = head.photos === 1 ? "image" : "images";
   byId("count").textContent = filtered ? `${integer.format(list.length)} of ${all} ${noun}` : `${all} ${noun}${failures}`;
   byId("empty").hidden = list.length > 0;
   byId("reset").hidden = !photos.length;
-  byId("why").textContent = photos.length ? "No photo matches these filters." : "No photo has been explained yet.";
+  byId("why").textContent = photos.length ? "No image matches these filters." : "No image has been explained yet.";
 }
 
 /** Change the state, scroll to the top of the grid unless the method changes, and update the address. */
@@ -147,9 +147,9 @@ if (theme === "dark" || theme === "light") document.documentElement.dataset.them
 
 const KEYS = {
   "/": "search",
-  "← → ↑ ↓": "move between photos",
+  "← → ↑ ↓": "move between images",
   Enter: "open the large view",
-  "← →": "in the large view: previous and next photo",
+  "← →": "in the large view: previous and next image",
   Esc: "close",
   m: "next method (M: previous)",
   h: "heat map on or off",
@@ -159,7 +159,7 @@ const KEYS = {
 function fillFacts() {
   const run = {
     model: head.model, weights: head.weights, methods: head.methods.join(", "),
-    photos: `${integer.format(head.photos)}, of which ${integer.format(head.failed)} with errors`,
+    images: `${integer.format(head.photos)}, of which ${integer.format(head.failed)} with errors`,
     versions: Object.entries(head.versions ?? {}).map(([name, value]) => `${name} ${value}`).join(", "),
     command: Array.isArray(head.command) ? head.command.join(" ") : head.command,
   };

@@ -1,6 +1,6 @@
-// The state of the page: method, filters, order and open photo. The address contains it, so that links restore it.
+// The state of the page: method, filters, order and open image. The address contains it, so that links restore it.
 
-const FILTERS = { all: "All photos", fine: "Explained", failed: "With errors" };
+const FILTERS = { all: "All images", fine: "Explained", failed: "With errors" };
 const SORTS = {
   order: "Order of the run",
   name: "Name",
@@ -12,7 +12,7 @@ const DEFAULTS = { method: 0, query: "", class: "", show: "all", sort: "order", 
 const state = { ...DEFAULTS };
 const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
-/** Return the photos that match the filters, in the chosen order. */
+/** Return the images that match the filters, in the chosen order. */
 function chosenPhotos() {
   const words = folded(state.query).split(/\s+/).filter(Boolean);
   const passing = photos.filter((photo) => {
@@ -38,13 +38,13 @@ function sorted(list) {
   if (state.sort === "name") return list.sort((a, b) => collator.compare(a.file, b.file));
   if (state.sort === "class") {
     const name = (photo) => className(rowOf(photo, state.method));
-    // A photo without a class comes last.
+    // An image without a class comes last.
     return list.sort((a, b) => (name(a) === null) - (name(b) === null) || collator.compare(name(a) ?? "", name(b) ?? ""));
   }
   return list;
 }
 
-/** Return the classes that the current method explains, with key, name and number of photos, sorted by name. */
+/** Return the classes that the current method explains, with key, name and number of images, sorted by name. */
 function classes() {
   const found = new Map();
   for (const photo of photos) {

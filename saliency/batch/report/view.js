@@ -1,9 +1,9 @@
-// The large view: one photo, all methods side by side.
+// The large view: one image, all methods side by side.
 
 const view = byId("view");
 const panels = byId("panels");
 
-/** Show a photo in the large view. `step` adds a history entry, for a photo that the user opened. */
+/** Show an image in the large view. `step` adds a history entry, for an image that the user opened. */
 function open(photo, step = false) {
   state.photo = photo.index;
   fillView(photo);
@@ -12,7 +12,7 @@ function open(photo, step = false) {
   writeAddress(step);
 }
 
-/** Show the photo that is `step` positions later in the list, if there is one. */
+/** Show the image that is `step` positions later in the list, if there is one. */
 function move(step) {
   const at = place();
   const photo = list[Math.min(list.length - 1, Math.max(0, at + step))];
@@ -34,7 +34,7 @@ function fillView(photo) {
   for (const near of [list[at + 1], at > 0 ? list[at - 1] : null]) if (near) preload(near);
 }
 
-/** Return the panel of the photo without a heat map, with the facts that all methods share. */
+/** Return the panel of the image without a heat map, with the facts that all methods share. */
 function photoPanel(photo, row) {
   const frame = make("div", { class: "frame" }, image(photo.photo, "photo", "eager", photo.file));
   const crop = cropOf(photo);
@@ -44,7 +44,7 @@ function photoPanel(photo, row) {
   return make(
     "figure", { class: "panel" },
     frame,
-    make("figcaption", {}, make("h3", {}, "Photo"), facts({
+    make("figcaption", {}, make("h3", {}, "Image"), facts({
       file: photo.source,
       size: size(photo.width, photo.height),
       "network input": input && crop ? `${input}, from the region in the frame` : input,
@@ -53,7 +53,7 @@ function photoPanel(photo, row) {
   );
 }
 
-/** Return a frame around the crop that the model received; null if the crop is the whole photo. */
+/** Return a frame around the crop that the model received; null if the crop is the whole image. */
 function cropOf(photo) {
   if (!Array.isArray(photo.box) || !photo.box.every(Number.isFinite) || !(photo.width > 0) || !(photo.height > 0)) return null;
   const [left, top, right, bottom] = photo.box.map((edge, at) => edge / (at % 2 ? photo.height : photo.width));
@@ -64,7 +64,7 @@ function cropOf(photo) {
   return crop;
 }
 
-/** Return the panel of a method: heat map over the photo, colour bar and facts. */
+/** Return the panel of a method: heat map over the image, colour bar and facts. */
 function methodPanel(photo, row) {
   const frame = make("div", { class: "frame" });
   showPicture(frame, photo, row, "eager");
