@@ -87,3 +87,13 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return `; did you mean "espresso"?` as the end of an error message, or "" if no word is similar."""
     quoted = [f'"{entry}"' for entry in closest(word, words)]
     return f"; did you mean {' or '.join(quoted)}?" if quoted else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun: "1 row", "2 rows"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def visible(text: object) -> str:
+    """Escape control and other unprintable characters of a text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))

@@ -300,10 +300,9 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     if not methods or not all(isinstance(method, Attribution) for method in methods):
         raise MethodError("explain_together takes a list of methods first, as in [GradCAM(model), LayerCAM(model)]")
     first = methods[0]
-    if any(method.model is not first.model for method in methods):
-        raise MethodError("explain_together takes methods on one and the same model")
-    if any((method.preprocess, method.categories) != (first.preprocess, first.categories) for method in methods):
-        raise MethodError("explain_together takes methods with the same preprocessing and the same class names")
+    expected = (first.model, first.preprocess, first.categories)
+    if any((method.model, method.preprocess, method.categories) != expected for method in methods):
+        raise MethodError("explain_together takes methods with the same model, preprocessing and class names")
     batch = first.read(image)
     resolved = ResolvedTarget(target, len(batch.tensor), first.categories)
     targets = [method.explained_target(resolved) for method in methods]

@@ -218,7 +218,6 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 
 _serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
-_MOST_REASONS = 32  # per model
 
 
 def serial_reason(target: OutputTarget, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
@@ -242,8 +241,6 @@ def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
         return known[key]
     reason = output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")
     if reason in ("", COUPLED):  # an error of the model, such as out of memory, may not recur
-        if len(known) == _MOST_REASONS:
-            known.clear()
         known[key] = reason
     return reason
 

@@ -27,9 +27,9 @@ from ..attribution.explanation import Explanation
 from ..errors import ExplanationError, ImageError
 from ..io.atomic_write import atomic_write
 from ..io.image_io import open_picture
-from ..io.preprocess import Box, Frame
+from ..io.preprocess import Frame, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, paint, scale_map, units
-from ..render.overlay import overlay, save_picture
+from ..render.overlay import save_picture
 from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
@@ -176,21 +176,14 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
     return _encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
-def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
-    """Return the box on a picture that was resized from `size` to `new_size`, both (w, h)."""
-    across, down = new_size[0] / size[0], new_size[1] / size[1]
-    return box[0] * across, box[1] * down, box[2] * across, box[3] * down
-
-
 def _shrink(picture: Image.Image, longest: int) -> Image.Image:
     """Return the picture with no side longer than `longest`."""
     import cv2
 
-    share = longest / max(picture.size)
-    if share >= 1:
+    if max(picture.size) <= longest:
         return picture
-    size = (max(1, round(picture.width * share)), max(1, round(picture.height * share)))
-    if share <= 1 / 2:
+    size = scaled_size(picture.size, longest)
+    if max(picture.size) >= 2 * longest:
         return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
     return Image.fromarray(cv2.resize(np.asarray(picture), size, interpolation=cv2.INTER_LINEAR))
 
@@ -243,9 +236,7 @@ def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
             frames=(None,),
             sign=about["sign"],
         )
-    except KeyError as error:
-        raise ExplanationError(f"{path} is damaged: missing {error}") from error
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ExplanationError(f"{path} cannot be read as a map: {error}") from error
     return explanation, about
 
@@ -337,13 +328,7 @@ def _draw(
     try:
         picture, is_small = pictures(about["entry"], Path(root) / PREVIEWS)
         frame = Frame(picture, resize_box(about["box"], (about["width"], about["height"]), picture.size))
-        drawing = overlay(
-            replace(explanation, frames=(frame,)),
-            opacity=style.opacity,
-            colormap=style.colormap,
-            sign=style.sign,
-            percentile=style.percentile,
-        )
+        drawing = paint(frame, scale_map(explanation, style.sign, style.percentile), style.colormap, style.opacity)
         file.parent.mkdir(parents=True, exist_ok=True)
         save_picture(drawing, file)
     except Exception as error:

@@ -80,7 +80,7 @@ class Worker:
         network = self._free.get()
         start = time.perf_counter()
         try:
-            results = network.explain(loaded, may_split=self._context.may_split(group))
+            results = network.explain(loaded, may_split=not (self._context.is_first and group[0].index == 0))
         finally:
             self._free.put(network)
         seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
@@ -169,13 +169,11 @@ class Resources:
         actors: Number of actors.
         cpus: CPU cores per actor.
         gpus: GPUs per actor.
-        calls: Batches in flight per actor. With a GPU, images are loaded and drawn during the passes of another batch.
     """
 
     actors: int
     cpus: int = 1
     gpus: int = 0
-    calls: int = 1
 
     @classmethod
     def of(cls, available: dict[str, float], device: str, workers: int | None) -> Resources:
@@ -200,7 +198,7 @@ class Resources:
             raise BatchError(f"{workers or 1} workers: the Ray cluster has {cpus} CPU cores and {gpus} GPUs")
         if not on_gpu:
             return cls(actors=workers or most)
-        return cls(actors=workers or most, cpus=max(1, min(MAX_CPUS, cpus // gpus)), gpus=1, calls=2)
+        return cls(actors=workers or most, cpus=max(1, min(MAX_CPUS, cpus // gpus)), gpus=1)
 
 
 @contextmanager
@@ -311,8 +309,9 @@ class RayEngine:
             fn_constructor_args=(context, (out / LOCK).read_bytes(), resources, MAX_TRIES),
             compute=data.ActorPoolStrategy(
                 size=resources.actors,
-                max_concurrent_calls_per_actor=resources.calls,
-                enable_true_multi_threading=resources.calls > 1,
+                # With a GPU, images are loaded and drawn during the passes of another batch.
+                max_concurrent_calls_per_actor=1 + resources.gpus,
+                enable_true_multi_threading=resources.gpus > 0,
             ),
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,

@@ -63,15 +63,8 @@ def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:
     """Return the error for a folder that cannot be written to, with a hint how to fix it."""
-    hints = {
-        errno.ENOSPC: "free disk space",
-        errno.EDQUOT: "free disk space",
-        errno.ENAMETOOLONG: "choose a shorter name",
-        errno.EROFS: "make it writable",
-        errno.EACCES: "give yourself permission to write there",
-        errno.EPERM: "give yourself permission to write there",
-    }
+    hint = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder"
     return StoppedError(
-        f"{os.fspath(folder)} cannot be written to: {error.strerror or error}; finished images are kept: "
-        f"{hints.get(error.errno or 0, 'check the folder')}, and re-run to resume"
+        f"{os.fspath(folder)} cannot be written to: {error.strerror or error}; finished images are kept: {hint}, and "
+        "re-run to resume"
     )

@@ -22,9 +22,6 @@ LONGEST = 160
 """Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""
 
 _FORBIDDEN = frozenset('\\/:*?"<>|')
-_RESERVED = frozenset(
-    ("con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10)))
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +197,6 @@ def _safe(text: str) -> str:
     plain = plain.encode("utf-8", "replace")[:LONGEST].decode("utf-8", "ignore").strip(" ")
     if plain.startswith((".", "~")):
         plain = f"_{plain[1:]}"
-    if plain.endswith("."):
-        plain = f"{plain[:-1]}_"
-    if plain.split(".")[0].casefold() in _RESERVED:
-        plain = f"_{plain}"
     return plain or "_"
 
 

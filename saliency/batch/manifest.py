@@ -164,13 +164,13 @@ def encode(row: Row) -> bytes:
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def write_parquet(rows: Iterable[Row], path: Path) -> bool:
-    """Write rows as a Parquet table if pyarrow is installed, and return whether they were written.
+def write_parquet(rows: Iterable[Row], path: Path) -> None:
+    """Write rows as a Parquet table if pyarrow is installed.
 
     The table has the columns of the manifest: `box` is a list of four numbers, and `settings` is JSON text.
     """
     if find_spec("pyarrow") is None:
-        return False
+        return
     arrow = importlib.import_module("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
     types = {int: arrow.int64(), float: arrow.float64(), list: arrow.list_(arrow.float64())}
@@ -182,4 +182,3 @@ def write_parquet(rows: Iterable[Row], path: Path) -> bool:
     with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         while group := list(islice(plain, PARQUET_ROWS)):
             writer.write_table(arrow.Table.from_pylist(group, schema=schema))
-    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..zoo import load
 from .errors import BatchError
 from .listing import ImageEntry
 from .run_options import RunOptions
+from .sources import parse_target
 
 Results = Mapping[str, Explanation | Exception]
 """Explanation or error of every method for one image, by the name of the method."""
@@ -69,10 +69,6 @@ class RunContext:
     out: Path
     model: nn.Module
     is_first: bool
-
-    def may_split(self, group: Sequence[Task]) -> bool:
-        """Return whether a batch that does not fit into memory may be run in halves."""
-        return not (self.is_first and group[0].index == 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +121,7 @@ class Network:
 
     def __init__(self, options: RunOptions, model: nn.Module) -> None:
         like = reference_tensor(model)
-        self.device = torch.device("cpu") if like is None else like.device
+        self.device = device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
         self.methods = _create_methods(options, model, CHUNK_CPU if self.device.type == "cpu" else CHUNK_ACCELERATOR)
         preprocess = self.methods[0].preprocess
@@ -180,20 +176,16 @@ class Network:
             rows = [index for index, x in inputs.items() if x.shape == shape] if len(shapes) > 1 else range(len(batch))
             empty = torch.zeros(shape, dtype=torch.float32, device="cpu")
             x = torch.stack([inputs.get(index, empty) for index in rows]).to(self.device, self._dtype)  # (N, C, H, W)
-            outcomes = self._explain_all(x, [targets[index] for index in rows], may_split)
+            # Methods that failed on every image of an earlier batch run separately.
+            shared = [method for method in self.methods if method.name not in self._separate]
+            outcomes: _Outcomes = {}
+            for methods in [shared, *([method] for method in self.methods if method not in shared)]:
+                if methods:
+                    outcomes |= self._attempt(methods, x, [targets[index] for index in rows], may_split)
             for position, index in enumerate(rows):
                 if index in inputs:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
         return results
-
-    def _explain_all(self, x: Tensor, targets: list[int | None], may_split: bool) -> _Outcomes:
-        """Run all methods on a batch. Those that fail on every image run separately from then on."""
-        shared = [method for method in self.methods if method.name not in self._separate]
-        outcomes: _Outcomes = {}
-        for methods in [shared, *([method] for method in self.methods if method not in shared)]:
-            if methods:
-                outcomes |= self._attempt(methods, x, targets, may_split)
-        return outcomes
 
     def _attempt(
         self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None], may_split: bool
@@ -234,7 +226,7 @@ class Network:
 def find_class(target: int | str | None, categories: Categories) -> int | None:
     """Return the index of a class given by index or name. Raises TargetError if the class names do not contain it."""
     if isinstance(target, str) and not (categories is not None and target in categories):
-        target = int(target) if re.fullmatch(r"[+-]?\d+", target) else target
+        target = parse_target(target)
     return None if target is None else class_index(target, categories)
 
 
@@ -252,9 +244,9 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
         BatchError: A device does not exist.
     """
     if names == "auto":
-        like = None if isinstance(model, str) else reference_tensor(model)
-        has_gpu = isinstance(model, str) and torch.cuda.is_available()
-        return [torch.device("cuda" if has_gpu else "cpu") if like is None else like.device]
+        if isinstance(model, str):
+            return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
+        return [device_of(model)]
     devices = []
     for name in names.split(","):
         try:
@@ -265,6 +257,12 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
             raise BatchError(f"device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; try cpu")
         devices.append(device)
     return devices
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model; the CPU if it has no parameters and buffers."""
+    like = reference_tensor(model)
+    return torch.device("cpu") if like is None else like.device
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
@@ -278,8 +276,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.device]) -> list[Network]:
     """Return a network per device. The first uses the model itself if it is on that device; others use a copy."""
-    like = reference_tensor(model)
-    here = torch.device("cpu") if like is None else like.device
+    here = device_of(model)
     return [
         Network(options, model if index == 0 and device == here else move_model(copy.deepcopy(model), device))
         for index, device in enumerate(devices)
@@ -303,8 +300,5 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
     for cls in classes:
         given = {name: value for name, value in values.items() if name in cls.options()}
         given |= {name: value for name, value in layers.items() if name in cls.parameters()}
-        try:
-            methods.append(cls(model, **given))
-        except TypeError as error:
-            raise MethodError(f"{cls.name} does not take {given}: {error}") from error
+        methods.append(cls(model, **given))
     return methods

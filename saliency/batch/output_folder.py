@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from uuid import uuid4
 
 from ..io.atomic_write import atomic_write
@@ -44,8 +44,8 @@ def locked(folder: Path) -> Iterator[None]:
         with writing_to(folder):
             file = undo.enter_context((folder / LOCK).open("a+b"))
             try:
-                _lock(file)
-            except (BlockingIOError, PermissionError) as error:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
                 holder = (folder / LOCK).read_bytes().decode("ascii", "replace").partition(" ")[0]
                 who = f"process {holder}" if holder else "another process"
                 raise BatchError(
@@ -56,18 +56,6 @@ def locked(folder: Path) -> Iterator[None]:
             file.write(f"{os.getpid()} {uuid4().hex}".encode())
             file.flush()
         yield
-
-
-def _lock(file: IO[bytes]) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        file.seek(1 << 30)  # beyond the process id, which other runs read
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:

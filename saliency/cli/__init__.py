@@ -135,9 +135,8 @@ examples:
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
-  image. Images that differ only in the suffix keep it: cat.jpg.grad_cam.png
-  beside cat.png.grad_cam.png. Images with the same name in several folders
-  are numbered: cat-2.grad_cam.png. Files of an earlier run are replaced.
+  image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
+  an earlier run are replaced.
 
 {_EXIT_CODES}""",
     ),

@@ -11,38 +11,23 @@ import sys
 from rich.text import Text
 
 from ..batch import StoppedError, Summary, batch
-from .console import Screen, count, visible
-from .options import ALL, METHOD, overlay_style
+from ..errors import plural, visible
+from .console import Screen
+from .options import ALL, METHOD, arguments_of, overlay_style
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
     with screen.progress() as show:
         try:
-            summary = batch(
-                arguments.sources,
-                arguments.out,
-                arguments.model,
-                _methods(arguments.methods or [METHOD]),
-                weights=arguments.weights,
-                layer=arguments.layer,
-                options=dict(arguments.settings),
-                target=arguments.target,
-                targets=arguments.targets,
-                recursive=arguments.recursive,
-                style=overlay_style(arguments),
-                maps=arguments.maps,
-                engine=arguments.engine,
-                device=arguments.device,
-                workers=arguments.workers,
-                batch_size=arguments.batch_size,
-                restart=arguments.restart,
-                retry=arguments.retry,
-                limit=arguments.limit,
-                strict=arguments.strict,
-                command=["saliency", *sys.argv[1:]],
-                on_progress=lambda progress: show(progress.done, progress.total, progress.failed),
-            )
+            options = arguments_of(batch, arguments) | {
+                "methods": _methods(arguments.methods or [METHOD]),
+                "options": dict(arguments.settings),
+                "style": overlay_style(arguments),
+                "command": ["saliency", *sys.argv[1:]],
+                "on_progress": lambda progress: show(progress.done, progress.total, progress.failed),
+            }
+            summary = batch(**options)
         except StoppedError as error:
             screen.error(error)
             return 1
@@ -74,11 +59,11 @@ def _print_summary(summary: Summary, screen: Screen) -> None:
     else:
         screen.say(f"{done} by earlier runs; nothing to do")
     if summary.changed:
-        screen.say(f"changed since the last run and explained again: {count(summary.changed, 'image')}")
+        screen.say(f"changed since the last run and explained again: {plural(summary.changed, 'image')}")
     if summary.removed:
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
-        screen.say(f"removed since the last run, overlays kept: {count(len(summary.removed), 'image')}, {named}")
+        screen.say(f"removed since the last run, overlays kept: {plural(len(summary.removed), 'image')}, {named}")
     if summary.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
-        screen.say(Text(f"{count(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
+        screen.say(Text(f"{plural(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
     screen.say(f"the page: {visible(summary.page)}")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import SaliencyError, SaliencyWarning
+from ..errors import SaliencyError, SaliencyWarning, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
@@ -44,6 +44,8 @@ class Screen:
 
     Attributes:
         subject: Image that the command is processing, which warnings mention.
+        is_terminal: Whether standard output is a terminal.
+        width: Width of the terminal in characters.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -52,16 +54,8 @@ class Screen:
         self._out = _console(sys.stdout)
         self._out.quiet = quiet
         self._err = _console(sys.stderr)
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether standard output is a terminal."""
-        return self._out.is_terminal
-
-    @property
-    def width(self) -> int:
-        """The width of the terminal in characters."""
-        return self._out.width
+        self.is_terminal = self._out.is_terminal
+        self.width = self._out.width
 
     def say(self, line: str | Text = "") -> None:
         """Print a line, wrapped only on a terminal."""
@@ -126,16 +120,6 @@ class Screen:
                     others = f" and {len(named) - 2} more" if len(named) > 2 else ""
                     of = f"{', '.join(named[:2])}{others}: " if named else ""
                     self._err.print(Text.assemble(("warning: ", "bold yellow"), of, message), soft_wrap=True)
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 image", "2 images"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def visible(name: object) -> str:
-    """Return a name with control and other unprintable characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
 
 def one_line(message: object) -> str:

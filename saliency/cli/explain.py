@@ -24,13 +24,14 @@ from ..batch.network import Network, Task, find_devices, load_model, move_model
 from ..batch.run import require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
+from ..errors import plural, visible
 from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..render.blending import color_table
 from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet, shrink
-from .console import Screen, UsageError, as_typed, count, visible
-from .options import ALL, METHOD, overlay_style
+from .console import Screen, UsageError, as_typed
+from .options import ALL, METHOD, arguments_of, overlay_style
 
 SHEET = "sheet.png"
 THUMB = 240
@@ -46,17 +47,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     images = with_names(find_images([*arguments.images, *more_images], literal=True))
     if not images:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
-    options = RunOptions(
-        model=arguments.model,
-        weights=arguments.weights,
-        methods=methods,
-        layer=arguments.layer,
-        options=dict(arguments.settings),
-        target=arguments.target,
-        style=overlay_style(arguments),
-        maps=arguments.save,
-        with_manifest=False,
-    )
+    given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings)}
+    options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
     if options.style.colormap is not None:
         color_table(options.style.colormap)
     network = _open_network(options, arguments.device, screen)
@@ -192,10 +184,10 @@ def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Scre
     if written:
         images = len({row["index"] for row in written})
         folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
-        screen.say(f"{count(len(written), 'overlay')} of {count(images, 'image')}{folder}")
+        screen.say(f"{plural(len(written), 'overlay')} of {plural(images, 'image')}{folder}")
         screen.say(Text("bright: evidence for the class; tinted rectangle: the crop that the model saw", "dim"))
     layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
     if layers:
         screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))
     if failures:
-        screen.say(Text(count(failures, "failure"), "red"))
+        screen.say(Text(plural(failures, "failure"), "red"))

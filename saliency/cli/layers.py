@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..attribution.resolved_target import ResolvedTarget
 from ..batch.network import find_class
-from ..errors import ModelError
+from ..errors import visible
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, run_model
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
@@ -30,7 +30,7 @@ from ..io.atomic_write import atomic_write, is_stream
 from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
 from ..zoo import load
-from .console import Screen, UsageError, visible
+from .console import Screen, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,19 +104,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def _load_model(name: str, weights: str | None, screen: Screen) -> tuple[nn.Module, str]:
-    """Return the model and a description of its weights.
-
-    Weights are random if those of the model are not installed, which does not change the layers.
-    """
-    try:
-        with screen.waiting(f"loading {name}"):
-            model = load(name, weights=weights)
-    except ModelError:
-        if weights != "default":
-            raise
-        model = load(name, weights=None)
-        screen.say(Text(f"using random weights: those of {name} are not installed", "dim"))
-        return model, "random weights: those of the model are not installed"
+    """Return the model and a description of its weights."""
+    with screen.waiting(f"loading {name}"):
+        model = load(name, weights=weights)
     return model, {"default": "default weights", None: "random weights"}.get(weights, f"weights {weights}")
 
 

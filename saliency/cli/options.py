@@ -6,9 +6,9 @@ Nothing here imports torch, so that help and usage errors are printed without de
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -58,10 +58,15 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
 
+def arguments_of(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the parsed arguments that are parameters of a function or class, by name."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in vars(arguments).items() if name in parameters}
+
+
 def overlay_style(arguments: argparse.Namespace) -> OverlayStyle:
     """Return the overlay style of the parsed arguments. Raises BatchError if a value is outside its range."""
-    names = {field.name for field in fields(OverlayStyle)}
-    return OverlayStyle(**{name: value for name, value in vars(arguments).items() if name in names})
+    return OverlayStyle(**arguments_of(OverlayStyle, arguments))
 
 
 # Converting arguments ------------------------------------------------------------------------------------------

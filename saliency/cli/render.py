@@ -10,8 +10,9 @@ from rich.text import Text
 from ..batch import StoppedError
 from ..batch.drawing import redraw
 from ..batch.report import report as write_page
+from ..errors import plural, visible
 from ..render.blending import color_table
-from .console import Screen, UsageError, count, visible
+from .console import Screen, UsageError
 from .options import overlay_style
 
 
@@ -28,11 +29,11 @@ def render(arguments: argparse.Namespace, screen: Screen) -> int:
     except StoppedError as error:
         screen.error(error)
         return 1
-    screen.say(f"{count(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
+    screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
     if counts["small"]:
         screen.say(Text(f"{counts['small']} of them on the small preview: the image was removed or has changed", "dim"))
     if counts["failed"]:
-        screen.say(Text(count(counts["failed"], "failure"), "red"))
+        screen.say(Text(plural(counts["failed"], "failure"), "red"))
     return 1 if counts["failed"] or not counts.total() else 0
 
 

@@ -14,14 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, ModelError, NotApplicableError
+from ..errors import ImageError, LayerError, ModelError, NotApplicableError, plural
 from ..hooks.manager import is_hookable
 from ..hooks.model_state import call, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
 from ..layers.find import find
 from ..targets.targets import Categories, as_categories
-from .tables import plural
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
 """A dotted name, a pattern as in "layer4.*.conv?" (`*` also matches dots), a module, a class of modules, or several."""

@@ -15,13 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..errors import ExplanationError, ImageError, LayerError, MethodError, did_you_mean, warn
+from ..errors import ExplanationError, ImageError, LayerError, MethodError, did_you_mean, plural, warn
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
 from ..io.atomic_write import save_tensors
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, first_float, model_calls, require_seen, selected
-from .tables import plural
 
 Labels = Tensor | list[Any]
 Pool = Callable[[Tensor], Tensor] | None

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, RenderError, TargetError
+from ..errors import ImageError, LayerError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf
@@ -32,7 +32,7 @@ from ..validation import check_choice, check_number
 from .arguments import Batches, LayersLike, ModelCall, categories_of, is_finite
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
-from .tables import Column, Table, listed, number, plural, share
+from .tables import Column, Table, listed, number, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

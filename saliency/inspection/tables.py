@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
 
-from ..errors import LayerError, SaliencyError, did_you_mean
+from ..errors import LayerError, SaliencyError, did_you_mean, plural, visible
 
 
 class Named(Protocol):
@@ -182,11 +182,6 @@ def number(value: float | None) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def plural(count: int, noun: str) -> str:
-    """Format a count with its noun: "1 row", "2 rows"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def shape_text(shapes: Any) -> str:
     """Format the shapes of an output: "10x64x112x112", or "{out: 1x21, aux: 1x21}"."""
     if isinstance(shapes, dict):
@@ -216,11 +211,6 @@ def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
         texts += [f"{pattern} ({len(alike)})"] if len(alike) > 3 else alike
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return [f"{what} {', '.join(texts[:most])}{more}"] if texts else []
-
-
-def visible(text: str) -> str:
-    """Escape the control characters of a text."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def escaped(text: str) -> str:

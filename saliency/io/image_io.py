@@ -24,14 +24,7 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEB
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
-# Formats that cannot be read, and that the error message names.
-_UNSUPPORTED = {
-    "HEIC, the photo format of many phones": rb"....ftyp(heic|heix|heim|heis|hevc|hevx)",
-    "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
-    "XML or SVG": rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)",
-    "Photoshop": rb"8BPS",
-    "PDF": rb"%PDF",
-}
+_HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -105,8 +98,8 @@ def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Ima
     )
     if reader is None:
         problem = "is not an AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP image" if head else "is empty"
-        kind = next((kind for kind, start in _UNSUPPORTED.items() if re.match(start, head, re.DOTALL)), "")
-        raise ImageError(f"{name!r} {problem}{f' but {kind}; save it as JPEG or PNG' if kind else ''}")
+        hint = " but HEIC, the photo format of many phones; save it as JPEG or PNG" if _HEIC.match(head) else ""
+        raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
     try:
         image = reader(file, name)

@@ -51,6 +51,18 @@ class Frame:
     box: Box
 
 
+def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Return the size (w, h) of a picture after resizing its longer edge to `longest` pixels."""
+    width, height = (max(1, round(edge * longest / max(size))) for edge in size)
+    return width, height
+
+
+def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
+    """Return the box on a picture that was resized from `size` to `new_size`, both (w, h)."""
+    across, down = new_size[0] / size[0], new_size[1] / size[1]
+    return box[0] * across, box[1] * down, box[2] * across, box[3] * down
+
+
 @dataclass(frozen=True, slots=True)
 class Preprocess:
     """Preprocessing of most image models: resize, centre crop, scale to 0..1, normalise.

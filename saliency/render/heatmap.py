@@ -186,8 +186,6 @@ def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
     if not is_pair(size):
         raise RenderError(f"size={size!r} is not (height, width) in pixels, both at least 1")
     height, width = map(int, size)
-    if tuple(maps.shape[-2:]) == (height, width):
-        return maps
     shrinks = height < maps.shape[-2] or width < maps.shape[-1]
     resized = interpolate(maps[:, None], (height, width), mode="bilinear", align_corners=False, antialias=shrinks)
     return resized[:, 0]

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
-from ..io.preprocess import Frame
+from ..io.preprocess import Frame, resize_box, scaled_size
 from ..validation import check_integer
 from .blending import (
     Opacity,
@@ -128,13 +128,9 @@ def _rescaled(scaled: ScaledMap, limit: float) -> ScaledMap:
 
 def shrink(frame: Frame, thumb: int) -> Frame:
     """Resize a frame so that the longer edge of its image is `thumb`."""
-    width, height = frame.picture.size
-    scale = thumb / max(width, height)
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    left, top, right, bottom = frame.box
-    across, down = size[0] / width, size[1] / height
+    size = scaled_size(frame.picture.size, thumb)
     small = frame.picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
-    return Frame(small, (left * across, top * down, right * across, bottom * down))
+    return Frame(small, resize_box(frame.box, frame.picture.size, size))
 
 
 class _Row:

@@ -369,20 +369,8 @@ def output_tensor(output: Any) -> Tensor:
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     raise TargetError(
         f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores; "
-        f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
+        'pass a function as the target, such as target=lambda output: output["scores"].sum(1)'
     )
-
-
-def _example_target(output: Any) -> str:
-    """Return the code of a target that sums the scores, or else the first entry, of an output."""
-    if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping):  # one entry per image
-        return f"torch.stack([image[{_scores_key(output[0])!r}].sum() for image in output])"
-    key = 0 if isinstance(output, list | tuple) else _scores_key(output) if isinstance(output, Mapping) else "scores"
-    return f"output[{key!r}].flatten(1).sum(1)"
-
-
-def _scores_key(parts: Mapping[Any, Any]) -> Any:
-    return "scores" if "scores" in parts else next(iter(parts), "scores")
 
 
 def as_categories(like: Any) -> tuple[str, ...]:

@@ -256,8 +256,8 @@ def test_missing_permissions_of_folder_and_image_are_reported() -> None:
         closed, half, allowed = here.recv() if here.poll(300) else ("", "", "")
         child.join()
         assert closed == (
-            f"{folder}/closed/out cannot be written to: Permission denied; finished images are kept: give yourself "
-            "permission to write there, and re-run to resume"
+            f"{folder}/closed/out cannot be written to: Permission denied; finished images are kept: check the folder, "
+            "and re-run to resume"
         )
         assert "Permission denied" in half
         assert "free disk space" not in half

@@ -234,8 +234,8 @@ def test_ray_does_not_replace_the_handler_of_sigterm(ray: Any, monkeypatch: pyte
     [
         ({"CPU": 8.0}, "auto", None, Resources(actors=8)),
         ({"CPU": 8.0}, "cpu", 3, Resources(actors=3)),
-        ({"CPU": 64.0, "GPU": 4.0}, "auto", None, Resources(actors=4, cpus=8, gpus=1, calls=2)),
-        ({"CPU": 6.0, "GPU": 2.0}, "cuda", 1, Resources(actors=1, cpus=3, gpus=1, calls=2)),
+        ({"CPU": 64.0, "GPU": 4.0}, "auto", None, Resources(actors=4, cpus=8, gpus=1)),
+        ({"CPU": 6.0, "GPU": 2.0}, "cuda", 1, Resources(actors=1, cpus=3, gpus=1)),
         ({"CPU": 64.0, "GPU": 4.0}, "cpu", None, Resources(actors=64)),
     ],
 )

@@ -351,7 +351,7 @@ def test_maps_that_someone_has_changed_write_nothing_elsewhere(
     file.write_bytes(encode_map(explanation, about, ImageEntry.from_json(about["entry"])))
     before = set(tmp_path.rglob("*"))
     with (
-        pytest.raises(saliency.ExplanationError, match="is damaged: missing 'score'")
+        pytest.raises(saliency.ExplanationError, match="cannot be read as a map: 'score'")
         if value is None
         else nullcontext()
     ):
@@ -389,5 +389,5 @@ def test_the_table_has_the_rows_of_the_manifest(source: Path, tmp_path: Path) ->
 
 def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saliency.batch.manifest.find_spec", lambda name: None)
-    assert not write_parquet([], tmp_path / "x.parquet")
+    write_parquet([], tmp_path / "x.parquet")
     assert not (tmp_path / "x.parquet").exists()

@@ -19,7 +19,6 @@ from torch import nn
 
 from saliency.cli import DISTRIBUTION, main
 from saliency.cli import layers as inspecting
-from saliency.errors import ModelError
 from tests.browser import chromium, visit
 from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models
@@ -105,20 +104,6 @@ def test_the_layer_that_cams_read_is_shown_however_deep_it_lies(
 def test_the_photo_sets_the_size_where_the_model_takes_any(answer: Callable[..., str]) -> None:
     words = ("lraspp_mobilenet_v3_large", "--weights", "none", "--depth", 1, "--photo", COFFEE)
     assert "on an input of 520x780" in answer(*words)
-
-
-def test_random_weights_in_place_of_those_that_cannot_be_had_are_said(
-    answer: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def missing(name: str, weights: str | None) -> nn.Module:
-        if weights == "default":
-            raise ModelError("no network")
-        return loaded("resnet18", weights=None)
-
-    monkeypatch.setattr(inspecting, "load", missing)
-    page = tmp_path / "page.html"
-    assert answer("resnet18", "--html", page).startswith("using random weights: those of resnet18 are not installed\n")
-    assert "random weights: those of the model are not installed" in page.read_text()
 
 
 # Statistics ----------------------------------------------------------------------------------------------------

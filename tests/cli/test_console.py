@@ -16,8 +16,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from saliency.cli import main
-from saliency.cli.console import Screen, as_typed, visible
-from saliency.errors import SaliencyWarning
+from saliency.cli.console import Screen, as_typed
+from saliency.errors import SaliencyWarning, visible
 from tests.batchwork import forked
 from tests.commandline import copies, started
 
