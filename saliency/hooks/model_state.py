@@ -116,7 +116,8 @@ def _make_eager(holder: int) -> None:
     with _lock:
         _eager_holders.add(holder)
         if not _eager_stance:
-            _eager_stance.append(torch.compiler.set_stance("force_eager"))
+            # Python handles Ctrl-C after a call. `extend` stores the old stance before that, `append` would not.
+            _eager_stance.extend(map(torch.compiler.set_stance, ["force_eager"]))
 
 
 def _end_eager(holder: int) -> None:
