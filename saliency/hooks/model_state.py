@@ -117,7 +117,8 @@ def _make_eager(holder: int) -> None:
         _eager_holders.add(holder)
         if not _eager_stance:
             # Python handles Ctrl-C after a call. `extend` stores the old stance before that, `append` would not.
-            _eager_stance.extend(map(torch.compiler.set_stance, ["force_eager"]))
+            names: list[Literal["force_eager"]] = ["force_eager"]
+            _eager_stance.extend(map(torch.compiler.set_stance, names))
 
 
 def _end_eager(holder: int) -> None:

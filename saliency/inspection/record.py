@@ -274,10 +274,15 @@ class Recording(HookBlock, Sequence[Call]):
 
     def attach(self, hooks: HookManager, gradient_hooks: HookManager) -> None:
         """Record every call while `hooks` is open, and its gradients while `gradient_hooks` is open."""
-        # Hooks reference the manager weakly, so that it is freed with its block.
+        # Hooks reference the manager and the block that holds it weakly, so that Ctrl-C frees both with their frame.
         manager: HookManager = weakref.proxy(gradient_hooks)
+        this: Recording = weakref.proxy(self)
         for name, module in self._modules.items():
-            hooks.around(module, partial(self._begin, name, type(module).__name__), partial(self._end, manager))
+            hooks.around(
+                module,
+                partial(Recording._begin, this, name, type(module).__name__),
+                partial(Recording._end, this, manager),
+            )
 
     @property
     def layers(self) -> tuple[str, ...]:

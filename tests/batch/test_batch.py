@@ -456,7 +456,7 @@ def test_the_batch_size_is_settled_before_the_first_row_and_kept(source: Path, t
         noise(source / f"{number}.png", number)
     quick(source, tmp_path / "out", model=model, batch_size=16, on_progress=look)
     assert sizes == [8] * 75
-    assert [size for size in model.sizes if size > 1] == [8] * 9 + [3]
+    assert sorted(size for size in model.sizes if size > 1) == [3, *[8] * 9]  # batches run in parallel
     quick(source, tmp_path / "few", model=model, batch_size=None, workers=50, limit=2, on_progress=look)
     assert sizes[-1] == 8
 
