@@ -64,11 +64,11 @@ class Attribution(HasOptions, ABC):
     sign: ClassVar[Sign] = "signed"
     """Sign of the values that the method's authors show."""
     units: ClassVar[str] = "score"
-    """Units of the values. Values in units of the score are drawn as zero below its rounding error."""
+    """Units of the values. With "score", values below the rounding error of the score are drawn as zero."""
     is_complete: ClassVar[bool] = True
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
     quick_options: ClassVar[Mapping[str, Any]] = {}
-    """Options for a quick call, if the defaults take many passes: for tests and previews."""
+    """Options of a quick call for tests and previews; needed if the defaults take many passes."""
 
     model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False
@@ -96,7 +96,7 @@ class Attribution(HasOptions, ABC):
         METHODS[name] = cls
 
     def set_options(self, values: dict[str, Any]) -> None:
-        """Store the values of all options; the model may have the preprocessing and the class names."""
+        """Store all options. A missing preprocessing or missing class names are taken from the model."""
         for name in get_args(ModelAttribute):
             if values[name] is None:
                 values[name] = model_attribute(name, values["model"])
@@ -115,7 +115,7 @@ class Attribution(HasOptions, ABC):
 
     @classmethod
     def parameters(cls) -> list[str]:
-        """Return the names of the constructor's parameters; `**keywords` stand for the declared options."""
+        """Return the names of the constructor's parameters, with the declared options instead of `**keywords`."""
         parameters = inspect.signature(cls).parameters.values()
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         passed_on = declared(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
@@ -260,7 +260,7 @@ def get_method(name: object) -> type[Attribution]:
     """Return the method with this name.
 
     Raises:
-        MethodError: There is no such method; the message has the closest names.
+        MethodError: There is no such method; the message lists the closest names.
     """
     if not isinstance(name, str) or name not in METHODS:
         hint = did_you_mean(str(name), METHODS) or "; the methods are " + ", ".join(METHODS)
@@ -286,7 +286,7 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     those of separate calls.
 
     Args:
-        methods: Methods on one and the same model.
+        methods: Methods of the same model.
         image: As for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
 
@@ -294,11 +294,11 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
         One explanation per method, in their order.
 
     Raises:
-        MethodError: There is no method, or they differ in model, preprocessing or class names.
+        MethodError: The list is empty, or the methods differ in model, preprocessing or class names.
     """
     methods = list(methods) if isinstance(methods, list | tuple) else []
     if not methods or not all(isinstance(method, Attribution) for method in methods):
-        raise MethodError("explain_together takes a list of methods first, as in [GradCAM(model), LayerCAM(model)]")
+        raise MethodError("explain_together takes first a list of methods, such as [GradCAM(model), LayerCAM(model)]")
     first = methods[0]
     expected = (first.model, first.preprocess, first.categories)
     if any((method.model, method.preprocess, method.categories) != expected for method in methods):

@@ -118,7 +118,7 @@ class Explanation:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything, including the original images, to one safetensors file with a JSON header.
 
-        The file is written atomically: under a temporary name that is then changed.
+        The file is written atomically: under a temporary name, and then renamed.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -174,7 +174,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     if stored["values"] is None or stored["scores"] is None:
         raise ValueError("the values or the scores are missing")
     if {len(part) for part in per_image if part is not None} != {len(stored["values"])}:
-        raise ValueError("the parts disagree on the number of images")
+        raise ValueError("the tensors and lists have different numbers of images")
     return plain | stored
 
 
@@ -186,7 +186,7 @@ def _encoded(picture: Image.Image) -> Tensor:
 
 
 def _decoded(data: Tensor) -> Image.Image:
-    # The number of pixels is not limited again: this image has been accepted before.
+    # Accept any number of pixels: the limit was checked when the original image was read.
     return decode(io.BytesIO(data.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
 
 

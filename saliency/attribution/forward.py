@@ -27,8 +27,8 @@ class SharedForward:
         model: The model, in `prepared_for_attribution`.
         x: The batch (N, C, H, W).
         layers: The names of the layers to keep.
-        gradients: "input" records from the input on; "layers" records from the first of the layers on, which saves
-            the memory for all layers before it; "none" records nothing.
+        gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
+            layers on, which saves the memory for all layers before it. "none" records no graph.
         backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
             faster than keeping it. None keeps the graph and sets no maximum.
     """
@@ -109,7 +109,7 @@ class TargetGradients:
         return at_least_float32(self.forward.layout(layer)(self.forward.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
-        """Return the gradient of the scores at a layer (N, K, h, w). One backward serves all kept layers."""
+        """Return the gradient of the scores at a layer (N, K, h, w). One backward computes it for all kept layers."""
         layout = self.forward.layout(layer)
         if self._layer_gradients is None:
             kept = self.forward.layers
@@ -136,7 +136,7 @@ class TargetGradients:
         return self._sites
 
     def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
-        """Return the gradient at the input (N, C, H, W) that rules rewrite at some sites."""
+        """Return the gradient at the input (N, C, H, W), rewritten by rules at some sites."""
         with HookManager() as hooks:
             hooks.rewrite(sites, rule_for)
             return self._backward_to_input()
@@ -165,7 +165,7 @@ class TargetGradients:
         raise TargetError("the score has no gradient: the target or the model detaches it, or uses argmax or .item()")
 
     def _has_gradient(self) -> bool:
-        """Return whether the scores have a gradient at the input. Runs the model again, only for an error message."""
+        """Return whether the scores have a gradient at the input, by running the model again, for an error only."""
         whole = SharedForward(self.forward.model, self.forward.x)
         scores = self.target(whole.output)
         return scores.requires_grad and whole.gradients(scores.sum(), [whole.x])[0] is not None

@@ -76,7 +76,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
     Args:
         check: A function of the method and a value that returns the stored value.
         default: The value if none is given; without it, the option is required.
-        kw_only: For type checkers.
+        kw_only: Read by type checkers only; see `typing.dataclass_transform`.
     """
 
     is_positional = True
@@ -85,7 +85,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
         self, *, check: Callable[[Any, Any], _Stored], default: Any = Parameter.empty, kw_only: Literal[False]
     ) -> None:
         super().__init__(default, check)
-        self.__doc__ = "Parameter of the constructor, also by position."
+        self.__doc__ = "Parameter of the constructor; may be passed by position."
 
     def convert(self, method: Any, value: Any) -> _Stored:
         """Return the value that a method stores for a given one."""
@@ -112,7 +112,7 @@ class HasOptions:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check options against each other, and derive what they determine; called after all are set."""
+        """Check combinations of options, and set derived attributes. Called after all options are set."""
 
 
 def declared(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
@@ -134,7 +134,7 @@ def _constructor(cls: type) -> Callable[..., None]:
     signature = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
 
     def initialise(self: HasOptions, *arguments: Any, **values: Any) -> None:
-        """Create the method from its options, which the class describes."""
+        """Create the method; the class describes the options."""
         try:
             call = signature.bind(self, *arguments, **values)
         except TypeError as error:

@@ -111,7 +111,7 @@ def _versions(output: Any) -> list[int]:
 
 
 def _repeated_scores(function: Target, images: int, image: int, count: int, rows: OutputRows, output: Any) -> Tensor:
-    """Return the scores (k,) that a function of a batch's output gives one image, for an output of k passes.
+    """Return the scores (k,) of one image, by a function of the whole batch's output, for an output of k passes.
 
     The function may combine the rows of a batch, so for each pass it gets a whole batch of copies.
     """
@@ -127,8 +127,8 @@ def _repeated_scores(function: Target, images: int, image: int, count: int, rows
 class OutputRows:
     """Assignment of the parts of a model's output to the images of a batch.
 
-    It is derived from the outputs for one image and for two: a dimension whose size changes is that of the images. A
-    constant tensor is not divided, even if it has as many rows as the batch has images.
+    It is derived from the outputs for one image and for two: a dimension whose size differs is the image
+    dimension. A constant tensor is not divided, even if it has as many rows as the batch has images.
 
     Attributes:
         one: The output for one image; its tensors have shapes but no values.
@@ -198,14 +198,14 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
         rows = OutputRows(*(tree_map_tensors(output, lambda tensor: tensor.to("meta")) for output in (one, two)))
         try:
             first = rows.repeated(two, 0, 1)
-        except TargetError:  # an output without division cannot be compared
+        except TargetError:  # outputs that do not divide into images cannot be compared
             return replace(rows, serial_reason=_UNDIVIDED)
         is_alone = trees_agree(one, first, coarsest=rounding(_dtype_of(x), x.device))
     return rows if is_alone else replace(rows, serial_reason=COUPLED)
 
 
 def _noise_like(x: Tensor) -> Tensor:
-    """Return noise with the mean of an image, and its deviation or, for a constant image, 1."""
+    """Return noise with the mean and the standard deviation of an image; the deviation is 1 for a constant image."""
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(x)
     deviation = x.std() if x.numel() > 1 else x.new_zeros(())
     return x.mean() + noise * torch.where(deviation > 0, deviation, torch.ones_like(deviation))
@@ -251,7 +251,7 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 
 def warn_of_coupled_images() -> None:
-    """Warn that the maps of a batch are not those of its single images."""
+    """Warn that the map of each image depends on the other images of the batch."""
     warn(
         "the images of a batch affect each other in this model, as in a batch norm without running statistics, so each "
         "map depends on the other images; explain them one at a time"

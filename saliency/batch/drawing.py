@@ -211,7 +211,7 @@ def encode_map(explanation: Explanation, facts: Row, image: ImageEntry) -> bytes
 
 
 def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
-    """Read a saved map as an explanation without a picture, with the facts of its row and of its image ("entry").
+    """Read a saved map. Return the explanation without a picture, and the columns of its row and "entry", its image.
 
     Raises:
         ExplanationError: The file is not a map of `saliency batch`, or is damaged.

@@ -39,17 +39,17 @@ from .network import BatchTooLargeError, LoadedImage, Network, Results, RunConte
 from .output_folder import LOCK
 
 MAX_PARALLEL = 8
-"""Networks that run in parallel on CPUs; each needs the memory of a batch."""
+"""Largest number of networks that run in parallel on CPUs. Each needs memory for one batch."""
 BATCH_CPU, BATCH_ACCELERATOR = 8, 64
 """Default images per batch. Larger batches are not faster on CPUs."""
 MOST_PIXELS = 2_000_000
-"""Largest picture that is kept for drawing. A larger one is decoded again, to limit the memory of a batch."""
+"""Largest picture, in pixels, that is kept for drawing. Larger ones are decoded again, to limit memory use."""
 MAX_TRIES = 4
 """Number of Ray actors that may die on the same batch before the run stops."""
 MAX_CPUS = 8
 """Largest number of CPU cores of a Ray actor with a GPU, for loading and drawing."""
 OBJECT_STORE = 256 << 20
-"""Shared memory of a Ray cluster started here, in bytes. A large model is spilled to disk."""
+"""Shared memory of a Ray cluster that this process starts, in bytes. A larger model is spilled to disk."""
 
 
 def count_cores() -> int:
@@ -138,7 +138,7 @@ class LocalEngine:
             torch.set_num_threads(threads)
             cv2.setNumThreads(1)
             worker = Worker(context, networks, max(2, self.workers))
-            # One thread more than networks: it loads the next batch.
+            # One more thread than networks, to load the next batch.
             batches = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (threads,))
             undo.callback(batches.shutdown, cancel_futures=True)
             undo.callback(worker.io.shutdown, cancel_futures=True)
@@ -203,7 +203,7 @@ class Resources:
 
 @contextmanager
 def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEngine]:
-    """Connect to a Ray cluster: that of this process, that at RAY_ADDRESS, or one started here until the block ends.
+    """Connect to the Ray cluster of this process or at RAY_ADDRESS. Without one, start one until the block ends.
 
     Args:
         device: "auto", "cpu" or "cuda".
@@ -293,7 +293,7 @@ class RayEngine:
             return self._ray.put(RunContext(options, out, copy.deepcopy(context.model).cpu(), context.is_first))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(
-                f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; pickle must accept it"
+                f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; it must be picklable"
             ) from error
 
     def _results(self, context: Any, items: list[dict[str, Any]], out: Path) -> Iterator[dict[str, bytes]]:
@@ -358,8 +358,8 @@ class Actor:
     def _explain(self, group: Sequence[Task], counter: str) -> list[list[Row]]:
         """Explain a batch, unless the run has ended or too many actors have died on the batch.
 
-        The size of the file `counter` is the number of actors that started the batch. It is removed by the next run if
-        it is left over.
+        The size of the file `counter` is the number of actors that started the batch. The next run removes a
+        leftover file.
         """
         if self._error is not None:
             raise self._error

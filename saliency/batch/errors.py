@@ -42,7 +42,7 @@ def printable(text: str) -> str:
     """Return the text in valid UTF-8: undecodable bytes of a file name become escapes."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:  # JSON can hold surrogates that no file name can
+    except UnicodeEncodeError:  # JSON may contain surrogates, which no file name contains
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -129,7 +129,7 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
     """
     if not listed and not any(image.exists() for image in images):
         first = images[0] if images else None
-        why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was named"
+        why = f"{first.source}: {first.problem or 'no such file or folder'}" if first else "no source was given"
         raise BatchError(f"there is no image: {why}")
     known = dict(zip(_keys(listed), listed, strict=True))
     new: list[ImageEntry] = []
@@ -178,7 +178,7 @@ def with_names(images: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) 
     numbers: Counter[str] = Counter()
     named = []
     for image in images:
-        # A folder has no dot in its name, and every file has one: they are never equal.
+        # Remove dots from the names of folders: file names contain a dot, so that they never equal a folder name.
         folders = (_safe(part).replace(".", "_") for part in image.folder)
         name = "/".join((*folders, _safe(os.path.splitext(image.label)[0] or image.label)))  # noqa: PTH122
         base, unique = _folded(name), name

@@ -89,7 +89,7 @@ class Manifest:
         return list(self.rows) == sorted(self.rows)
 
     def read(self, *, retry: bool = False, changed: Container[int] = ()) -> None:
-        """Read the file, and remove what follows a damaged row, and rows whose files are missing.
+        """Read the file. Remove all rows from the first damaged one on, and rows whose files are missing.
 
         Args:
             retry: Whether rows with errors are removed too.

@@ -31,7 +31,7 @@ _Outcomes = dict[str, list[Explanation | Exception]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
 CHUNK_CPU, CHUNK_ACCELERATOR = 8, 64
-"""Default passes of one image per chunk. They are fixed so that resumed runs write identical bytes."""
+"""Default number of passes of one image per chunk. They are fixed so that resumed runs write identical bytes."""
 
 
 class BatchTooLargeError(MemoryError):
@@ -40,7 +40,7 @@ class BatchTooLargeError(MemoryError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One image of a group.
+    """One image of a batch.
 
     Attributes:
         index: Number of the image in the listing.
@@ -198,7 +198,7 @@ class Network:
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
         except Exception as caught:  # noqa: BLE001 - any error is a failure of these images
             error = caught
-        # Free the memory of the pass: leave the handler, and drop the tracebacks, which reference its tensors.
+        # Free the memory of the pass: after the except block, drop the tracebacks, which reference tensors.
         cause: BaseException | None = error
         while cause is not None:
             cause.__traceback__ = None
@@ -238,7 +238,7 @@ def load_model(options: RunOptions) -> nn.Module:
 def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
     """Parse device names such as "auto", "cpu" or "cuda:0,cuda:1".
 
-    "auto" is the device of the model. For the name of a model, it is a GPU if there is one, else the CPU.
+    "auto" is the device of the model. For a model given by name, it is a GPU if there is one, else the CPU.
 
     Raises:
         BatchError: A device does not exist.

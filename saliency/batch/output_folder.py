@@ -49,9 +49,9 @@ def locked(folder: Path) -> Iterator[None]:
                 holder = (folder / LOCK).read_bytes().decode("ascii", "replace").partition(" ")[0]
                 who = f"process {holder}" if holder else "another process"
                 raise BatchError(
-                    f"{folder} is in use by another run ({who}); wait for it, or choose another"
+                    f"{folder} is in use by another run ({who}); wait for it, or choose another folder"
                 ) from error
-            undo.callback(file.truncate, 0)  # tells workers on other machines that the run has ended
+            undo.callback(file.truncate, 0)  # an empty lock file shows workers on other machines that the run has ended
             file.truncate(0)
             file.write(f"{os.getpid()} {uuid4().hex}".encode())
             file.flush()
@@ -95,7 +95,7 @@ class OutputFolder:
             head = None
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise BatchError(
-                f"{self.path / ABOUT} is damaged, or not of this version of saliency batch; choose another folder"
+                f"{self.path / ABOUT} is damaged, or from another version of saliency batch; choose another folder"
             )
         return head
 
@@ -152,7 +152,7 @@ class OutputFolder:
 
 
 def is_output(path: str, out: str | None) -> bool:
-    """Return whether a path is a file or folder that a run in `out`, a path without links, writes."""
+    """Return whether a run in the folder `out` writes this file or folder. `out` is a path without links."""
     if out is None:
         return False
     inside = os.path.relpath(os.path.realpath(path), out)

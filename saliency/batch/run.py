@@ -55,7 +55,7 @@ class Run:
         self.head = self._new_head() if head is None else self._checked_head(head)
         self.total = min(options.limit or len(self.images), len(self.images))
         self.manifest = Manifest(folder, options.methods)
-        # The listing with new stamps is written later: after an interruption, changes are detected again.
+        # Write the listing with new stamps later, so that changes are detected again after an interruption.
         self.manifest.read(retry=options.retry, changed=self.listing.changed)
         self.folder.remove([self.images[index] for index in self.listing.changed], options.methods)
         # An earlier run may have explained images beyond the limit.
@@ -191,7 +191,7 @@ class Run:
                 manifest.sort()
                 write_parquet((row for row, _ in read_rows(manifest.path)), self.folder.path / PARQUET)
                 report(self.folder.path)
-                # Written last: without it, an interrupted update is repeated.
+                # Write this last: an interrupted update is then repeated.
                 self.folder.write_head(self.head | {"counts": counts, "finished": complete})
         return Summary(
             folder=self.folder.path,

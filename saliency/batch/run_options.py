@@ -77,7 +77,7 @@ class OverlayStyle:
     """Style of overlays; see `saliency.overlay`.
 
     Attributes:
-        format: File format. "png" is lossless; "jpg" is about a seventh of its size and several times faster.
+        format: File format. "png" is lossless; "jpg" files are about a seventh as large and several times faster.
         opacity: A number in 0..1, or "map".
         colormap: Name of a matplotlib colormap; None for inferno, or RdBu_r for signed maps.
         sign: "positive", "signed" or "absolute"; None for the method's default.

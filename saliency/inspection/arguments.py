@@ -1,4 +1,4 @@
-"""What users pass: layers by name or pattern, and data as calls of a model, with a prepared model for each batch."""
+"""Convert arguments of users: select layers by name or pattern, and read data as calls of a prepared model."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def categories_of(model: nn.Module) -> Categories:
 class Batches:
     """Batches of data, and a model that is prepared for one pass at a time.
 
-    Between passes, while the data load the next batch, the model and the random states are in the user's state.
+    Between passes, while the next batch is loaded, the model and the random generators have the user's state.
 
     Args:
         model: The model, which is left unchanged.

@@ -160,7 +160,7 @@ def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarg
         def note_pass(gradient: Tensor) -> None:
             target.edited_pass = this_backward()
 
-        # A later backward pass reaches this hook before the operations of the forward pass.
+        # A second backward pass runs this hook before it reaches the operations of the forward pass.
         hooks.at_gradient(changed, note_pass)
     return changed
 
@@ -188,7 +188,7 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
             hint = 'use inplace=False, or edit at="output" of the layer before'
             raise NotApplicableError(f"{target.label} cannot be edited at its input: {reason}; {hint}")
     changed = _with_copies(output, inputs.since)
-    # Arguments may be changed in place, so they are results too.
+    # The layer may change arguments in place, so they count as outputs too.
     results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
     exits = input_edges(results, inputs.edges, inputs.since)
     tensors = list(tree_tensors(output))
@@ -212,7 +212,7 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
         if not alive and not torch.is_grad_enabled():
             target.reason = _NOT_RECORDED
         elif not alive:
-            reason = "no floating-point tensor in it requires one, or torch.func transforms it"
+            reason = "none of its floating-point tensors requires a gradient, or torch.func transforms it"
             target.refuse(f"there is no gradient at its output: {reason}")
         else:
             target.reason = _NO_BACKWARD
@@ -267,8 +267,8 @@ _copies = WeakTensorKeyDictionary()
 def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
     """Return the output with copies of the tensors that need one; None if no tensor does.
 
-    Views need a copy because a later in-place operation would bypass a hook on them. Arguments that the layer returns
-    need one to separate their gradients. So do several outputs, since they may depend on each other.
+    Views need a copy because a later in-place operation would bypass a hook on them. Arguments that the layer returns,
+    and several outputs that may depend on each other, need copies to separate their gradients.
     """
 
     def copy(tensor: Tensor) -> Tensor:
@@ -361,8 +361,8 @@ def edit_gradients(
         MethodError: An unknown rule or `at`; or (in the backward pass) a result that does not fit the gradient.
         NotApplicableError: A frozen parameter, a tensor without gradient, or a layer inside a TorchScript module; or
             (in the forward pass) a named layer that takes or returns only integers, has no gradient although gradients
-            are enabled, or changes a view of another tensor in place; or (in the backward pass) a pass through an
-            edited gradient.
+            are enabled, or changes a view of another tensor in place; or (in the backward pass) a second backward pass
+            through an edited gradient.
         RuntimeError: (In the backward pass) the rule uses an operation that PyTorch lacks for sparse or complex values.
 
     Warns:

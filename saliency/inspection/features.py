@@ -53,7 +53,7 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return rows on the CPU: `rows[3]` (...), `rows[100:200]`, `rows[[5, 2]]` or a mask (n, ...), `rows[:]` all.
+        """Return rows on the CPU: one row (...) for an integer, or rows (n, ...) for a slice, a list or a Boolean mask.
 
         Raises:
             ExplanationError: A file is missing or damaged.
@@ -132,8 +132,8 @@ class Features(dict[str, T], Generic[T]):
         return Features(layers, count, _joined(labels))
 
     def __missing__(self, layer: str) -> T:
-        """Raise LayerError with the closest names: there are no features of the layer."""
-        hint = did_you_mean(str(layer), self) or f"; they are {', '.join(self)}"
+        """Raise LayerError for a layer without features; the message lists the closest names."""
+        hint = did_you_mean(str(layer), self) or f"; the layers are {', '.join(self)}"
         raise LayerError(f'no features of a layer "{layer}"{hint}')
 
     def __repr__(self) -> str:

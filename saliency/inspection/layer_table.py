@@ -245,7 +245,7 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
             seconds.update(dict.fromkeys((model, *modules), 0.0))
             end(begin(model, (), {}), call.run(model))
             passes.append(dict(seconds))
-    # With the fastest pass of each module, nested modules sum to at most their parent.
+    # Take the minimum per module: the minima of nested modules sum to at most that of their parent.
     return {module: min(taken[module] for taken in passes) for module in seconds}
 
 
@@ -322,7 +322,7 @@ class _Profiler(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if self._running and not self._running[-1].is_leaf:
             name = function_name(func)
-            # Skip queries, such as for the size, which return no tensor.
+            # Skip functions that return no tensor, such as `size`.
             if name and (name == "setitem" or first_tensor(output) is not None):
                 self._running[-1].functional[name] += 1
         return output
@@ -394,7 +394,7 @@ def _vector_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
 
 
 def _matrix_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Multiply each value of the first matrix with a row of the second; they are the last two operands."""
+    """Count the columns of the second matrix for each value of the first. They are the last two operands."""
     *_, first, second = tree_tensors(args)
     return int(2 * first.numel() * second.shape[-1])
 

@@ -1,4 +1,4 @@
-"""Mean, deviation, extremes and counts of zeros, NaN and infinities, for one tensor or accumulated over many."""
+"""Mean, deviation, extremes and counts of zeros, NaN and infinities, of one tensor or several together."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Momen
 
     Args:
         tensor: As for `moments`. No reference to it is kept.
-        sample: Whether to estimate the moments from 8192 values in evenly spaced runs at fixed positions. Extremes are
-            those of the sample, and NaN outside the sample is missed.
+        sample: Whether to estimate the moments from 8192 values in evenly spaced blocks at fixed positions. The
+            extremes are those of the sample, and NaN outside the sample is missed.
     """
     require_plain(tensor)
     values = _flat(real_values(tensor))
@@ -152,7 +152,7 @@ def _deferred(values: Tensor) -> Callable[[], Moments]:
 def _cpu_moments(values: Tensor) -> Moments:
     """Return the moments of a CPU tensor in one pass over memory.
 
-    OpenCV sums single precision in double precision, several times faster than PyTorch.
+    OpenCV sums float32 values in double precision, several times faster than PyTorch.
     """
     import cv2
     import numpy as np

@@ -155,7 +155,7 @@ class _View(NamedTuple):
         return self._zeros(of_base).copy_(of_base).as_strided(*self.position)
 
     def gradient_of(self, source: _View, gradient: Tensor) -> Tensor:
-        """Return the gradient of another view `source` of the base, which contains this view."""
+        """Return the gradient of `source`, another view of the same base, given that of this view."""
         laid_out = self._zeros(gradient)
         laid_out.as_strided(*self.position).copy_(gradient)
         return laid_out.as_strided(*source.position)
@@ -243,7 +243,7 @@ class HookBlock:
             stack.__exit__(*error)
 
     def _register(self, stack: ExitStack) -> None:
-        """Register the hooks, and what removes them on the stack."""
+        """Register the hooks, and push their removal onto the stack."""
         raise NotImplementedError
 
 
@@ -261,7 +261,7 @@ class Recording(HookBlock, Sequence[Call]):
         self._make = keep
         self._parts = frozenset(parts)
         self._has_gradients = bool(self._parts & {"grad_inputs", "grad_outputs"})
-        # The output of a layer is often the input of another one.
+        # By tensor: the output of one layer is often the input of another.
         self._kept: MutableMapping[Tensor, tuple[int, Any]] = WeakTensorKeyDictionary()
         self._calls: dict[int, Call] = {}  # by number, in the order in which they ended
         self._begun = 0  # number of calls so far
@@ -274,7 +274,7 @@ class Recording(HookBlock, Sequence[Call]):
 
     def attach(self, hooks: HookManager, gradient_hooks: HookManager) -> None:
         """Record every call while `hooks` is open, and its gradients while `gradient_hooks` is open."""
-        # Hooks reference the manager and the block that holds it weakly, so that Ctrl-C frees both with their frame.
+        # Use weak references in the hooks, so that Ctrl-C frees the manager and this object with their frame.
         manager: HookManager = weakref.proxy(gradient_hooks)
         this: Recording = weakref.proxy(self)
         for name, module in self._modules.items():
@@ -324,7 +324,7 @@ class Recording(HookBlock, Sequence[Call]):
         return [call for call in self if call.layer == name]
 
     def table(self) -> Table[CallSummary]:
-        """Return a table with one row per call: shape and moments of its output, and the norm of the gradient at it."""
+        """Return a table with one row per call: shape and moments of the output, and norm of the gradient there."""
         outputs = [kept for call in self for kept in call.outputs]
         is_estimate = any(isinstance(kept, TensorStatistics) and kept.is_estimate for kept in outputs)
         notes = ["estimated from a sample of each tensor"] if is_estimate else []
@@ -380,7 +380,7 @@ class Recording(HookBlock, Sequence[Call]):
         return tree_map_tensors(tree, keep), tuple(flat)
 
     def _keep(self, tensor: Tensor) -> Any:
-        """Return the recorded form of a tensor. An unchanged tensor gives the same object again."""
+        """Return the recorded form of a tensor. For an unchanged tensor, the same object is returned again."""
         require_plain(tensor)
         if tensor.is_inference():  # without a version counter
             return self._make(tensor)
@@ -396,7 +396,7 @@ class Recording(HookBlock, Sequence[Call]):
     def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> list[Backward]:
         """Register hooks for the gradients at the call. Return the list that receives one entry per backward pass."""
         outputs = list(tree_tensors(output))
-        # Arguments may be changed in place, so they are results too.
+        # The layer may change arguments in place, so they count as outputs too.
         results = [*outputs, *begun.tensors]
         exits = input_edges(results, begun.edges, begun.since)
         sources: list[_Source] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
@@ -514,10 +514,10 @@ def record(
         model: Any module, in any mode. Compiled parts run uncompiled.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these; all layers by
             default. A module that has several names in the model is recorded under the first.
-        keep: Recorded form of each tensor, which determines the memory use: "full" is a copy on its device, part of the
-            graph in the forward pass; "cpu" is a detached copy on the CPU; "statistics" is shape and moments, a few
-            hundred bytes; "sample" is the same, estimated from 8192 values in a third of the time. A function of the
-            tensor returns any other form.
+        keep: Recorded form of each tensor, which determines the memory use. "full" is a copy on its device, which is
+            part of the autograd graph if recorded in the forward pass. "cpu" is a detached copy on the CPU.
+            "statistics" is shape and moments, a few hundred bytes. "sample" is the same, estimated from 8192 values in
+            a third of the time. A function of the tensor may return anything else.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 
     Raises:

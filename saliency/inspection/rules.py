@@ -176,12 +176,11 @@ def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
 def add_noise(std: float, seed: int = 0) -> NamedRule:
     """Add Gaussian noise, reproducible in each run and on each device.
 
-    Each block restarts the random sequence, and draws in the order in which the rule is applied. The noise is
+    Each block restarts the random sequence, and draws in the order in which the rule is applied. The noise is drawn
+    in float32 on the CPU, and converted to the dtype and device of the tensor:
 
         generator = torch.Generator().manual_seed(seed)  # when the block begins
         std * torch.randn(tensor.shape, generator=generator)  # each time
-
-    in float32 on the CPU, converted to the dtype and device of the tensor.
 
     Args:
         std: The standard deviation, in units of the tensor.
@@ -206,7 +205,7 @@ def replace(value: float | Tensor) -> NamedRule:
 
     Args:
         value: A number, or a tensor that broadcasts to the shape. It is converted to the device and dtype of the tensor
-            that it replaces. As an activation it keeps its own gradient.
+            that it replaces. In `edit_activations`, gradients flow to this tensor.
 
     Raises:
         MethodError: The value is neither; or, when the rule is applied, its shape does not broadcast.
@@ -227,7 +226,7 @@ def replace(value: float | Tensor) -> NamedRule:
 
 
 def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
-    """Set some channels to 0, including NaN and infinity.
+    """Set some channels to 0, even where they contain NaN or infinity.
 
     Args:
         indices: The channels; negative ones count from the end.
@@ -259,7 +258,7 @@ def show(write: Callable[[Tensor], object] | TextIO | None = None, label: str = 
 
     Args:
         write: A function that is called with a copy of the tensor, such as `print` or the `append` of a list; or an
-            open file, to which one line is written. None is the standard output.
+            open file, to which one line is written. None writes to the standard output.
         label: Text at the beginning of the line.
 
     Raises:

@@ -1,6 +1,7 @@
 """Statistics of activations and gradients over any number of batches, and a plot of the gradient by layer.
 
-They show moments, zeros, dead channels and the first NaN, and where the gradient vanishes, explodes, is zero or NaN.
+The statistics are moments, zeros, dead channels and the first NaN. The plot shows where the gradient vanishes,
+explodes, is zero or is NaN.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def activation_statistics(
             batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
         training: Whether to run a private copy of the model in training mode, where normalisation uses the batch and
-            dropout draws from separate seeds. Use it for untrained batch normalisation: its running statistics are
+            dropout has seeds of its own. Use it for untrained batch normalisation: its running statistics are
             zeros and ones, so evaluation mode gives activations that do not occur in training.
 
     Raises:
@@ -416,7 +417,7 @@ def gradient_statistics(
             update divided by the norm of the weight; about 0.001 is usual. The ratio of a layer covers all its
             parameters with a gradient. None gives ratios of the gradient itself.
         training: Whether to run a private copy of the model in training mode, where normalisation uses the batch and
-            dropout draws from separate seeds. Use it for untrained batch normalisation, for which evaluation mode gives
+            dropout has seeds of its own. Use it for untrained batch normalisation, for which evaluation mode gives
             misleading gradients.
 
     Raises:
@@ -500,7 +501,7 @@ class _GradientCollector(_Collector):
                 recording.attach(hooks, gradient_hooks)
                 output = batch.run(model, partial(_leaf_copy, starts))
             objective = self._objective(output, batch)
-            # The loss may itself have computed gradients.
+            # Ignore backward passes that the loss ran itself.
             earlier = {call: len(call.backwards) for call in recording}
             try:
                 gradients = torch.autograd.grad(objective, [*starts, *trainable.values()], allow_unused=True)
@@ -582,7 +583,7 @@ class _GradientCollector(_Collector):
 
 
 def _gradient_moments(tensor: Tensor) -> Moments | None:
-    """Return the moments in the backward pass. Outputs are only counted."""
+    """Return the moments of a gradient; None in the forward pass, where outputs are recorded without statistics."""
     return None if this_backward() == -1 else moments(tensor)
 
 
@@ -717,15 +718,16 @@ def gradient_flow(
     Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
     backward pass runs from right to left: a gradient that falls towards the left vanishes, and one that rises explodes.
     Points that differ from the last layer, the head, by more than a factor of 1000 have another colour and shape. Zero,
-    NaN and infinite gradients have others, at the lower or upper edge. The title summarises the result in words.
+    NaN and infinite gradients have further colours and shapes, and lie at the lower or upper edge. The title
+    summarises the result in words.
 
     Args:
         statistics: From `gradient_statistics`.
         of: "layers" for the gradients at the outputs of layers, "parameters" for those of weights with more than one
             axis.
         measure: "norm" for the Euclidean norm, "rms" for the root mean square, or for parameters "ratio". The root mean
-            square is smaller in wider layers, so title, colours and band still compare norms. The ratio is that of the
-            update to the weight with a learning rate, else of the gradient to the weight.
+            square is smaller in wider layers, so title, colours and the shaded band still compare norms. "ratio" is
+            update / weight if the statistics have a learning rate, else gradient / weight.
         size: Width and height in inches.
 
     Returns:

@@ -75,7 +75,7 @@ class Table(Sequence[Row]):
     @overload
     def __getitem__(self, key: slice) -> Self: ...
     def __getitem__(self, key: int | str | slice) -> Row | Self:
-        """Return a row by its index, the first row with a name, or a table with a slice of the rows and without notes.
+        """Return a row by its index, the first row of that name, or a table of a slice of the rows without notes.
 
         Raises:
             IndexError: The index is out of range.
@@ -228,7 +228,7 @@ def _cell(column: Column[Row], row: Row) -> str:
 
 
 # Most colours are the text colour of the page with some transparency, which suits light and dark backgrounds. Only the
-# header has a background, since rows scroll below it: that of JupyterLab, VS Code or our own page.
+# header has a background colour, since rows scroll below it: the colour of JupyterLab, VS Code or our own page.
 _STYLE = """
 .saliency-table { color: inherit; margin: .5em 0 1em; }
 .saliency-table > div { max-height: min(44rem, 85vh); overflow: auto; width: fit-content; max-width: 100%; }

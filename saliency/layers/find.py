@@ -27,7 +27,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
     """Return the name and the module of a layer.
 
     Raises:
-        LayerError: The model has no such layer; the message has the closest names.
+        LayerError: The model has no such layer; the message lists the closest names.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(layer, nn.Module):
@@ -36,7 +36,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
             raise LayerError(f"the layer {type(layer).__name__} is not part of this {type(model).__name__}")
         return name, layer
     if not isinstance(layer, str):
-        raise LayerError(f"a layer is a dotted name or a module, got {type(layer).__name__}")
+        raise LayerError(f"expected a layer as a dotted name or a module, got {type(layer).__name__}")
     # Names of layers in a wrapped model start with the wrapper's prefix.
     for name in (layer, layer.removeprefix("_orig_mod.").removeprefix("module.")):
         if name in modules:
@@ -78,8 +78,8 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         )
     if scan is not None and name in scan.scrambled_layers:
         warn(
-            f'the cells of layer "{name}" are not in the order of the image: a change of the image appears at another '
-            "position, so its map may be scrambled"
+            f'the cells of layer "{name}" are not in the order of the image: a change at one position of the image '
+            "appears at another position of the layer, so the map may be scrambled"
         )
     return layout
 
@@ -115,7 +115,7 @@ class LayerScan:
     has_gradient: bool  # whether the score has a gradient at the default layer
 
     def last_per_resolution(self) -> tuple[str, ...]:
-        """Return the last of the outermost layers of each of the last three resolutions, the finest first."""
+        """Return one layer for each of the last three resolutions, finest first: the last of the outermost layers."""
         if self.default is None:
             return ()
         last: dict[Grid, SpatialLayer] = {}
@@ -129,7 +129,7 @@ class LayerScan:
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
 
 
-# By model; then by the shape of an image and the ids of the modules, which differ after a module was replaced.
+# By model, then by the shape of an image and the ids of all modules. The ids differ after a module was replaced.
 _scans: WeakKeyDictionary[nn.Module, dict[tuple[tuple[int, ...], ...], LayerScan]] = WeakKeyDictionary()
 
 
@@ -152,7 +152,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None:
             scan = _scan(model, _noise(1, *shape).to(x))
-        # Do not cache a scan without gradients, as with a head of zeros: a later call may find a better layer.
+        # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan
         if scan.default is None and scan.candidates and target is not None:
@@ -244,7 +244,7 @@ def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: in
 
 
 def _is_block_or_norm(module: nn.Module) -> bool:
-    """Return whether a layer of tokens is a block, or a normalisation, whose parameters are one number per channel."""
+    """Return whether a layer of tokens has submodules, or all its parameters are vectors, as in a normalisation."""
     parameters = list(module.parameters())
     return any(module.children()) or (bool(parameters) and all(parameter.dim() == 1 for parameter in parameters))
 
@@ -289,7 +289,7 @@ def _layers_with_gradient(
 
 
 def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
-    """Return whether the last call is one of several in parallel, as a detector's head runs at several resolutions."""
+    """Return whether the last call does not depend on the first, like the calls of a detector's head by resolution."""
     first, last = calls[0], calls[-1]
     if first.shape == last.shape or not first.requires_grad:
         return False
@@ -299,8 +299,8 @@ def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
 def _scrambled_layers(model: nn.Module, x: Tensor, layers: Sequence[SpatialLayer]) -> frozenset[str]:
     """Return the names of the layers whose strongest change is not at the position where the image was changed.
 
-    Some networks reorder their tokens, and some outputs without positions have the shape of maps. This cannot be seen
-    in the shapes. It takes one forward of the image, and one for each of four patches. The model must be in
+    Some networks reorder their tokens, and some outputs without positions have the shape of maps. The shapes
+    do not show this. The check runs one forward of the image, and one for each of four patches. The model must be in
     `prepared_for_attribution`.
 
     Args:

@@ -322,7 +322,7 @@ def region(label: int | str, where: Any = None) -> Target:
 
 
 def value(*index: int) -> Target:
-    """Explain one number of the output, as for regression: `value(3)` is `output[:, 3]`, `value()` an output (N,).
+    """Explain one number of the output, as in regression: `value(3)` is `output[:, 3]`; `value()` is an output (N,).
 
     Raises:
         TargetError: An index is not a non-negative integer.
@@ -436,7 +436,7 @@ def per_image(classes: Any, images: int) -> list[Any]:
 
 
 def class_index(label: Any, categories: Categories) -> int:
-    """Return the index of a class, given by index or name. For an unknown name, TargetError has the closest names."""
+    """Return the index of a class, given by index or name. For an unknown name, TargetError lists the closest names."""
     if not isinstance(label, str):
         index = class_number(label)
         if categories is not None:
@@ -468,9 +468,9 @@ def class_number(label: Any) -> int:
     """Return a class index as an int. Raises TargetError unless it is a non-negative integer."""
     label = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
     if not is_integer(label, least=None):
-        raise TargetError(f"a class is an index or a name, got {label!r} ({type(label).__name__})")
+        raise TargetError(f"expected a class index or a class name, got {label!r} ({type(label).__name__})")
     if int(label) < 0:
-        raise TargetError(f"class {label} is negative; classes count from 0")
+        raise TargetError(f"class {label} is negative; classes are numbered from 0")
     return int(label)
 
 

@@ -326,5 +326,5 @@ def test_a_model_that_cannot_be_pickled_is_named() -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
-    with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* pickle must accept it"):
+    with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* must be picklable"):
         local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))

@@ -288,7 +288,7 @@ def test_what_is_no_batch_folder_is_said(tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0)], format="saliency batch 9")
     for text in ((out / "manifest.json").read_bytes(), b"[]", b"null", b"{", b"\xff"):
         (out / "manifest.json").write_bytes(text)
-        with pytest.raises(BatchError, match="is damaged, or not of this version"):
+        with pytest.raises(BatchError, match="is damaged, or from another version"):
             report(out)
     assert not (out / "index.html").exists()
 

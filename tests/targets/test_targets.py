@@ -120,10 +120,10 @@ def test_several_classes_of_one_image(x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (-1, "class -1 is negative; classes count from 0"),
+        (-1, "class -1 is negative"),
         ([0, -2], "class -2 is negative"),
-        (2.5, r"a class is an index or a name, got 2\.5 \(float\)"),
-        (1.0, r"a class is an index or a name, got 1\.0 \(float\)"),
+        (2.5, r"got 2\.5 \(float\)"),
+        (1.0, r"got 1\.0 \(float\)"),
         (float("nan"), r"got nan \(float\)"),
         (True, r"got True \(bool\)"),
         ([True, False], r"got True \(bool\)"),

@@ -76,7 +76,7 @@ def _page(run: Row, rows: Iterable[Row]) -> str:
     methods = {method["name"]: index for index, method in enumerate(run["methods"])}
     bars: dict[str, list[str] | None] = {}
     photos = [_photo(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
-    # No times: a resumed run gives the same page.
+    # Omit times, so that a resumed run gives the same page.
     head = {
         "model": run["model"]["name"],
         "weights": run["model"]["weights"],
@@ -121,7 +121,7 @@ def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list
 def _selected(row: Row, keys: Iterable[str]) -> Row:
     """Return the given columns of a row, without unknown values."""
     values = {key: address(row[key]) if key in _FILES else row[key] for key in keys if row.get(key) is not None}
-    # The page shows fewer than six digits.
+    # Six digits are enough: the page shows fewer.
     rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
     return {key: value for key, value in rounded.items() if value is not None}
 
