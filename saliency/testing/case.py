@@ -132,12 +132,13 @@ def require_same_explanation(explanation: Explanation, expected: Explanation, wh
         require(value == wanted, f"{what}: {name} is {value!r}, expected {wanted!r}")
 
 
-def require_raises(expected: type[BaseException], call: Callable[[], Any], what: str) -> None:
-    """Raise AssertionError unless the call raises the expected error."""
+def require_raises(expected: tuple[type, ...], call: Callable[[], Any], what: str) -> None:
+    """Raise AssertionError unless the call raises one of the expected errors. NoneType expects no error."""
+    error: BaseException | None = None
     try:
-        result = call()
-    except expected:
-        return
-    except Exception as error:
-        raise AssertionError(f"{what}: expected {expected.__name__}, got {type(error).__name__}: {error}") from error
-    raise AssertionError(f"{what}: expected {expected.__name__}, but the call returned {result!r}")
+        call()
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - compared with the expected ones
+        error = raised
+    if not isinstance(error, expected):
+        outcome = f"got {type(error).__name__}: {error}" if error else "nothing was raised"
+        raise AssertionError(f"{what}: expected {expected[0].__name__}, but {outcome}") from error

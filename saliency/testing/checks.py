@@ -166,12 +166,17 @@ def signed_layer(case: MethodCase) -> None:
         _require_images_alone(method, x, [1, 0], "a batch at a signed layer")
 
 
-def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
+def _works(call: Callable[[], Any], *errors: type[Exception]) -> bool:
+    """Return whether a call succeeds, as opposed to raising one of these errors."""
     try:
-        method.attribute(x, target)
-    except NotApplicableError:
+        call()
+    except errors:
         return False
     return True
+
+
+def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
+    return _works(lambda: method.attribute(x, target), NotApplicableError)
 
 
 @check
@@ -398,15 +403,10 @@ def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 4) -> N
         for i in range(rounds):
             job((number + i) % 4)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            futures = [pool.submit(run, number, job) for number, job in enumerate(jobs)]
-        for future in futures:
-            future.result()
-    finally:
-        sys.setswitchinterval(interval)
+    with ExitStack() as undo, ThreadPoolExecutor(len(jobs)) as pool:
+        undo.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1e-5)
+        list(pool.map(run, range(len(jobs)), jobs))
 
 
 # Documentation, settings and results ---------------------------------------------------------------------------
@@ -502,15 +502,12 @@ def settings(case: MethodCase) -> None:
 def memory(case: MethodCase) -> None:
     """Calls leak no tensors, and neither model nor input is kept alive."""
     # Exclude existing objects from garbage collection, which takes seconds in a large process.
-    is_frozen = gc.get_freeze_count() > 0
-    if not is_frozen:
-        gc.collect()
-        gc.freeze()
-    try:
+    with ExitStack() as undo:
+        if gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()
+            undo.callback(gc.unfreeze)
         _require_released(case)
-    finally:
-        if not is_frozen:
-            gc.unfreeze()
 
 
 def _require_released(case: MethodCase, calls: int = 12) -> None:
@@ -605,12 +602,8 @@ def non_square(case: MethodCase) -> None:
 
 
 def _runs(model: nn.Module, size: tuple[int, int]) -> bool:
-    try:
-        with torch.no_grad():
-            model(images(1, size))
-    except (RuntimeError, ValueError, AssertionError):  # models of a fixed input size
-        return False
-    return True
+    """Return whether a model takes images of that size; some take one size only."""
+    return _works(lambda: model(images(1, size)), RuntimeError, ValueError, AssertionError)
 
 
 @check
@@ -620,9 +613,9 @@ def not_finite(case: MethodCase) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         x = images(2)
         x[1, 0, 3, 3] = bad
-        require_raises(NonFiniteError, partial(case.explain, model, x), f"{bad} in the input")
+        require_raises((NonFiniteError,), partial(case.explain, model, x), f"{bad} in the input")
     model.register_forward_hook(lambda module, inputs, output: output * math.nan)
-    require_raises(NonFiniteError, lambda: case.explain(model), "a model that returns NaN")
+    require_raises((NonFiniteError,), lambda: case.explain(model), "a model that returns NaN")
 
 
 @check
@@ -639,8 +632,8 @@ def unscaled_input(case: MethodCase) -> None:
 def empty_batch(case: MethodCase) -> None:
     """A batch of no images raises ImageError."""
     method = case.on(case.model())
-    require_raises(ImageError, lambda: method.attribute(images(1)[:0], 0), "a batch of no images")
-    require_raises(ImageError, lambda: method.attribute([], 0), "a list of no images")
+    require_raises((ImageError,), lambda: method.attribute(images(1)[:0], 0), "a batch of no images")
+    require_raises((ImageError,), lambda: method.attribute([], 0), "a list of no images")
 
 
 @check
@@ -652,4 +645,4 @@ def bad_targets(case: MethodCase) -> None:
     bad += [lambda output: output.sum(), lambda output: output.argmax(1), lambda output: 1.0]
     for target in bad:
         what = "a target function that gives no score per image" if callable(target) else f"target {target!r}"
-        require_raises(TargetError, partial(case.explain, model, x, target), what)
+        require_raises((TargetError,), partial(case.explain, model, x, target), what)

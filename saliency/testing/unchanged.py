@@ -6,7 +6,7 @@ This includes calls that raise or are interrupted.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import NoneType
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution
 from ..errors import LayerError, TargetError
 from ..hooks.autograd_graph import global_module_hooks, tensor_hooks, tensor_version
-from .case import Check, MethodCase, images, require
+from .case import Check, MethodCase, images, require, require_raises
 
 
 class Snapshot:
@@ -54,17 +54,18 @@ def _model_state(name: str, model: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in model.named_modules(prefix=name, remove_duplicate=False):
         for key, value in vars(module).items():
             # Parameters, buffers, children and hooks are stored in dictionaries, whose entries are compared.
-            yield f"{path}: {key.lstrip('_')}", _identities(value)
+            yield f"{path}: {key.lstrip('_')}", _entries(value, id)
     for path, tensor in (*model.named_parameters(prefix=name), *model.named_buffers(prefix=name)):
         yield from _tensor_state(path, tensor)
 
 
-def _identities(value: Any) -> object:
+def _entries(value: Any, state: Callable[[Any], object]) -> object:
+    """Return the state of each entry of a container, the value of a constant, or the identity of anything else."""
     if isinstance(value, Mapping):
-        return tuple((key, id(item)) for key, item in value.items())
+        return tuple((key, state(item)) for key, item in value.items())
     if isinstance(value, list | tuple | set):
-        return tuple(map(id, value))
-    return value if isinstance(value, str | int | float | bool | None) else id(value)
+        return tuple(map(state, value))
+    return value if isinstance(value, str | bytes | int | float | bool | None) else id(value)
 
 
 def _tensor_state(name: str, tensor: Tensor) -> Iterator[tuple[str, object]]:
@@ -75,7 +76,7 @@ def _tensor_state(name: str, tensor: Tensor) -> Iterator[tuple[str, object]]:
     yield f"{name}: requires_grad", tensor.requires_grad
     yield f"{name}: grad_fn", id(tensor.grad_fn)
     yield f"{name}: .grad", None if grad is None else (id(grad), _content(grad))
-    yield f"{name}: tensor hooks", _identities(tensor_hooks(tensor))
+    yield f"{name}: tensor hooks", _entries(tensor_hooks(tensor), id)
 
 
 def _content(tensor: Tensor) -> object:
@@ -91,11 +92,7 @@ def _value_state(value: Any) -> object:
         return tuple(_tensor_state("", value))
     if isinstance(value, torch.Generator):
         return id(value), _content(value.get_state())
-    if isinstance(value, Mapping):
-        return tuple((key, _value_state(item)) for key, item in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(map(_value_state, value))
-    return value if isinstance(value, str | bytes | int | float | bool | None) else id(value)
+    return _entries(value, _value_state)
 
 
 def _process_state() -> Iterator[tuple[str, object]]:
@@ -112,7 +109,7 @@ def _process_state() -> Iterator[tuple[str, object]]:
     yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
     yield "number of threads", torch.get_num_threads()
     for name, hooks in global_module_hooks():
-        yield f"torch's {name}", _identities(hooks)
+        yield f"torch's {name}", _entries(hooks, id)
 
 
 # Ways in which a call ends -----------------------------------------------------------------------------------
@@ -191,14 +188,6 @@ _MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _error_of(method: Attribution, x: Tensor, target: Any) -> BaseException | None:
-    try:
-        method.attribute(x, target)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared with the expected one
-        return error
-    return None
-
-
 def _check_ending(ending: str, case: MethodCase) -> None:
     for mode, context in _MODES.items():
         model = with_user_state(case.model(), training=mode != "evaluation")
@@ -213,11 +202,8 @@ def _check_ending(ending: str, case: MethodCase) -> None:
                 x.requires_grad_()
                 x.grad = torch.ones_like(x)
             before = Snapshot(model=model, method=method, input=x)
-            error = _error_of(method, x, target)
+            require_raises(expected, partial(method.attribute, x, target), where)
             changed = before.changes()
-        if not isinstance(error, expected):
-            outcome = f"got {type(error).__name__}: {error}" if error else "nothing was raised"
-            raise AssertionError(f"{where}: expected {expected[0].__name__}, but {outcome}") from error
         require(not changed, f"{where}: {', '.join(changed[:6])}{' and more' * (len(changed) > 6)} changed")
 
 
