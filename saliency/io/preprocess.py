@@ -25,15 +25,9 @@ from ..validation import check_choice, is_integer, is_pair, is_real
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
 Fit = Literal["stretch", "cover", "contain"]
 
-_FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "nearest-exact": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
+_FILTER_NAMES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+_FILTERS = {name: Image.Resampling[name.upper()] for name in _FILTER_NAMES}
+_FILTERS["nearest-exact"] = Image.Resampling.NEAREST  # torchvision's name
 _TIMM_FITS: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}  # by timm's crop_mode
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_RESIZED = 178_956_970  # pixels; a strip of 1 x 60000 would otherwise be enlarged to 256 x 15 million
@@ -211,11 +205,8 @@ class Preprocess:
 
     def _crop(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
         height, width = size
-        left, top = _offset(picture.width, width), _offset(picture.height, height)
-        if left >= 0 and top >= 0:
-            return picture.crop((left, top, left + width, top + height))
         canvas = Image.new("RGB", (width, height), self.fill)
-        canvas.paste(picture, (-left, -top))
+        canvas.paste(picture, (-_offset(picture.width, width), -_offset(picture.height, height)))
         return canvas
 
     def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
