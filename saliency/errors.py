@@ -8,7 +8,7 @@
     ├── MethodError          the method does not exist, or an option is invalid
     ├── NotApplicableError   the method does not apply to this model
     ├── NonFiniteError       NaN or infinity in the input, the score or the values
-    ├── RenderError          the explanation cannot be drawn as asked
+    ├── RenderError          the explanation cannot be drawn with these options
     └── ExplanationError     the file is not a saved explanation
 
 Each error also derives from a built-in error, such as ValueError.
@@ -55,7 +55,7 @@ class NonFiniteError(SaliencyError, ArithmeticError):
 
 
 class RenderError(SaliencyError, ValueError):
-    """The explanation cannot be drawn as asked."""
+    """The explanation cannot be drawn with these options."""
 
 
 class ExplanationError(SaliencyError, ValueError):

@@ -64,7 +64,7 @@ def check_flag(option: str, value: object) -> bool:
 
 
 def is_integer(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
-    """Return whether a value is an integer of Python or NumPy of at least `least`, and not a bool."""
+    """Return whether a value is a Python or NumPy integer of at least `least`. A bool is not an integer here."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return least is None or int(value) >= least
@@ -76,7 +76,7 @@ def is_real(value: object) -> TypeGuard[SupportsFloat]:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer that is too large for a float
         return False
 
 

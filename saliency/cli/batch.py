@@ -66,4 +66,4 @@ def _print_summary(summary: Summary, screen: Screen) -> None:
     if summary.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
         screen.say(Text(f"{plural(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))
-    screen.say(f"the page: {visible(summary.page)}")
+    screen.say(f"gallery page: {visible(summary.page)}")

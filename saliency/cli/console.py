@@ -23,7 +23,7 @@ from ..errors import SaliencyError, SaliencyWarning, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
-_TYPED = {
+_COMMAND_LINE_OPTIONS = {
     r'\b(?:pass|use) smooth="(\w+)"': r"use --set smooth=\1",
     r"\bweights=None": "--weights none",
     r'\bweights="([^"]+)"': r"--weights \1",
@@ -43,7 +43,7 @@ class Screen:
         quiet: Whether only errors are printed.
 
     Attributes:
-        subject: Image that the command is processing, which warnings mention.
+        subject: Image that is being processed; it is named in front of its warnings.
         is_terminal: Whether standard output is a terminal.
         width: Width of the terminal in characters.
     """
@@ -63,7 +63,7 @@ class Screen:
 
     def error(self, message: object) -> None:
         """Print a message on standard error, even if `quiet`."""
-        line = Text.assemble(("saliency: ", "bold red"), as_typed(one_line(message)))
+        line = Text.assemble(("saliency: ", "bold red"), with_command_line_options(one_line(message)))
         self._err.print(line, soft_wrap=not self._err.is_terminal)
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
@@ -106,7 +106,7 @@ class Screen:
         subjects: dict[str, list[str]] = {}
 
         def collect(message: Warning | str, *_: Any, **__: Any) -> None:
-            named = subjects.setdefault(as_typed(one_line(message)), [])
+            named = subjects.setdefault(with_command_line_options(one_line(message)), [])
             if self.subject and self.subject not in named:
                 named.append(self.subject)
 
@@ -127,9 +127,9 @@ def one_line(message: object) -> str:
     return visible(" ".join(str(message).split()))
 
 
-def as_typed(message: str) -> str:
+def with_command_line_options(message: str) -> str:
     """Replace Python options in a message by those of the command line."""
-    for pattern, option in _TYPED.items():
+    for pattern, option in _COMMAND_LINE_OPTIONS.items():
         message = re.sub(pattern, option, message)
     return message
 

@@ -30,7 +30,7 @@ from ..methods import METHODS
 from ..render.blending import color_table
 from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet, shrink
-from .console import Screen, UsageError, as_typed
+from .console import Screen, UsageError, with_command_line_options
 from .options import ALL, METHOD, arguments_of, overlay_style
 
 SHEET = "sheet.png"
@@ -176,7 +176,9 @@ def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen:
 
 
 def _result(row: Row, out: Path) -> Text:
-    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(as_typed(row["error"]), "dim")
+    return (
+        Text(visible(out / row["overlay"])) if row["overlay"] else Text(with_command_line_options(row["error"]), "dim")
+    )
 
 
 def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:

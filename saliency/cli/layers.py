@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if arguments.stats:
         with screen.waiting("measuring the activations"):
             activations = activation_statistics(model, x)
-        sections.append(Section("Activations", _STATS, _named(activations, names)))
+        sections.append(Section("Activations", _STATS, _select_rows(activations, names)))
     if arguments.gradients:
         with screen.waiting("measuring the gradients"):
             sections += _gradient_sections(model, x, target, names, has_figure=html is not None)
@@ -128,7 +128,7 @@ def _layer_section(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan)
     grids = {layer.name: "x".join(map(str, layer.layout.grid)) for layer in scan.spatial}
     arrow: Column[LayerRow] = Column("", lambda row: "->" if row.name == scan.default else "", "left")
     grid: Column[LayerRow] = Column(
-        "grid", lambda row: grids.get(row.name, ""), hint="rows and columns of its feature map"
+        "grid", lambda row: grids.get(row.name, ""), hint="rows and columns of the feature map"
     )
     output = [column.title for column in table.columns].index("output") + 1
     columns = [arrow, *table.columns[:output], grid, *table.columns[output:]]
@@ -137,13 +137,16 @@ def _layer_section(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan)
         text += f" Shown are {len(rows)} of {len(table)} layers: use --all for all, or --depth."
     if scan.default:
         text += f' The arrow marks "{scan.default}", which class activation maps read by default.'
-    return Section("Layers", text, _filled(Table(rows, columns, table.title, table.notes)))
+    return Section("Layers", text, _without_columns(Table(rows, columns, table.title, table.notes)))
 
 
 def _gradient_sections(
     model: nn.Module, x: Tensor, target: ResolvedTarget, names: set[str], has_figure: bool
 ) -> list[Section]:
-    """Return the gradients at the layers and parameters with these names. The top class is resolved in `target`."""
+    """Return the gradients at the layers and parameters with these names.
+
+    Without a given class, `target` becomes the top class.
+    """
     with prepared_for_attribution(model), torch.no_grad():
         target(run_model(model, x))
     statistics = gradient_statistics(model, x, target.target)
@@ -151,17 +154,17 @@ def _gradient_sections(
     figure = _figure_html(gradient_flow(statistics)) if has_figure else ""
     parameters = {row.name for row in statistics.parameters if row.name.rpartition(".")[0] in names | {""}}
     return [
-        Section("Gradients at the layers", text, _named(statistics.layers, names), figure),
-        Section("Gradients of the parameters", _PARAMETERS, _named(statistics.parameters, parameters)),
+        Section("Gradients at the layers", text, _select_rows(statistics.layers, names), figure),
+        Section("Gradients of the parameters", _PARAMETERS, _select_rows(statistics.parameters, parameters)),
     ]
 
 
-def _named(table: Table[Any], names: set[str]) -> Table[Any]:
+def _select_rows(table: Table[Any], names: set[str]) -> Table[Any]:
     """Return the rows with these names, without empty columns."""
-    return _filled(table.of([row for row in table if row.name in names], table.notes))
+    return _without_columns(table.of([row for row in table if row.name in names], table.notes))
 
 
-def _filled(table: Table[Any], dropped: Collection[str] = ()) -> Table[Any]:
+def _without_columns(table: Table[Any], dropped: Collection[str] = ()) -> Table[Any]:
     """Return the table without its empty columns, and without the columns with the titles `dropped`."""
     columns = [column for column in table.columns if column.title not in dropped]
     columns = [column for column in columns if not table.rows or any(map(column.text, table.rows))]
@@ -172,13 +175,13 @@ def _print(table: Table[Any], screen: Screen) -> None:
     """Print a table, on a terminal without the columns that do not fit its width."""
     dropped: list[str] = []
     for title in _DISPENSABLE if screen.is_terminal else ():
-        lines = str(Table(table.rows, _filled(table, dropped).columns)).splitlines()
+        lines = str(Table(table.rows, _without_columns(table, dropped).columns)).splitlines()
         if max(map(cell_len, lines)) <= screen.width:
             break
         dropped += [column.title for column in table.columns if column.title == title]
-    screen.say(str(_filled(table, dropped)))
+    screen.say(str(_without_columns(table, dropped)))
     if dropped:
-        screen.say(f"columns without room: {', '.join(dropped)}; use a wider terminal, a pipe or --html")
+        screen.say(f"columns that do not fit: {', '.join(dropped)}; use a wider terminal, a pipe or --html")
     screen.say()
 
 

@@ -73,7 +73,7 @@ def overlay_style(arguments: argparse.Namespace) -> OverlayStyle:
 
 
 def _number(text: str) -> float | str | None:
-    """Parse a number or a word. `OverlayStyle` checks the value."""
+    """Parse a number, a word, or `none` as None. `OverlayStyle` checks the value."""
     try:
         return float(text)
     except ValueError:
@@ -144,7 +144,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("-r --recursive", "include subfolders"),
         _option("--limit N", "only the first N images", type=_positive_integer),
         _option("--photo IMAGE", "run the model on this image (default: noise)"),
-        _option("--all", "list everything", "depth"),
+        _option("--all", "list all layers or models", "depth"),
         _option("--depth N", "levels of nested layers (default: as many as fit)", "depth", type=_positive_integer),
         _option("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         _option("--gradients", "also print gradients of the score of one class"),
@@ -152,7 +152,9 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "model, method and target": [
         _option("--model NAME", f"see saliency models (default: {MODEL})", default=MODEL),
-        _option("--weights NAME|FILE", "name, checkpoint, or none for random ones", type=_weights, default="default"),
+        _option(
+            "--weights NAME|FILE", "name, checkpoint file, or none for random weights", type=_weights, default="default"
+        ),
         _option(
             "-m --method NAME",
             f"one or more, or all; see saliency methods (default: {METHOD}; render: all)",
@@ -184,7 +186,9 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "overlay style": [
         _option("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
-        _option("--opacity NUMBER", "0 to 1, or map for that of the heatmap (default: 0.5)", type=_number, default=0.5),
+        _option(
+            "--opacity NUMBER", "0 to 1, or map for the heatmap's values (default: 0.5)", type=_number, default=0.5
+        ),
         _option("--colormap NAME", "any matplotlib colormap (default: inferno, or RdBu_r if signed)"),
         _option("--sign SIGN", f"{', '.join(SIGNS)} (default: that of the method)", choices=SIGNS),
         _option(

@@ -188,8 +188,8 @@ def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4):
         raise ImageError(
             f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is not an image; expected uint8 in 0..255, of "
-            "shape (1, H, W), (3, H, W) or (4, H, W). Move the channels with tensor.permute(2, 0, 1), convert others, "
-            "or pass the model's own normalised input as a float tensor"
+            "shape (1, H, W), (3, H, W) or (4, H, W). Move the channels with tensor.permute(2, 0, 1), convert other "
+            "types, or pass the model's own normalised input as a float tensor"
         )
     array: np.ndarray[Any, Any] = tensor.detach().cpu().permute(1, 2, 0).numpy()
     return array

@@ -20,7 +20,7 @@ Prepare = Preprocess | TransformPreprocess | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Batch of images, and where each lies on its original."""
+    """Batch of images, with the position of each on its original image."""
 
     tensor: Tensor  # (N, C, H, W), normalised
     frames: tuple[Frame | None, ...]  # None for an image that was given as a float tensor
@@ -30,8 +30,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     """Read images as one batch.
 
     Paths, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors, (C, H, W) or
-    (N, C, H, W), are the model's own normalised input. They are used unchanged, and copied only if
-    their device or dtype differs.
+    (N, C, H, W), are the model's own normalised input. They are used unchanged, and copied only if their device or
+    dtype differs.
 
     Args:
         images: One image, or a sequence of images.
@@ -113,7 +113,7 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
     tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]
-    # NaN and infinity appear in the minimum or maximum, which need only one transfer from the device for all images.
+    # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
     extremes = torch.stack([torch.stack(torch.aminmax(_axes_in_memory_order(row))) for row in tensor]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -126,19 +126,19 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
 def _warn_of_range(extremes: Sequence[tuple[float, float]], prepare: Prepare, first: int) -> None:
     """Warn of the first float tensor whose range is that of an image and not of the model's input."""
     for index, (low, high) in enumerate(extremes, start=first):
-        white = _white_of(low, high, prepare)
+        white = _white_value(low, high, prepare)
         if white:
             std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
             gives = "" if prepare is None else ", but preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
             warn(
                 f"image {index} is a float tensor in {low:.3g}..{high:.3g}{gives}: it looks like 0..{white} without "
-                "normalisation, and is used as the model's own input. Pass the image or uint8, or normalise it. If the "
-                f"model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
+                "normalisation, and is used as the model's own input. Pass a uint8 image, or normalise the tensor. "
+                f"If the model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
             )
             return
 
 
-def _white_of(low: float, high: float, prepare: Prepare) -> int | None:
+def _white_value(low: float, high: float, prepare: Prepare) -> int | None:
     """Return the value of white in an image of that range, 1 or 255; None for the range of a normalised input."""
     if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
         return 255

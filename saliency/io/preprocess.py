@@ -53,8 +53,8 @@ def scaled_size(size: tuple[int, int], longest: int) -> tuple[int, int]:
 
 def resize_box(box: Box, size: tuple[int, int], new_size: tuple[int, int]) -> Box:
     """Return the box on a picture that was resized from `size` to `new_size`, both (w, h)."""
-    across, down = new_size[0] / size[0], new_size[1] / size[1]
-    return box[0] * across, box[1] * down, box[2] * across, box[3] * down
+    scale_x, scale_y = new_size[0] / size[0], new_size[1] / size[1]
+    return box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,10 @@ class Preprocess:
             picture = self._crop(picture, self.size)
         pixels = torch.from_numpy(np.array(picture))  # (H, W, 3)
         tensor = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        return self._shift(tensor.div_(255))
+        return self._normalise_in_place(tensor.div_(255))
 
     def box(self, picture_size: tuple[int, int]) -> Box:
-        """Return where the model's input lies on an image of (w, h) pixels."""
+        """Return the box of the model's input on an image of (w, h) pixels."""
         width, height = picture_size
         resized_width, resized_height = self._resized(picture_size)
         crop_height, crop_width = self.size or (resized_height, resized_width)
@@ -191,13 +191,13 @@ class Preprocess:
 
     def normalise(self, tensor: Tensor) -> Tensor:
         """Normalise values in 0..1, (..., 3, H, W), for the model."""
-        return self._shift(tensor.clone())
+        return self._normalise_in_place(tensor.clone())
 
     def denormalise(self, tensor: Tensor) -> Tensor:
         """Convert the model's input, (..., 3, H, W), to values in 0..1."""
         return tensor * self._channels(self.std, tensor) + self._channels(self.mean, tensor)
 
-    def _shift(self, tensor: Tensor) -> Tensor:
+    def _normalise_in_place(self, tensor: Tensor) -> Tensor:
         return tensor.sub_(self._channels(self.mean, tensor)).div_(self._channels(self.std, tensor))
 
     def _channels(self, values: tuple[float, ...], like: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ _NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding c
 
 
 def _find_box(preprocess: TransformPreprocess, picture_size: tuple[int, int]) -> Box:
-    """Return the box, from the coordinate that each output pixel has in transformed grey ramps."""
+    """Find the box from transformed grey ramps, in which each output pixel gives a coordinate of the image."""
     _require_repeatable(preprocess, picture_size)
     probe = _Probe(preprocess, picture_size)
     (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
@@ -357,7 +357,7 @@ def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[in
 def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int]) -> None:
     """Raise ImageError if eight transforms of one asymmetric image differ.
 
-    A random flip with probability 1/2 is missed once in 128 times.
+    A random flip with probability 1/2 is missed in 1 of 128 cases.
     """
     edges = (min(size[0], 640), min(size[1], 640))  # large enough to crop, small enough to be quick
     ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
@@ -372,8 +372,8 @@ def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int]) 
 class _Probe:
     """Transformed grey images of one size, denormalised.
 
-    A black and a white image give the offset and the scale of each output value. Both are equal in the padding. The
-    images are grey, so neither the order of the channels nor a conversion to grey matters.
+    A black and a white image give the offset and the scale of each output value. In the padding, both images give the
+    same value. The images are grey, so neither the order of the channels nor a conversion to grey matters.
     """
 
     def __init__(self, preprocess: TransformPreprocess, picture_size: tuple[int, int]) -> None:
@@ -414,7 +414,7 @@ class _Probe:
 
 
 def _unfold(zigzag: _Array, guess: _Array, fold: float) -> _Array:
-    """Return the positions that a zigzag encodes, NaN near its corners. A guess of them identifies the fold."""
+    """Return the positions that a zigzag encodes, NaN near its corners. `guess` identifies the fold."""
     fold_index = np.floor(guess / fold)
     inside = np.abs(guess / fold - fold_index - 0.5) < 0.35
     positions = fold * (fold_index + np.where(fold_index % 2 == 0, zigzag, 1 - zigzag))

@@ -42,10 +42,10 @@ def color_table(name: str, centred: bool = False) -> Pixels:
     """Return 256 colours of a matplotlib colour map, from the lowest value to the highest: (256, 3) RGB, read-only.
 
     In a centred table, entry 128 is the middle of the colour map, and entries 1 and 255 are its ends. Entry 0 equals
-    entry 1: a table of even length has no middle entry otherwise.
+    entry 1, because a table of 256 different colours would have no middle entry.
 
     Raises:
-        RenderError: matplotlib has no such colour map; the message has the closest names.
+        RenderError: matplotlib has no such colour map; the message lists the closest names.
     """
     import matplotlib as mpl
 
@@ -134,18 +134,18 @@ def scale_map(
     if limit is None:
         limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
-    shares = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
-    return ScaledMap(shares.astype(np.float32), sign, limit, bool((np.abs(values) > limit).any()))
+    scaled = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
+    return ScaledMap(scaled.astype(np.float32), sign, limit, bool((np.abs(values) > limit).any()))
 
 
 def _rounding(explanation: Explanation) -> float:
     """Return the rounding error of the score; 0 if the values are not in units of the score.
 
-    It was compared with measured errors, float32 against float64, on five networks. An image's similarity to itself has
-    a gradient of zero. There, the largest values of gradients, Grad-CAM and Layer-CAM are at most 0.23 times this
-    error, and those of Grad-CAM++ and DeconvNet 5 times. For a probability of 1 - 1e-6 the maps are still correct, and
-    their largest values are at least 2.8 times this error. Half types count as float32: their gradients have a relative
-    error, which is far below the rounding error of the score.
+    It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
+    itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at most
+    0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of 1 - 1e-6 the
+    maps are still correct, and their largest values are at least 2.8 times this error. float16 and bfloat16 count as
+    float32: the errors of their gradients are relative, and far below the rounding error of the score.
     """
     if units(explanation) not in IN_SCORE:
         return 0.0
@@ -164,7 +164,7 @@ def _why_flat(explanation: Explanation, value: float, sign: Sign) -> str:
     if explanation.values.shape[-2:].numel() == 1:
         return f"{label} is a single cell, like the output of the layer; choose an earlier layer"
     if value == 0:
-        return f"{label} is zero everywhere: by this method, nothing in the image changes the score"
+        return f"{label} is zero everywhere: according to this method, no part of the image affects the score"
     return f"{label} is constant ({value:.3g}), so it highlights nothing"
 
 
@@ -183,7 +183,7 @@ def box_pixels(frame: Frame) -> Area:
 
 
 def _pixel_range(low: float, high: float, length: int) -> range:
-    """Return the existing pixels between two edges."""
+    """Return the pixels of the image whose centres lie between two coordinates."""
     first, last = math.ceil(low - 0.5), math.ceil(high - 0.5)
     if first == last:  # thinner than a pixel, between two centres
         first = math.floor((low + high) / 2)
@@ -204,7 +204,7 @@ def resize_to_pixels(values: Plane, frame: Frame, area: Area) -> Plane:
 
 
 def _resize_rows(cells: Plane, low: float, high: float, rows: slice) -> Plane:
-    """Return some rows of an image on which the rows of `cells` cover `low` to `high`."""
+    """Interpolate `cells`, whose rows are spread over the coordinates `low` to `high`, at some rows of pixels."""
     pitch = len(cells) / (high - low)  # cells per pixel
     centres = (np.arange(rows.start, rows.stop) + (0.5 - low)) * pitch - 0.5
     if pitch > 1:
@@ -244,12 +244,12 @@ def paint(
     if not isinstance(opacity, str) or opacity != "map":
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
     area = box_pixels(frame)
-    shares = resize_to_pixels(scaled.values, frame, area)
+    values = resize_to_pixels(scaled.values, frame, area)
     pixels: Pixels = np.array(frame.picture)
     photo = pixels[area]
-    colors = cv2.applyColorMap(table_entries(shares, scaled.sign), scaled.colors(colormap)[:, None])
+    colors = cv2.applyColorMap(table_entries(values, scaled.sign), scaled.colors(colormap)[:, None])
     if isinstance(opacity, str) or visibility is not None:
-        weight = np.abs(shares) if isinstance(opacity, str) else np.full_like(shares, opacity)
+        weight = np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
         if visibility is not None:
             weight *= resize_to_pixels(visibility, frame, area)
         pixels[area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
@@ -258,14 +258,14 @@ def paint(
     return Image.fromarray(pixels)
 
 
-def table_entries(shares: Plane, sign: Sign) -> Pixels:
-    """Return the nearest table entry of each share; zero is the centre of a signed table."""
+def table_entries(values: Plane, sign: Sign) -> Pixels:
+    """Return the nearest table entry of each scaled value; zero is the centre of a signed table."""
     base, gain = (CENTRE, 127) if sign == "signed" else (0, 255)
-    return (shares * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
+    return (values * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
 
 
 def probability(explanation: Explanation) -> list[str]:
-    """Return the probability of the class of one image as text, ["95.1 %"]; empty without a class."""
+    """Return the probability of the class of one image as text, ["95.1 %"]; an empty list if it is not a class."""
     if explanation.probabilities is None:
         return []
     return [f"{100 * float(explanation.probabilities[0]):.1f} %"]

@@ -105,8 +105,8 @@ def _usual_channels(sign: Sign) -> Channels:
 def limits(maps: Tensor, percentile: float | None) -> Tensor:
     """Return the magnitude that `percentile` % of each map's pixels do not exceed: (N,); the largest for None.
 
-    It is always the magnitude of a pixel. If it would be zero for a map with a few nonzero pixels, the largest is
-    returned: clipping must not erase a map.
+    The limit is always the magnitude of a pixel. If it would be zero for a map with a few nonzero pixels, the largest
+    magnitude is returned: clipping must not erase a map.
 
     Raises:
         RenderError: The percentile is not above 0 and at most 100.
@@ -129,7 +129,7 @@ def shared_limit(
     sign: Sign | None = None,
     percentile: Percentile = "auto",
 ) -> float:
-    """Return the largest map value at full colour of several images, in the maps' units.
+    """Return one limit for several images: the largest of their map values at full colour, in the maps' units.
 
     Pass it as `limit=` to several drawings to give them one scale: equal colours then mean equal values.
 

@@ -45,8 +45,8 @@ def overlay(
         percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
             is 99.5 for gradients at the input, and the largest magnitude for maps with one channel.
         limit: The map value at full colour, instead of a percentile, such as a `shared_limit`.
-        min_significance: Fade pixels that are fewer standard errors than this away from zero. With 2, pixels that may
-            be due to chance are faded. For methods that sample; see `significance`.
+        min_significance: Fade pixels whose value is within this many standard errors of zero. With 2, pixels that may
+            be due to chance are faded. Only for methods that sample; see `significance`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -80,8 +80,8 @@ def cutout(
     Args:
         explanation: An explanation of one image.
         picture: As in `overlay`.
-        keep: The share of the crop's pixels to show, those with the largest magnitudes: with ties, but without pixels
-            at zero. None fades the image by the map.
+        keep: The share of the crop's pixels to show, those with the largest magnitudes. Ties are shown, pixels at zero
+            are not. None fades the image by the map.
         background: A colour: a name ("white"), "#rrggbb", or another format of Pillow.
         sign: As in `heatmap`; by default as in the paper of the method.
 
@@ -122,7 +122,7 @@ def _on_background(picture: Image.Image, area: Area, weight: Plane, background: 
 def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
     """Write an image in the format of the path's suffix, and return the path.
 
-    The file is written atomically: under a temporary name that is then changed. PNG is lossless, and written several
+    The file is written atomically: under a temporary name, and then renamed. PNG is lossless, and written several
     times faster than by Pillow; JPEG and WebP have quality 90.
 
     Raises:

@@ -113,11 +113,11 @@ def _small_map(explanation: Explanation, thumb: int, percentile: Percentile) -> 
     frame = shrink(frame_of(explanation), thumb)
     area = box_pixels(frame)
     largest = scale_map(explanation, percentile=None)
-    shares = resize_to_pixels(largest.values, frame, area)
-    limit = largest.limit * float(limits(torch.from_numpy(shares)[None], resolve_percentile(explanation, percentile)))
+    values = resize_to_pixels(largest.values, frame, area)
+    limit = largest.limit * float(limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile)))
     rows, columns = area
     box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
-    return _SmallMap(Frame(frame.picture, box), replace(largest, values=shares), limit)
+    return _SmallMap(Frame(frame.picture, box), replace(largest, values=values), limit)
 
 
 def _rescaled(scaled: ScaledMap, limit: float) -> ScaledMap:

@@ -73,5 +73,5 @@ def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] = 
             failures.append(error)
             report.append(f"{name}: {'' if isinstance(error, AssertionError) else type(error).__name__ + ': '}{error}")
     if failures:
-        count = f"{len(failures)} broken promise{'s' * (len(failures) != 1)}"
+        count = f"{len(failures)} failed check{'s' * (len(failures) != 1)}"
         raise AssertionError("\n  ".join([f"{method.__name__}: {count}", *report])) from ExceptionGroup(count, failures)

@@ -1,4 +1,4 @@
-"""A method to check with its options, small models and images, and requirements. Global random states do not change."""
+"""The method under test, small models and images, and assertions. The global random states do not change."""
 
 from __future__ import annotations
 

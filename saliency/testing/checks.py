@@ -148,7 +148,7 @@ def _require_images_alone(method: Attribution, x: Tensor, targets: list[int], wh
 
 
 @check
-def batch_is_its_images(case: MethodCase) -> None:
+def batch_equals_single_images(case: MethodCase) -> None:
     """A batch gives the same results as its images one by one."""
     x = images(3, dtype=torch.float64)
     _require_images_alone(case.on(case.precise_model()), x, [1, 0, 1], "a batch")
@@ -180,10 +180,10 @@ def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
 
 
 @check
-def seed_fixes_the_result(case: MethodCase) -> None:
+def global_seed_does_not_matter(case: MethodCase) -> None:
     """The global random states do not affect the result."""
     model, x = case.model(), images(2)
-    # "auto" chooses the chunk size by timing, and chunk sizes differ by rounding.
+    # "auto" chooses the chunk size by timing, and results of different chunk sizes differ by rounding.
     options = {"chunk": 2} if case.has_chunks else {}
     method = case.on(model, **options)
     first = method.attribute(x, [0, 1])
@@ -199,7 +199,7 @@ def seed_fixes_the_result(case: MethodCase) -> None:
 
 
 @check
-def chunks_do_not_show(case: MethodCase) -> None:
+def chunk_size_does_not_matter(case: MethodCase) -> None:
     """Any chunk size gives the same result, also after a chunk runs out of memory and is repeated in halves."""
     if not case.has_chunks:
         return
@@ -256,7 +256,7 @@ def several_targets(case: MethodCase) -> None:
 
 
 @check
-def together_with_others(case: MethodCase) -> None:
+def explained_together(case: MethodCase) -> None:
     """`explain_together` gives the same results as separate calls, for this method and for others."""
     model, x = case.model(), images(2)
     method, plain = case.on(model), VanillaGradient(model)
@@ -296,7 +296,7 @@ _FUNCTION_TARGETS: dict[str, Variant] = {
         lambda scores: [{"scores": row, "size": row[:2]} for row in scores],
         lambda output: torch.stack([output[0]["scores"][0], output[1]["scores"][1]]),
     ),
-    "a tensor with the images second": _returning(
+    "a tensor with the images on axis 1": _returning(
         lambda scores: torch.stack([scores, -scores]).contiguous(), lambda output: _two_classes(output[0])
     ),
     **{
@@ -308,7 +308,7 @@ _FUNCTION_TARGETS: dict[str, Variant] = {
 
 @check
 def function_targets(case: MethodCase) -> None:
-    """A function of any output gives the same result as a function of a tensor, with constants of any length."""
+    """A target function gives the same result for any structure of the output, with constants of any length."""
     if not _explains(case.on(case.model()), images(2), _two_classes):  # some methods explain classes only
         return
     expected = case.explain(target=_two_classes)
@@ -352,7 +352,7 @@ def nested_in_the_model(case: MethodCase) -> None:
 
 
 @check
-def threads_do_not_see_each_other(case: MethodCase) -> None:
+def parallel_threads(case: MethodCase) -> None:
     """Parallel calls on one model give the same results as single calls, and so do plain gradients in other threads."""
     model, twin = case.model(), case.model()
     method, reference = case.on(model), case.on(twin)
@@ -373,8 +373,8 @@ def threads_do_not_see_each_other(case: MethodCase) -> None:
 
 
 @check
-def threads_share_a_training_model(case: MethodCase) -> None:
-    """Calls in threads on a model in training mode restore it once all are done."""
+def parallel_threads_in_training_mode(case: MethodCase) -> None:
+    """Parallel calls on a model in training mode restore the model when all calls are done."""
     model, x = with_user_state(case.model(), training=True), images(2)
     method = case.on(model)
     before = Snapshot(model=model, method=method, input=x)
@@ -445,7 +445,7 @@ def result(case: MethodCase) -> None:
     explained = output.softmax(1) if by_probability else output
     require_same(explanation.scores, explained[[0, 1], [0, 1]], "the scores against the model's output")
     probabilities = explanation.probabilities
-    require(probabilities is not None, "no probabilities for classes")
+    require(probabilities is not None, "the explanation of classes has no probabilities")
     if probabilities is not None:
         require_same(probabilities, output.softmax(1)[[0, 1], [0, 1]], "the probabilities")
     shape = tuple(explanation.values.shape)
@@ -473,7 +473,7 @@ def residual(case: MethodCase) -> None:
     if stated is None:
         return
     require(stated.shape == (4,), f"a residual of shape {tuple(stated.shape)}; expected (N,)")
-    require(bool(torch.isfinite(stated).all()), "a residual that is NaN or infinite")
+    require(bool(torch.isfinite(stated).all()), "the residual is NaN or infinite")
     if case.method.is_complete:
         # The values should sum to the score minus the score of a baseline or a bias, which is constant per class.
         missing = explanation.scores - explanation.values.flatten(1).sum(1)
@@ -539,13 +539,13 @@ def _live_tensors() -> int:
 
 
 def _finite_explanation(method: Attribution, x: Tensor, what: str) -> Explanation | None:
-    """Return the explanation, and check that it is finite; None for a SaliencyError, which must have a message."""
+    """Return the explanation, which must be finite, or None if the call raises a SaliencyError with a message."""
     try:
         explanation = method.attribute(x, [0, 1])
     except SaliencyError as error:
         require(bool(str(error)), f"{what}: {type(error).__name__} without a message")
         return None
-    require(bool(torch.isfinite(explanation.values).all()), f"{what}: values that are NaN or infinite")
+    require(bool(torch.isfinite(explanation.values).all()), f"{what}: the values are NaN or infinite")
     require(len(explanation.values) == len(x), f"{what}: {len(explanation.values)} maps for {len(x)} images")
     return explanation
 
@@ -561,7 +561,7 @@ def constant_image(case: MethodCase) -> None:
 def zero_gradient(case: MethodCase) -> None:
     """A head of zeros gives zero values, unless the method does not use the head."""
     model, x = case.model(), images(2)
-    normal = case.explain(model, x).values  # of this model, whose default layer is now known
+    normal = case.explain(model, x).values  # this call also finds the default layer
     with torch.no_grad():
         classes = model(x).shape[1]
         heads = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
@@ -644,5 +644,5 @@ def bad_targets(case: MethodCase) -> None:
     bad += [torch.tensor([0.5, 1.0], device="cpu")]
     bad += [lambda output: output.sum(), lambda output: output.argmax(1), lambda output: 1.0]
     for target in bad:
-        what = "a target function that gives no score per image" if callable(target) else f"target {target!r}"
+        what = "a target function that does not give one score per image" if callable(target) else f"target {target!r}"
         require_raises((TargetError,), partial(case.explain, model, x, target), what)

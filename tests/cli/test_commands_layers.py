@@ -323,6 +323,6 @@ def test_a_terminal_shows_what_it_has_room_for_and_says_what_not(columns: int) -
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2]).splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(" ".join(lines).split())
-    assert ("columns without room: functions" in text) == (columns < 120)
+    assert ("columns that do not fit: functions" in text) == (columns < 120)
     assert 'CAMs read "layer4" by default' in text
     assert any(line.lstrip("-> ").startswith("layer1.0") for line in lines)

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from saliency.cli import main
-from saliency.cli.console import Screen, as_typed
+from saliency.cli.console import Screen, with_command_line_options
 from saliency.errors import SaliencyWarning, visible
 from tests.batchwork import forked
 from tests.commandline import copies, started
@@ -90,7 +90,7 @@ def test_a_pipe_gets_whole_lines_without_colours(capsys: pytest.CaptureFixture[s
 def test_python_options_are_said_as_they_are_typed() -> None:
     said = 'pass smooth="positive" to rewrite; weights=None, or weights="a.pth"; sign="signed"; with layer=...'
     typed = "use --set smooth=positive to rewrite; --weights none, or --weights a.pth; --sign signed; with --layer"
-    assert as_typed(said) == typed
+    assert with_command_line_options(said) == typed
 
 
 def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -372,7 +372,7 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
     (MovesNumPysRandomState, "untouched_after_a_call", "NumPy's random state changed"),
     (MovesPythonsRandomState, "untouched_after_a_call", "Python's random state changed"),
     (SetsTheSeed, "untouched_after_a_call", "torch's random state changed"),
-    (IsNoisy, "seed_fixes_the_result", "the same call again"),
+    (IsNoisy, "global_seed_does_not_matter", "the same call again"),
     (ChangesATrainingFlag, "untouched_after_a_call", "model.drop: training changed"),
     (RunsInTrainingMode, "untouched_after_a_call", "model.norm.running_mean: values"),
     (RunsInTrainingMode, "callers_modes", "differs by up to"),
@@ -384,8 +384,8 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
     (SwallowsErrors, "untouched_after_an_error_in_the_target", "expected UserError, but nothing was raised"),
     (SwallowsErrors, "bad_targets", "target 1000000: expected TargetError"),
     (SwallowsInterrupts, "untouched_after_an_interrupt", "expected KeyboardInterrupt"),
-    (MixesTheBatch, "batch_is_its_images", r"image \d of a batch against the image alone: values: differs by"),
-    (CountsTheImages, "batch_is_its_images", "image 1 of a batch against the image alone: values: differs by"),
+    (MixesTheBatch, "batch_equals_single_images", r"image \d of a batch against the image alone: values: differs by"),
+    (CountsTheImages, "batch_equals_single_images", "image 1 of a batch against the image alone: values: differs by"),
     (CountsTheImages, "zero_gradient", "neither zero nor equal"),
     (NeverReturnsZero, "zero_gradient", "neither zero nor equal"),
     (Transposes, "non_square", "a map of 20x12 for an input of 12x20"),
@@ -396,7 +396,7 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
     (PicksTheLowestClass, "top_class", "without a target"),
     (AnswersOneTargetForAll, "several_targets", "attribute_classes against attribute"),
     (KeepsItsInputInTheClass, "nested_in_the_target", "differs by"),
-    (ActsOnOtherThreads, "threads_do_not_see_each_other", "differs by"),
+    (ActsOnOtherThreads, "parallel_threads", "differs by"),
     (ForgetsAnOption, "settings", r"\['strength'\] are not attributes"),
     (ChangesAnOption, "settings", "rebuilt from its settings"),
     (IsUndocumented, "documented", "no line that begins with Values:, Raises:, Source:"),
@@ -449,7 +449,7 @@ def test_all_broken_promises_are_listed_at_once_with_their_tracebacks() -> None:
     assert any(line.startswith("  untouched_after_a_call: after a call, in training: model.stem") for line in lines)
     cause = caught.value.__cause__
     assert isinstance(cause, ExceptionGroup)
-    assert f"{len(cause.exceptions)} broken promises" in lines[0]
+    assert f"{len(cause.exceptions)} failed checks" in lines[0]
 
 
 @pytest.mark.slow
@@ -500,7 +500,7 @@ def test_inputs_drawn_from_a_generator_that_moves_are_found_without_a_lack_of_me
             return saliency.from_estimate(estimate, x)
 
     with pytest.raises(AssertionError, match="must return the same inputs for the same pass numbers"):
-        dict(checks(MovingGenerator))["chunks_do_not_show"]()
+        dict(checks(MovingGenerator))["chunk_size_does_not_matter"]()
 
 
 def test_more_backward_passes_than_declared_are_named() -> None:
