@@ -1,8 +1,8 @@
-"""The notebook gallery: pages that teach, from the first hook to the last heatmap.
+"""The notebook gallery: tutorials from hooks to heatmaps.
 
-Each page is a script NN_name.py that jupytext reads, and beside it NN_name.ipynb, the same with its outputs.
-`python -m notebooks` runs the scripts and writes the notebooks anew; whatever is called NN_name.py is a page.
+Each page consists of a jupytext script NN_name.py and the notebook NN_name.ipynb, which also contains the outputs.
+`python -m notebooks` runs the scripts and rewrites the notebooks. Every file with a name such as 01_name.py is a page.
 
-    pages    what pages there are, run and written
-    checks   what must hold of a page
+    pages    find, run and write the pages
+    checks   check the outputs of a page
 """

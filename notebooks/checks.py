@@ -1,4 +1,4 @@
-"""What must hold of a page: it is that of its script, says again what it said, and its pictures show something."""
+"""Checks of a page: it matches its script, a new run gives the same texts, and no picture is blank."""
 
 from __future__ import annotations
 
@@ -15,52 +15,53 @@ from PIL import Image
 from .pages import cell_name
 
 FEWEST_PICTURES = 3
-LEAST_DEVIATION = 8.0  # of 0..255: the faintest map on white is far above
+LEAST_DEVIATION = 8.0  # standard deviation of pixels in 0..255; even a faint map on white is far above it
 FEWEST_COLORS = 32
-# Axes with nothing in them are black on white; what is drawn in them has colours, or fills more than the lines do.
-LEAST_COLORED = 5e-4
-MOST_GROUND = 0.9
-WORDS = ("text/plain", "text/markdown")
+# Empty axes are black lines on white. A drawing has coloured pixels, or covers more than lines do.
+LEAST_COLORED = 5e-4  # share of coloured pixels
+MOST_BACKGROUND = 0.9  # share of pixels in the two most frequent colours
+TEXT_TYPES = ("text/plain", "text/markdown")
 
 _NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
-_RUN = re.compile(r"[ \t─-]+")
+_SPACING = re.compile(r"[ \t─-]+")
 _MACHINE = re.compile(
     r"(?<![\w.:/])/(?:home|Users|root|tmp|var|usr|opt|mnt|private|work)/|\b[A-Z]:\\\w|\b0x[0-9a-f]{6,}"
 )
 
 
 def problems(notebook: NotebookNode) -> list[str]:
-    """What is wrong with a page by itself, each in a line; nothing where all is well."""
-    found = [
+    """Return the problems of a page, one line each, without comparing it with its script."""
+    messages = [
         f"{cell_name(index, cell)}: {problem}"
         for index, cell in enumerate(notebook.cells)
         for problem in _problems_of(cell)
     ]
     count = sum(1 for cell in notebook.cells for _ in pictures(cell))
     if count < FEWEST_PICTURES:
-        found.append(f"the page has {count} pictures; a page of this gallery has at least {FEWEST_PICTURES}")
-    return found
+        messages.append(f"the page has {count} pictures; a page of this gallery has at least {FEWEST_PICTURES}")
+    return messages
 
 
 def _problems_of(cell: NotebookNode) -> Iterator[str]:
     tags = cell.metadata.get("tags", ())
     if cell.cell_type == "code" and not cell.execution_count:
-        yield "it has not been run"
+        yield "the cell has not been run"
     for output in cell.get("outputs", ()):
         if output.output_type == "error" and "raises-exception" not in tags:
-            yield f"it ended in {output.ename}: {output.evalue}"
+            yield f"the cell ended in {output.ename}: {output.evalue}"
         if output.get("name") == "stderr" and not {"raises-exception", "warns"} & set(tags):
-            yield f"it wrote to stderr: {output.text.strip()}"
+            yield f"the cell wrote to stderr: {output.text.strip()}"
         for text in texts(output):
             if machine := _MACHINE.search(text):
-                yield f"what it shows is of one machine only: {text[max(0, machine.start() - 20) :][:80].strip()}"
+                excerpt = text[max(0, machine.start() - 20) :][:80].strip()
+                yield f"the output contains a path or an address of this machine: {excerpt}"
     for picture in pictures(cell):
         if problem := _blank(picture):
             yield problem
 
 
 def pictures(cell: NotebookNode) -> Iterator[bytes]:
-    """The files of the pictures that a cell shows."""
+    """Yield the pictures in the outputs of a cell, as the bytes of PNG or JPEG files."""
     for output in cell.get("outputs", ()):
         for mime, content in output.get("data", {}).items():
             if mime in ("image/png", "image/jpeg"):
@@ -68,7 +69,7 @@ def pictures(cell: NotebookNode) -> Iterator[bytes]:
 
 
 def texts(output: NotebookNode) -> list[str]:
-    """The texts in an output."""
+    """Return the texts in an output."""
     data = output.get("data", {})
     return [
         *(content for mime, content in data.items() if mime.startswith("text/")),
@@ -78,62 +79,62 @@ def texts(output: NotebookNode) -> list[str]:
 
 
 def _blank(picture: bytes) -> str:
-    """Why a picture shows nothing; "" where it does."""
+    """Return why a picture counts as blank, or "" if it shows something."""
     try:
         pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
     except (OSError, SyntaxError) as error:
-        return f"its picture cannot be read: {error}"
+        return f"the picture cannot be read: {error}"
     colors = len(np.unique(pixels @ np.array([65536, 256, 1])))
     if pixels.std() < LEAST_DEVIATION or colors < FEWEST_COLORS:
-        return f"its picture is blank: {colors} colours, a standard deviation of {pixels.std():.1f}"
+        return f"the picture is blank: {colors} colours, a standard deviation of {pixels.std():.1f}"
     colored = float((np.ptp(pixels, axis=2) > 40).mean())
-    if colored < LEAST_COLORED and _ground(pixels) > MOST_GROUND:
-        return f"its picture is blank: nothing but its ground, lines and letters, {colored:.2%} in colour"
+    if colored < LEAST_COLORED and _background_share(pixels) > MOST_BACKGROUND:
+        return f"the picture is blank: it has only background, lines and text; {colored:.2%} of it is coloured"
     return ""
 
 
-def _ground(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> float:
-    """The share of a picture (H, W, 3) that has one of its two most frequent colours, of 16 steps for each of RGB."""
-    steps = (pixels // 16).astype(np.int64) @ np.array([256, 16, 1])
-    counts = np.bincount(steps.ravel())
-    return float(np.sort(counts)[-2:].sum() / steps.size)
+def _background_share(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> float:
+    """Return the share of the pixels (H, W, 3) in the two most frequent colours, with 16 levels per RGB channel."""
+    levels = (pixels // 16).astype(np.int64) @ np.array([256, 16, 1])
+    counts = np.bincount(levels.ravel())
+    return float(np.sort(counts)[-2:].sum() / levels.size)
 
 
 def stale(source: NotebookNode, notebook: NotebookNode) -> list[str]:
-    """Where the cells of a notebook are not those of its script."""
-    found = []
+    """Return the cells of a notebook that differ from those of its script, one line each."""
+    messages = []
     if len(source.cells) != len(notebook.cells):
-        found.append(f"the script has {len(source.cells)} cells, the notebook {len(notebook.cells)}")
+        messages.append(f"the script has {len(source.cells)} cells, the notebook {len(notebook.cells)}")
     for index, (new, old) in enumerate(zip(source.cells, notebook.cells, strict=False)):
         if (new.cell_type, new.source, new.metadata) != (old.cell_type, old.source, old.metadata):
-            found.append(f"{cell_name(index, new)} is another in the notebook")
-    return found
+            messages.append(f"{cell_name(index, new)} differs in the notebook")
+    return messages
 
 
-def differences(fresh: NotebookNode, kept: NotebookNode) -> list[str]:
-    """Where a run shows something of another structure than the notebook that is kept."""
-    found = []
-    for index, (new, old) in enumerate(zip(fresh.cells, kept.cells, strict=True)):
+def differences(fresh: NotebookNode, stored: NotebookNode) -> list[str]:
+    """Return the cells whose output in a new run has another structure than in the stored notebook."""
+    messages = []
+    for index, (new, old) in enumerate(zip(fresh.cells, stored.cells, strict=True)):
         now, before = structure(new), structure(old)
         if now != before:
-            found.append(f"{cell_name(index, new)} shows {now}\n  and the notebook has {before}")
-    return found
+            messages.append(f"{cell_name(index, new)} shows {now}\n  and the notebook has {before}")
+    return messages
 
 
 def structure(cell: NotebookNode) -> list[Any]:
-    """What a cell shows, without the numbers: kinds of outputs, their types, and the words of their texts."""
-    found: list[Any] = []
+    """Return the output of a cell without numbers: kinds of outputs, MIME types, and the words of texts."""
+    outputs: list[Any] = []
     for output in cell.get("outputs", ()):
         if output.output_type == "stream":
-            found.append(("stream", output.name, _words(output.text)))
+            outputs.append(("stream", output.name, _words(output.text)))
         elif output.output_type == "error":
-            found.append(("error", output.ename))
+            outputs.append(("error", output.ename))
         else:
-            types = {mime: _words(text) if mime in WORDS else [] for mime, text in output.data.items()}
-            found.append((output.output_type, sorted(types.items())))
-    return found
+            types = {mime: _words(text) if mime in TEXT_TYPES else [] for mime, text in output.data.items()}
+            outputs.append((output.output_type, sorted(types.items())))
+    return outputs
 
 
 def _words(text: str) -> list[str]:
-    """The lines of a text with a # for each number, and one space for each run of spaces or rules."""
-    return [_RUN.sub(" ", _NUMBER.sub("#", line)).strip() for line in text.splitlines()]
+    """Return the lines of a text, with # for each number and one space for consecutive spaces and dashes."""
+    return [_SPACING.sub(" ", _NUMBER.sub("#", line)).strip() for line in text.splitlines()]

@@ -1,5 +1,6 @@
-"""The pages of the gallery: found by their names, run in a kernel of their own, and written so that nothing in the file
-hangs on the day or the machine.
+"""Find the pages of the gallery by name, run each in its own kernel, and write the notebooks.
+
+The files do not depend on the date or the machine.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _METADATA = {
     "language_info": {"name": "python"},
 }
 _ENVIRONMENT = {
-    # Sums in parallel differ in their last digits from run to run.
+    # With several threads, the last digits of sums differ between runs.
     "OMP_NUM_THREADS": "1",
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    # timm's progress bars ask for ipywidgets, without which they are as good.
+    # timm's progress bars warn if ipywidgets is missing, but work without it.
     "PYTHONWARNINGS": "ignore:IProgress not found",
 }
 _KERNEL = """\
@@ -42,63 +43,63 @@ c.InlineBackend.figure_formats = {"png", "jpeg"}
 c.InlineBackend.rc = {"figure.dpi": 100}
 """
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_WHERE_WARNED = re.compile(r"^\S.*?:\d+: (\w*Warning: .*)\n(?:  .*\n)?", re.MULTILINE)
+_WARNING_LOCATION = re.compile(r"^\S.*?:\d+: (\w*Warning: .*)\n(?:  .*\n)?", re.MULTILINE)
 
 
 class CellError(Exception):
-    """A cell of a page failed; the message says which and how."""
+    """A cell of a page failed. The message has the cell and the error."""
 
 
 def pages(names: Sequence[str] = ()) -> list[Path]:
-    """The scripts of all pages, or of those whose file names contain one of `names`, in the order of their numbers.
+    """Return the scripts of all pages, or of those whose file names contain one of `names`, in numerical order.
 
     Raises:
         LookupError: No page has such a name.
     """
     scripts = sorted(HOME.glob("[0-9][0-9]_*.py"))
     for name in names:
-        if not any(name in each.stem for each in scripts):
-            raise LookupError(f'no page "{name}"; there are {", ".join(each.stem for each in scripts)}')
-    return [each for each in scripts if not names or any(name in each.stem for name in names)]
+        if not any(name in script.stem for script in scripts):
+            raise LookupError(f'no page "{name}"; there are {", ".join(script.stem for script in scripts)}')
+    return [script for script in scripts if not names or any(name in script.stem for name in names)]
 
 
 def notebook_of(script: Path) -> Path:
-    """The executed notebook of a page."""
+    """Return the path of the executed notebook of a page."""
     return script.with_suffix(".ipynb")
 
 
 def read(script: Path) -> NotebookNode:
-    """A page as a notebook without outputs."""
-    return tidied(jupytext.read(script))
+    """Read a page as a notebook without outputs."""
+    return tidy(jupytext.read(script))
 
 
 async def execute(script: Path) -> NotebookNode:
-    """A page as a notebook with the outputs of this run.
+    """Run a page, and return it as a notebook with the outputs.
 
-    The kernel is this very Python, in the folder of the script, without the user's IPython configuration.
+    The kernel is the running Python, in the folder of the script, without the user's IPython configuration.
 
     Raises:
         CellError: A cell raised, took too long, or ended the kernel.
     """
     notebook = read(script)
-    running = "before the first cell"
+    position = "before the first cell"
 
-    def name(cell: NotebookNode, cell_index: int) -> None:
-        nonlocal running
-        running = cell_name(cell_index, cell)
+    def update_position(cell: NotebookNode, cell_index: int) -> None:
+        nonlocal position
+        position = cell_name(cell_index, cell)
 
     client = NotebookClient(
         notebook,
         timeout=SECONDS_PER_CELL,
         record_timing=False,
         coalesce_streams=True,
-        on_notebook_start=_leave_signals_alone,
-        on_cell_execute=name,
+        on_notebook_start=_remove_signal_handlers,
+        on_cell_execute=update_position,
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
         resources={"metadata": {"path": str(script.parent)}},
     )
     manager = client.create_kernel_manager()
-    # With no folders to look in, there is only the kernel of the running Python.
+    # Without kernel folders, only the kernel of the running Python is found.
     manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
     with TemporaryDirectory() as folder:
         manager.connection_file = str(Path(folder) / "kernel.json")
@@ -108,55 +109,55 @@ async def execute(script: Path) -> NotebookNode:
         try:
             await client.async_execute(env={**os.environ, **_ENVIRONMENT, "IPYTHONDIR": folder})
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-            what = error.traceback if isinstance(error, CellExecutionError) else str(error)
-            raise CellError(f"{script.stem}, {running}:\n{_COLOR.sub('', what).strip()}") from None
+            reason = error.traceback if isinstance(error, CellExecutionError) else str(error)
+            raise CellError(f"{script.stem}, {position}:\n{_COLOR.sub('', reason).strip()}") from None
         finally:
-            # Where this is cancelled, nbclient leaves it registered, and it would fail at exit.
+            # If the task is cancelled, nbclient leaves this function registered, and it would fail at exit.
             atexit.unregister(client._cleanup_kernel)
-    return tidied(notebook)
+    return tidy(notebook)
 
 
-def _leave_signals_alone(notebook: NotebookNode) -> None:
-    """Undo nbclient's handlers: with several kernels in one loop, Ctrl-C would end only one of them."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().remove_signal_handler(each)
+def _remove_signal_handlers(notebook: NotebookNode) -> None:
+    """Remove nbclient's signal handlers: with several kernels in one loop, Ctrl-C would end only one of them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def cell_name(index: int, cell: NotebookNode) -> str:
-    """How a message calls a cell: its number in the notebook, from 1, and its first line."""
+    """Return the name of a cell in messages: its number in the notebook, from 1, and its first line."""
     return f"cell {index + 1} ({cell.source.splitlines()[0] if cell.source else 'empty'})"
 
 
 def write(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook, whole or not at all."""
+    """Write a notebook atomically."""
     with atomic_write(path) as temporary:
         temporary.write_text(nbformat.writes(notebook) + "\n", "utf-8")
 
 
-def tidied(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with nothing in it that differs from run to run or from machine to machine."""
+def tidy(notebook: NotebookNode) -> NotebookNode:
+    """Remove everything from a notebook that differs between runs or machines, and return it."""
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     notebook.metadata = nbformat.from_dict(_METADATA)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index + 1:02}"
         cell.metadata = nbformat.from_dict({"tags": cell.metadata.tags} if cell.metadata.get("tags") else {})
         for output in cell.get("outputs", ()):
-            _tidy(output)
+            _tidy_output(output)
     return notebook
 
 
-def _tidy(output: NotebookNode) -> None:
+def _tidy_output(output: NotebookNode) -> None:
     if output.output_type == "error":
-        # The page is about the error, and not about the files that it came through.
+        # Keep only the error: the traceback contains paths of this machine.
         output.traceback = [f"{output.ename}: {output.evalue}"]
     elif output.output_type == "stream":
         text = _COLOR.sub("", output.text)
-        output.text = _WHERE_WARNED.sub(r"\1\n", text) if output.name == "stderr" else text
+        output.text = _WARNING_LOCATION.sub(r"\1\n", text) if output.name == "stderr" else text
     else:
         _keep_smaller_picture(output.data)
 
 
 def _keep_smaller_picture(data: NotebookNode) -> None:
-    """Of a picture that comes as PNG and as JPEG, the smaller: a photo is ten times smaller as JPEG."""
+    """Keep the smaller file of a picture that is stored as PNG and JPEG: a photo is ten times smaller as JPEG."""
     if "image/png" in data and "image/jpeg" in data:
         del data["image/png" if len(data["image/png"]) > len(data["image/jpeg"]) else "image/jpeg"]

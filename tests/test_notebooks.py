@@ -19,7 +19,7 @@ from PIL import Image
 
 from notebooks import checks
 from notebooks.__main__ import main
-from notebooks.pages import HOME, CellError, execute, notebook_of, pages, read, tidied, write
+from notebooks.pages import HOME, CellError, execute, notebook_of, pages, read, tidy, write
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def test_a_notebook_shows_pictures_and_no_errors_warnings_or_paths(script: Path)
 @EACH_PAGE
 def test_a_notebook_is_written_as_the_runner_writes_it(script: Path) -> None:
     notebook = kept(script)
-    assert tidied(deepcopy(notebook)) == notebook
+    assert tidy(deepcopy(notebook)) == notebook
     nbformat.validate(notebook)
 
 
@@ -141,7 +141,7 @@ def sample() -> NotebookNode:
     printed = nbformat.v4.new_output("stream", name="stdout", text="loss 0.25\n")
     table = nbformat.v4.new_output("execute_result", {"text/plain": "name  value\n a   -1.5e-03"}, execution_count=1)
     text = nbformat.v4.new_markdown_cell("# A page")
-    return tidied(
+    return tidy(
         nbformat.v4.new_notebook(
             cells=[text, nbformat.v4.new_code_cell("draw()", execution_count=1, outputs=[*drawings, printed, table])]
         )
@@ -230,15 +230,15 @@ def not_run(notebook: NotebookNode) -> None:
     [
         (blank, "blank: 1 colours"),
         (nearly_blank, "blank: 2 colours"),
-        (empty_axes, "blank: nothing but its ground"),
-        (empty_axes_as_jpeg, "blank: nothing but its ground"),
-        (black_maps, "blank: nothing but its ground"),
+        (empty_axes, "blank: it has only background"),
+        (empty_axes_as_jpeg, "blank: it has only background"),
+        (black_maps, "blank: it has only background"),
         (broken, "cannot be read"),
         (missing, "2 pictures"),
         (warned, "wrote to stderr: UserWarning: careful"),
         (raised, "ended in ValueError: no"),
-        (at_home, "one machine only: .*/home/reader"),
-        (at_an_address, "one machine only"),
+        (at_home, "of this machine: .*/home/reader"),
+        (at_an_address, "address of this machine"),
         (not_run, "has not been run"),
     ],
 )
