@@ -26,7 +26,7 @@ from ..io.preprocess import PreprocessLike, as_preprocess
 from ..targets.targets import TargetLike, as_categories
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
-from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared
+from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 
 METHODS: dict[str, type[Attribution]] = {}
@@ -118,7 +118,7 @@ class Attribution(HasOptions, ABC):
         """Return the names of the constructor's parameters, with the declared options instead of `**keywords`."""
         parameters = inspect.signature(cls).parameters.values()
         own = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        passed_on = declared(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
+        passed_on = declared_options(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
         return list(dict.fromkeys([*own, *passed_on]))
 
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:

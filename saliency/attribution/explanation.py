@@ -131,7 +131,7 @@ class Explanation:
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in self._tensors().items()
         }
-        tensors |= {f"picture.{i}": _encoded(f.picture) for i, f in enumerate(self.frames) if f is not None}
+        tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(self.frames) if f is not None}
         save_tensors(path, tensors, {"saliency": json.dumps(self._header(), default=asdict)})
         return path
 
@@ -166,7 +166,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
     plain["effort"] = tuple(RunStats(**stats) for stats in plain.get("effort", ()))
     plain["frames"] = tuple(
-        None if box is None else Frame(_decoded(tensors[f"picture.{i}"]), _as_box(*box))
+        None if box is None else Frame(_decode_png(tensors[f"picture.{i}"]), _as_box(*box))
         for i, box in enumerate(plain["frames"])
     )
     stored = {name: tensors.get(name) for name in _TENSORS}
@@ -178,14 +178,14 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     return plain | stored
 
 
-def _encoded(picture: Image.Image) -> Tensor:
+def _encode_png(picture: Image.Image) -> Tensor:
     """Encode an image as PNG, which is lossless; the weakest compression is the fastest."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", compress_level=1)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _decoded(data: Tensor) -> Image.Image:
+def _decode_png(data: Tensor) -> Image.Image:
     # Accept any number of pixels: the limit was checked when the original image was read.
     return decode(io.BytesIO(data.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
 

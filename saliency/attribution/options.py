@@ -107,7 +107,7 @@ class HasOptions:
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, those of the base classes first."""
-        for name in reversed(declared(type(self))):
+        for name in reversed(declared_options(type(self))):
             setattr(self, name, values[name])
         self.__post_init__()
 
@@ -115,7 +115,7 @@ class HasOptions:
         """Check combinations of options, and set derived attributes. Called after all options are set."""
 
 
-def declared(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
+def declared_options(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
     """Return the options of a class by name, those of the nearest class first."""
     options: dict[str, ConvertedOption[Any, Any]] = {}
     for base in cls.__mro__:
@@ -127,7 +127,7 @@ def declared(cls: type) -> dict[str, ConvertedOption[Any, Any]]:
 
 def _constructor(cls: type) -> Callable[..., None]:
     """Return the constructor of a class. The parameters are the model, and the options of the nearest class first."""
-    options = declared(cls)
+    options = declared_options(cls)
     kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [Parameter(n, kinds[options[n].is_positional], default=options[n].default) for n in options]
     parameters.sort(key=lambda parameter: (parameter.kind, parameter.name != "model"))

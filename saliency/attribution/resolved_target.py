@@ -78,7 +78,7 @@ class ResolvedTarget:
         """Names of the target, one per image."""
         return self.target.names(self.images, self.categories)
 
-    def rows(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
+    def repeated(self, image: int, count: int, rows: Callable[[], OutputRows]) -> ResolvedTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image.
 
         Args:

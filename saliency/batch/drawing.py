@@ -61,21 +61,21 @@ def write_results(
     """
     facts: dict[str, Any] = {"index": task.index, "source": printable(task.image.source), "id": task.image.name}
 
-    def failed(error: Exception, method: str | None) -> Row:
+    def error_row(error: Exception, method: str | None) -> Row:
         failure = Failure.of(error, task.image.path, task.image.source, method or "")
         return make_row(**facts | {"method": method, "error": failure.reason, "error_kind": failure.kind})
 
-    def unwritten(error: Exception, method: str | None) -> Row:
+    def row_after_write_error(error: Exception, method: str | None) -> Row:
         if not stops_run(error):
-            return failed(error, method)
+            return error_row(error, method)
         if options.with_manifest:
             raise unwritable(out, error) from error
-        return failed(error, method) | {"error": f"cannot be written: {error.strerror or error}"}
+        return error_row(error, method) | {"error": f"cannot be written: {error.strerror or error}"}
 
     if not task.methods:
         return
     if loaded.failure is not None:
-        yield failed(loaded.failure, None)
+        yield error_row(loaded.failure, None)
         return
     try:
         picture = loaded.picture or task.image.open()
@@ -86,18 +86,18 @@ def write_results(
             name = file_names(task.image, "", "")["photo"]
             facts |= _write(out, "photo", name, _encode(preview, "JPEG", quality=PREVIEW_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-        yield unwritten(error, None)
+        yield row_after_write_error(error, None)
         return
     for method in task.methods:
         result = results[method]
         if isinstance(result, Exception):
-            yield failed(result, method)
+            yield error_row(result, method)
             continue
         start = perf_counter()
         try:
             row = _write_method(options, out, task, result, frame, preview, facts)
         except Exception as error:  # noqa: BLE001 - any error becomes a failed row
-            row = unwritten(error, method)
+            row = row_after_write_error(error, method)
         else:
             row["seconds"] = round(seconds + perf_counter() - start, 4)
         yield row

@@ -103,7 +103,7 @@ class LocalEngine:
 
     Attributes:
         parallel: Number of batches that run in parallel.
-        most: Default number of images per batch, if there are enough for all parallel networks.
+        default_batch_size: Default number of images per batch, if there are enough for all parallel networks.
     """
 
     def __init__(self, devices: Sequence[torch.device], workers: int | None = None) -> None:
@@ -111,7 +111,7 @@ class LocalEngine:
         on_cpu = all(device.type == "cpu" for device in devices)
         self.workers = workers or count_cores()
         self.parallel = min(self.workers, MAX_PARALLEL) if on_cpu and len(self.devices) == 1 else len(self.devices)
-        self.most = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
+        self.default_batch_size = BATCH_CPU if on_cpu else BATCH_ACCELERATOR
 
     def execute(
         self, context: RunContext, groups: Iterable[Sequence[Task]], is_interrupted: Callable[[], bool]
@@ -261,7 +261,7 @@ class RayEngine:
     def __init__(self, ray: Any, resources: Resources) -> None:
         self._ray, self._resources = ray, resources
         self.parallel = resources.actors
-        self.most = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
+        self.default_batch_size = BATCH_ACCELERATOR if resources.gpus else BATCH_CPU
 
     def execute(
         self, context: RunContext, groups: Iterable[Sequence[Task]], is_interrupted: Callable[[], bool]

@@ -174,23 +174,23 @@ def with_names(images: Sequence[ImageEntry], listed: Iterable[ImageEntry] = ()) 
         images: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
     """
-    used = {_folded(image.name) for image in listed}
+    used = {_normalized(image.name) for image in listed}
     numbers: Counter[str] = Counter()
     named = []
     for image in images:
         # Remove dots from the names of folders: file names contain a dot, so that they never equal a folder name.
-        folders = (_safe(part).replace(".", "_") for part in image.folder)
-        name = "/".join((*folders, _safe(os.path.splitext(image.label)[0] or image.label)))  # noqa: PTH122
-        base, unique = _folded(name), name
-        while _folded(unique) in used:
+        folders = (_safe_name(part).replace(".", "_") for part in image.folder)
+        name = "/".join((*folders, _safe_name(os.path.splitext(image.label)[0] or image.label)))  # noqa: PTH122
+        base, unique = _normalized(name), name
+        while _normalized(unique) in used:
             numbers[base] += 1
             unique = f"{name}-{numbers[base] + 1}"
-        used.add(_folded(unique))
+        used.add(_normalized(unique))
         named.append(replace(image, name=unique, stamp=image.current_stamp()))
     return named
 
 
-def _safe(text: str) -> str:
+def _safe_name(text: str) -> str:
     """Return a valid file name: allowed characters only, in composed Unicode form, and at most `LONGEST` bytes."""
     composed = unicodedata.normalize("NFC", text)
     plain = "".join(c if c.isprintable() and c not in _FORBIDDEN else "_" for c in composed)
@@ -200,5 +200,5 @@ def _safe(text: str) -> str:
     return plain or "_"
 
 
-def _folded(name: str) -> str:
+def _normalized(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())

@@ -112,7 +112,7 @@ class Run:
         self._check_and_describe(Network(options, model))
         # A resumed run keeps its batch size. Only a smaller size is accepted, for machines with less memory.
         known = [size for size in (options.batch_size, self.head.get("batch_size")) if size is not None]
-        size = min(known, default=max(1, min(engine.most, len(self.images) // engine.parallel)))
+        size = min(known, default=max(1, min(engine.default_batch_size, len(self.images) // engine.parallel)))
         self.head |= {"batch_size": size, "finished": False}
         with writing_to(self.folder.path):
             # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.

@@ -204,7 +204,7 @@ class PassRunner(ExitStack):
 
     def target(self, count: int) -> ResolvedTarget:
         """Return the target for an output of `count` passes of the image."""
-        return self._batch_target.rows(self._image, count, lambda: self._rows)
+        return self._batch_target.repeated(self._image, count, lambda: self._rows)
 
     @cached_property
     def _rows(self) -> OutputRows:

@@ -26,7 +26,7 @@ LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type
 """A dotted name, a pattern as in "layer4.*.conv?" (`*` also matches dots), a module, a class of modules, or several."""
 
 
-def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
+def select_layers(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]:
     """Return the selected layers by name, in the order of the model; "*" selects every layer.
 
     A model without submodules counts as a layer with the name "".
@@ -38,7 +38,7 @@ def selected(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Module]
     if not wanted:
         raise LayerError('no layer was given; "*" selects every layer')
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = {name for selector in wanted for name in _fitting(model, modules, selector)}
+    names = {name for selector in wanted for name in _matching_names(model, modules, selector)}
     first_names: dict[nn.Module, str] = {}
     for name, module in modules.items():
         if name in names:
@@ -60,7 +60,7 @@ def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         raise NotApplicableError(f"{label} {reason}; choose a layer that contains it, or do not use torch.jit")
 
 
-def _fitting(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> list[str]:
+def _matching_names(model: nn.Module, modules: dict[str, nn.Module], wanted: Any) -> list[str]:
     if isinstance(wanted, type) and issubclass(wanted, nn.Module):
         names = [name for name, module in modules.items() if isinstance(module, wanted) and name]
         if not names and not isinstance(model, wanted):
@@ -215,7 +215,7 @@ class Batches:
             LayerError: A name or pattern matches no layer.
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        return {name: modules[name] for name in selected(self.original, layers)}
+        return {name: modules[name] for name in select_layers(self.original, layers)}
 
     @contextmanager
     def prepared_model(self) -> Iterator[nn.Module]:

@@ -30,9 +30,9 @@ from ..hooks.autograd_graph import (
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .arguments import LayersLike, is_pattern, require_seen, selected
+from .arguments import LayersLike, is_pattern, require_seen, select_layers
 from .record import HookBlock
-from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules, restarted
+from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules, restart_rules
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
 """Layers as for `LayersLike`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
@@ -115,7 +115,7 @@ def _parameter_targets(model: nn.Module, wanted: Any, parameters: Mapping[str, T
 
 def _layer_targets(model: nn.Module, wanted: Any) -> list[EditTarget]:
     is_named = isinstance(wanted, nn.Module) or (isinstance(wanted, str) and not is_pattern(wanted))
-    layers = selected(model, wanted)
+    layers = select_layers(model, wanted)
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
     if not seen or is_named:
         require_seen(model, layers)
@@ -301,7 +301,7 @@ class Editing(HookBlock):
         return {target.name: target.edits for target in self._targets}
 
     def _register(self, stack: ExitStack) -> None:
-        rules = restarted(self._rules)
+        rules = restart_rules(self._rules)
         for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
             if tensor.is_leaf and tensor_hooks(tensor) is None:
                 stack.callback(forget_empty_hooks, tensor)

@@ -20,7 +20,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
 from ..io.atomic_write import save_tensors
 from ..validation import check_integer
-from .arguments import LayersLike, ModelCall, first_float, model_calls, require_seen, selected
+from .arguments import LayersLike, ModelCall, first_float, model_calls, require_seen, select_layers
 
 Labels = Tensor | list[Any]
 Pool = Callable[[Tensor], Tensor] | None
@@ -209,7 +209,7 @@ class _Writer:
             while self._images > size:  # the last file is written by `finish`
                 self._write(self._folder, size)
 
-    def _take(self, size: int) -> dict[str, Any]:
+    def _pop_rows(self, size: int) -> dict[str, Any]:
         """Remove and return the rows and labels of the first images."""
         whole = {name: _joined(parts) for name, parts in self._columns.items()}
         self._columns = {name: [column[size:]] for name, column in whole.items()}
@@ -218,7 +218,7 @@ class _Writer:
 
     def _write(self, folder: Path, size: int, *, is_last: bool = False) -> None:
         """Write the next file with `size` images. Raises OSError if that fails."""
-        columns = self._take(size)
+        columns = self._pop_rows(size)
         metadata = {_LAYERS: json.dumps([name for name in columns if name != _LABELS])}
         metadata[_IS_LAST] = "true" if is_last else "false"
         if isinstance(columns[_LABELS], list):
@@ -233,7 +233,7 @@ class _Writer:
             self._write(self._folder, self._images, is_last=True)
             return Features.open(self._folder)
         images = self._images
-        rows = self._take(images)
+        rows = self._pop_rows(images)
         return Features(rows, images, rows.pop(_LABELS))
 
 
@@ -318,7 +318,7 @@ def extract_features(
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise MethodError(f"dtype={dtype!r}: expected a floating-point type such as torch.float16")
     network = unwrap(model)
-    modules = selected(network, layers)
+    modules = select_layers(network, layers)
     require_seen(network, modules)
     reserved = next((name for name in modules if name in (_LABELS, "__metadata__")), None)
     if reserved is not None:

@@ -30,7 +30,7 @@ from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..validation import check_choice
-from .arguments import LayersLike, require_seen, selected
+from .arguments import LayersLike, require_seen, select_layers
 from .moments import Moments, TensorStatistics, moments, require_plain
 from .tables import Column, Table, number, shape_text, share
 
@@ -365,7 +365,7 @@ class Recording(HookBlock, Sequence[Call]):
                 # The layer returned an argument or a parameter. An alias separates the gradient through this layer from
                 # that of other uses.
                 output = tree_map_tensors(output, lambda t: t.view_as(t) if id(t) in returned else t)
-            backwards = self._follow(hooks, begun, output)
+            backwards = self._hook_gradients(hooks, begun, output)
         self._calls[begun.number] = replace(begun.call, output=kept, outputs=flat, backwards=backwards)
         return output if returned else None
 
@@ -393,7 +393,7 @@ class Recording(HookBlock, Sequence[Call]):
         # Detach: a graph that references its own gradients would never be freed.
         return self._keep(gradient.detach()) if gradient.requires_grad else self._keep(gradient)
 
-    def _follow(self, hooks: HookManager, begun: _OpenCall, output: Any) -> list[Backward]:
+    def _hook_gradients(self, hooks: HookManager, begun: _OpenCall, output: Any) -> list[Backward]:
         """Register hooks for the gradients at the call. Return the list that receives one entry per backward pass."""
         outputs = list(tree_tensors(output))
         # The layer may change arguments in place, so they count as outputs too.
@@ -531,7 +531,7 @@ def record(
     if not callable(keep):
         keep = _KEEP[check_choice("keep", keep, tuple(_KEEP))]
     network = unwrap(model)
-    modules = selected(network, layers)
+    modules = select_layers(network, layers)
     if not any(is_hookable(network, name, module) for name, module in modules.items()):
         require_seen(network, modules)
     return Recording(modules, keep, parts)

@@ -67,7 +67,7 @@ def as_rules(rule: Any) -> tuple[Rule, ...]:
     raise MethodError(f"a rule is a function of a tensor, or a list of these; got {type(rule).__name__}{hint}")
 
 
-def restarted(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def restart_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Return the rules in their initial state, for a new block."""
     return tuple(r.restart() if isinstance(r, NamedRule) and r.restart is not None else r for r in rules)
 

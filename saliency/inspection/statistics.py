@@ -325,9 +325,9 @@ class _ActivationCollector(_Collector):
         self.first_nonfinite = name
         kinds = " and ".join(kind for kind, count in (("NaN", known.nan), ("infinity", known.inf)) if count)
         tensors = (*self.modules[name].named_parameters(), *self.modules[name].named_buffers())
-        culprits = [] if is_input_finite else ["the input itself"]
-        culprits += [f"its {key}" for key, tensor in tensors if not is_finite(tensor)]
-        cause = f": {culprits[0]} contains NaN or infinity" if culprits else ""
+        origins = [] if is_input_finite else ["the input itself"]
+        origins += [f"its {key}" for key, tensor in tensors if not is_finite(tensor)]
+        cause = f": {origins[0]} contains NaN or infinity" if origins else ""
         label = f'"{name}"' if name else "the model"
         self.notes.append(f"{kinds} first in the output of {label}{self.in_batch}{cause}")
 
@@ -519,7 +519,7 @@ class _GradientCollector(_Collector):
                     self.notes.append(f"NaN or infinity first in the gradient at {label}{self.in_batch}")
         for name, gradient in zip(trainable, gradients[len(starts) :], strict=True):
             if gradient is not None:
-                self._sums[name] = self._sums.get(name, 0) + _wide(gradient.to_dense()) * batch.size
+                self._sums[name] = self._sums.get(name, 0) + _to_double(gradient.to_dense()) * batch.size
         value = float(objective.detach())
         if not math.isfinite(value) and math.isfinite(self._total):
             if not all(map(is_finite, tree_tensors((batch.args, batch.kwargs)))):
@@ -595,7 +595,7 @@ def _leaf_copy(starts: list[Tensor], tensor: Tensor) -> Tensor:
     return starts[-1].clone()
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_double(tensor: Tensor) -> Tensor:
     """Convert to double precision if the device supports it."""
     return tensor if tensor.device.type == "mps" else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 

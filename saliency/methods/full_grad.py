@@ -111,7 +111,7 @@ class FullGrad(Attribution):
             start = time.perf_counter()
             forward = _BiasForward(self.model, x[image : image + 1])
             for number, target in enumerate(targets):
-                own = target if len(x) == 1 else target.rows(image, 1, rows)
+                own = target if len(x) == 1 else target.repeated(image, 1, rows)
                 score, values, residual = forward.map(own, keep_graph=number + 1 < len(targets))
                 stats = RunStats(1, time.perf_counter() - start, "complete", note=forward.note(residual, float(score)))
                 results[number].append((ImageAttribution(values, residual=residual), score, stats))
