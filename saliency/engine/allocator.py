@@ -25,7 +25,7 @@ def keep_memory() -> bool:
 
     The gain, in ms of CPU time per image, before and after (one thread, AMD EPYC, glibc 2.36; fresh processes):
 
-    | batch | EfficientNet-Lite0 forward | and backward | resnet50 forward | and backward |
+    | batch | EfficientNet-Lite0 forward | forward and backward | resnet50 forward | forward and backward |
     |---|---|---|---|---|
     | 1 | 26, 17 | 49, 47 | 82, 82 | 191, 177 |
     | 4 | 27, 18 | 53, 42 | 78, 76 | 167, 164 |
@@ -36,9 +36,9 @@ def keep_memory() -> bool:
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False
-    # Look it up in the process itself, since another allocator may be in use.
+    # Take the function of the running process, since another allocator may be in use.
     mallopt = ctypes.CDLL(None).mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # Before 2.35, glibc refuses a threshold above 32 MiB, but it can be set to map no block at all.
+    # Before 2.35, glibc refuses a threshold above 32 MiB, but accepts a limit of 0 mapped blocks.
     kept = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
     return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))

@@ -1,4 +1,4 @@
-"""Samples: their random draws, and their running mean with its standard error."""
+"""Running means of samples with standard errors, and reproducible random generators."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class Estimate:
 
     @property
     def relative_error(self) -> float:
-        """The root mean square of the standard errors over that of the means; 0 for 0 over 0, infinite if unknown."""
+        """The root mean square of the standard errors, divided by that of the means; infinite if they are unknown.
+
+        0 if the errors and the means are all 0.
+        """
         error = self.error
         if error is None:
             return math.inf
@@ -84,14 +87,14 @@ class Estimate:
 
 
 class ScoreEstimate(Estimate):
-    """Map that is computed from all scores so far. A subclass writes `solve`.
+    """Base class of maps that are computed from all scores so far; a subclass implements `solve`.
 
     Attributes:
         scores: (n,) all scores so far, float64 on the CPU.
     """
 
     least_samples = 2
-    """The number of samples from which their spread can end the passes."""
+    """The smallest number of samples at which a tolerance can end the passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ class ScoreEstimate(Estimate):
 
     @property
     def relative_error(self) -> float:
-        """As for every estimate; infinite for few samples."""
+        """As for `Estimate`; infinite for fewer than `least_samples` samples."""
         return super().relative_error if self.samples >= self.least_samples else math.inf
 
     def halves(self) -> tuple[Tensor, Tensor]:
@@ -147,15 +150,15 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def precise_type(tensor: Tensor) -> torch.dtype:
-    """Return the type for sums: float64, unless the device of a tensor does not have it."""
+    """Return the dtype for sums: float64, or float32 on a device without float64."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def generator(seed: int, *numbers: int) -> torch.Generator:
     """Return the random generator of one sample.
 
-    The same numbers give the same draws, regardless of the order and the chunks of the samples. It draws on the CPU, so
-    every device gets the same draws.
+    The same numbers give the same draws, regardless of the order and the chunks of the samples. The generator is on
+    the CPU, so every device gets the same draws.
 
     Args:
         seed: The seed of the method.

@@ -22,7 +22,7 @@ from ..hooks.autograd_graph import has_global_module_hooks, module_hooks, own_pa
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, reference_tensor, run_model, unique_modules
 from ..hooks.pytree import tree_leaves, tree_map_tensors, tree_tensors
-from .recording import ExternalTensor, Slot, Tape, TensorPlace, UntracedAccess
+from .recording import ExternalTensor, Slot, Tape, TensorRef, UntracedAccess
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -32,13 +32,14 @@ Pairs = tuple[tuple[str, str], ...]
 """The names of convolutions, each with the batch norm that is folded into it."""
 
 REQUIRED_RATIO = 0.97
-"""A copy that takes more than this part of the model's time is not worth its rounding."""
+"""A copy is used only if it takes at most this share of the model's time."""
 
 TRIAL_ROWS = 4
+"""The largest number of rows on which a copy is compared and timed."""
 
 
 _TOLERANCES: dict[Precision, tuple[float, float]] = {"fast": (2e-2, 0.999), "bf16": (0.2, 0.99)}
-"""The largest error of the output relative to its norm, and the smallest cosine."""
+"""The largest allowed error of the output relative to its norm, and the smallest allowed cosine similarity."""
 
 
 class FasterModel(NamedTuple):
@@ -49,11 +50,11 @@ class FasterModel(NamedTuple):
 
     model: nn.Module
     note: str
-    """How the passes are run and what that gained, or why they are run exactly."""
+    """How the passes run and how fast, or why the model itself runs them."""
 
 
 class _Choice(NamedTuple):
-    """The precision that won, if any, and the names of the convolutions and batch norms that it folds."""
+    """The chosen precision (None for the model itself), and the convolutions and batch norms that are folded."""
 
     precision: Precision | None
     pairs: Pairs
@@ -64,17 +65,17 @@ _choices: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Choice]] = weakre
 
 
 def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool = False) -> FasterModel:
-    """Return the fastest model that is as exact as asked for batches like this one.
+    """Return the fastest model for batches like this one that is exact enough for `precision`.
 
     - "fast": a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
       gradients differ by at most 2e-2, with a cosine of at least 0.999.
     - "bf16": such a copy with weights in bfloat16, for passes without gradients. Outputs have a cosine of at least
       0.99.
 
-    Each is compared with the model and timed against it on up to 4 rows. If a "bf16" copy is not faster or not exact
-    enough, "fast" is tried, then the model itself is run; the note says so. The choice is remembered for the process,
-    by model, shape, type, device and number of threads. Each call copies the weights again and checks the copy again on
-    one row.
+    Each copy is compared with the model and timed against it on up to 4 rows. If a "bf16" copy is not faster or not
+    exact enough, "fast" is tried. If that fails too, the model itself is used. The note reports the choice. The choice
+    is cached for the process, by model, shape, dtype, device and number of threads. Each call copies the weights again
+    and checks the copy again on one row.
 
     Args:
         model: The model, prepared by the caller.
@@ -99,7 +100,7 @@ def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward:
 
 
 def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
-    """Why only the model itself can be run; empty if a copy may be tried."""
+    """Return why no copy can be used; an empty string if one may be tried."""
     if isinstance(model, torch.jit.ScriptModule):
         return "a scripted model is run as it is"
     like = reference_tensor(model)
@@ -132,10 +133,10 @@ def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool
 def _checked_copy(
     model: nn.Module, x: Tensor, precision: Precision, pairs: Pairs, *, backward: bool
 ) -> tuple[nn.Module | None, str]:
-    """Return a copy and how exact it is in words, or None and why it is not used."""
+    """Return a copy and a description of its accuracy, or None and the reason."""
     try:
         candidate = _converted_copy(model, precision, pairs)
-        error, cosine = agreement(_trial(candidate, x, backward=backward), _trial(model, x, backward=backward))
+        error, cosine = error_and_cosine(_trial(candidate, x, backward=backward), _trial(model, x, backward=backward))
     except Exception as failure:  # noqa: BLE001 - not every model can be copied, and memory may be short
         return None, f"{precision} failed here ({type(failure).__name__})"
     max_error, min_cosine = _TOLERANCES[precision]
@@ -155,7 +156,7 @@ def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
 
 
 def time_ratio(candidate: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
-    """Return the time of a copy as a part of the model's, each the better of two runs."""
+    """Return the time of a copy divided by that of the model, each the faster of two runs."""
 
     def seconds(module: nn.Module) -> float:
         began = time.perf_counter()
@@ -188,29 +189,29 @@ def _converted_copy(model: nn.Module, precision: Precision, pairs: Pairs) -> nn.
     nn.Module.to(candidate, memory_format=torch.channels_last)
     nn.Module.to(candidate, dtype=dtype)
     for parameter in candidate.parameters():
-        # Backward passes past frozen weights are slower.
+        # The backward pass is slower if weights require no gradient.
         parameter.requires_grad = parameter.is_floating_point()
     return _Converted(candidate, dtype)
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of a model, with the user's own hook objects.
+    """Return a deep copy of a model that shares the hook objects of the model.
 
     Raises:
         Exception: Any error of a part of the model that cannot be copied.
     """
-    # Objects in the memo are not copied: a hook may be a method of an object that collects.
+    # Objects in the memo are not copied: a hook may be a method of an object that collects results.
     memo = {id(hook): hook for module in unique_modules(model) for hook in module_hooks(module)}
     duplicate: nn.Module = copy.deepcopy(model, memo)
     return duplicate
 
 
 def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:
-    """Return the names of each convolution and the batch norm that can be folded into it, by one forward.
+    """Return the names of the convolutions and of the batch norms that can be folded into them, found by one forward.
 
-    Both have no hooks, are called once, and have weights and statistics of their own; the output of the convolution is
-    read by the batch norm alone. There is no pair if the forward takes numbers out of tensors, since it may call other
-    layers for other images.
+    Neither of the two has hooks or shares weights or statistics, and each is called once. Only the batch norm reads the
+    output of the convolution. If the forward reads values of tensors, there are no pairs, since the forward may call
+    other layers for other images.
 
     Args:
         model: The model, in evaluation mode.
@@ -228,7 +229,7 @@ def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:
         return ()
     reads = Counter(tape.outputs)
     for step in tape.steps:
-        reads.update(tree_leaves((step.args, step.kwargs), TensorPlace))
+        reads.update(tree_leaves((step.args, step.kwargs), TensorRef))
 
     def tensor(part: Any) -> Tensor | None:
         return tape.external[part.at] if isinstance(part, ExternalTensor) else None
@@ -253,7 +254,7 @@ def _is_foldable_convolution(module: Any) -> bool:
 
 
 def _is_foldable_norm(module: Any) -> bool:
-    """Whether it is a batch norm with statistics of its own, and nothing else except timm's activation."""
+    """Return whether a module is a batch norm with running statistics, or timm's batch norm with an activation."""
     if not isinstance(module, NORMS) or module.running_mean is None or module.running_var is None or module.training:
         return False
     return type(module) in NORMS or {name for name, _ in module.named_children()} == {"drop", "act"}
@@ -274,8 +275,8 @@ def fold(model: nn.Module, pairs: Pairs) -> None:
         model.set_submodule(norm_name, rest)
 
 
-def agreement(output: Any, expected: Any) -> tuple[float, float]:
-    """Return the relative error and the cosine of the worst tensor; (inf, -1) if they cannot be compared."""
+def error_and_cosine(output: Any, expected: Any) -> tuple[float, float]:
+    """Return the relative error and the cosine of the worst tensor; (inf, -1) if the tensors cannot be compared."""
     trees = (output, expected)
     first, second = ([value.detach() for value in tree_tensors(tree) if value.is_floating_point()] for tree in trees)
     if not second or [value.shape for value in first] != [value.shape for value in second]:

@@ -1,7 +1,7 @@
 """Base classes of the methods that run many passes of each image, and the runner of these passes.
 
-A subclass writes `explain_image`, which asks a `PassRunner` for scores or gradients and combines them. The base class
-handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks of the fastest size that
+A subclass implements `explain_image`, which gets scores or gradients from a `PassRunner` and combines them. The base
+class handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks of the fastest size that
 fits into memory.
 """
 
@@ -63,8 +63,8 @@ MakeInputs = Callable[[int, int], Tensor]
 class ChunkTuner:
     """Finds the fastest chunk size: the sizes 1, 2, 4, ... are tried once each, then the fastest is kept.
 
-    Every trial is real work, so nothing is thrown away. Rates stay up to date: if the fastest size becomes slower than
-    another one was, the other one is used. Threads may share one tuner.
+    Trials run passes that are needed anyway, so no work is wasted. Rates are updated: if the fastest size becomes
+    slower than another size was, that size is used. Threads may share one tuner.
 
     Args:
         most: The largest size.
@@ -127,9 +127,13 @@ def _linux_memory(file: str, field: str) -> int:
 
 
 def _rows_that_fit(rows: int, peak_before: int) -> int:
-    """Return how many rows fit into half of the free memory, if so many rows grew the process since a peak in bytes.
+    """Return how many rows fit into half of the free memory.
 
-    Linux ends a process without free memory, instead of an error that could be caught. Other systems have no limit.
+    Linux kills a process that runs out of memory, so no error could be caught. On other systems there is no limit.
+
+    Args:
+        rows: The number of rows of the largest chunk so far.
+        peak_before: The peak memory of the process before the first chunk, in bytes.
     """
     growth = (_linux_memory("self/status", "VmHWM") - peak_before) // rows
     free = _linux_memory("meminfo", "MemAvailable")
@@ -148,7 +152,7 @@ class ChunkResult(NamedTuple):
 class PassRunner(ExitStack):
     """Runs the passes of one image: in chunks, counted, limited and interruptible.
 
-    Used as a context, which removes the progress bar and restores the handling of Ctrl-C.
+    Use it as a context manager: leaving it removes the progress bar and restores the handling of Ctrl-C.
 
     Args:
         method: The method, with its options and a prepared model.
@@ -162,9 +166,9 @@ class PassRunner(ExitStack):
         used: The number of passes so far.
         stopped: What ended the passes; "complete" until a limit is met.
         precisions: How each kind of pass is run: see `RunStats.precision`.
-        least: The number of passes that a map needs: limits and interrupts wait for them.
+        least: The number of passes that a map needs; limits and interrupts take effect after them.
         interrupted: Ctrl-C was pressed, so the passes end after the current chunk.
-        notes: What is added to the note of `RunStats`.
+        notes: Texts that are added to the note of `RunStats`.
     """
 
     def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
@@ -177,7 +181,7 @@ class PassRunner(ExitStack):
         self._batch_target, self._image = batch_target, image
         self._bar: Any = None
         self._began = time.perf_counter()
-        self._next_check = 2 * CHECK_INTERVAL  # the samples from which a tolerance is checked again
+        self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which a tolerance is checked next
         device = x.device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._autocast: dict[str, Any] = {"device_type": device, "dtype": dtype, "enabled": enabled}
@@ -195,7 +199,7 @@ class PassRunner(ExitStack):
 
     @property
     def effort(self) -> RunStats:
-        """What was spent so far."""
+        """The passes, the time and how the passes were run, so far."""
         seconds = time.perf_counter() - self._began
         precisions = [f"{precision} ({kind})" for kind, precision in self.precisions.items()]
         if len(set(self.precisions.values())) < 2:
@@ -271,7 +275,7 @@ class PassRunner(ExitStack):
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)
             at = leaf(inputs) if backward else inputs
-            # Not inference_mode: neither worker threads of the model nor what it caches could use such tensors.
+            # Not inference_mode: its tensors fail in worker threads of the model and in tensors that the model caches.
             with torch.set_grad_enabled(backward):
                 scores = self.target(len(inputs))(run_model(model, at))
                 gradients = gradients_at(scores, [at])[0] if backward else None
@@ -325,7 +329,7 @@ class PassRunner(ExitStack):
                 if size == 1 or not is_out_of_memory(error):
                     raise
                 result = None
-            if result is None:  # outside of the handler, whose traceback holds on to the memory
+            if result is None:  # outside of the handler, whose traceback keeps the memory alive
                 tuner.too_large(size)
                 if self.chunk != "auto":
                     self.chunk = size // 2
@@ -352,7 +356,7 @@ class PassRunner(ExitStack):
         return self.stopped in ("interrupt", "seconds")
 
     def until_precise(self, estimate: Estimate, results: Iterator[_T]) -> Iterator[_T]:
-        """Yield results, which the caller adds to an estimate, until it meets the tolerance."""
+        """Yield results, which the caller adds to an estimate, until the estimate meets the tolerance."""
         for result in results:
             yield result
             if self.enough(estimate):
@@ -361,7 +365,7 @@ class PassRunner(ExitStack):
     def enough(self, estimate: Estimate) -> bool:
         """Return whether an estimate meets the tolerance, which ends the passes.
 
-        A check takes longer the more samples there are, so the next one waits for a sixteenth more.
+        A check takes longer with more samples, so the next check waits until there are a sixteenth more.
         """
         tolerance = self._budget.tolerance
         if tolerance is None or estimate.count < self._next_check or estimate.count % CHECK_INTERVAL:
@@ -374,21 +378,21 @@ class PassRunner(ExitStack):
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
-    """Return a context for arithmetic of a method: the caller's autocast is for the model."""
+    """Return a context without autocast for the arithmetic of a method. The caller's autocast is for the model only."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def gradients_at(
     scores: Tensor, at: Sequence[Tensor] | Sequence[GradientEdge], *, keep_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the sum of some scores at the input, which comes first, and elsewhere.
+    """Return the gradients of the summed scores at the tensors or edges `at`, of which the first is the input.
 
     Raises:
         TargetError: The scores have no gradient at the input.
     """
     if not scores.requires_grad:
         raise TargetError(
-            "the score has no gradient: the target or the model detaches it, or takes an argmax or a number of it"
+            "the score has no gradient: the target or the model detaches it, or converts it by argmax or item()"
         )
     try:
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -423,7 +427,7 @@ def check_chunk(option: str, value: object) -> Chunk:
 class MultiPassAttribution(Attribution):
     """Base of the methods that run many passes of each image, one image after the other.
 
-    None of the options but the seed changes the estimated quantity.
+    The options change the speed, the rounding and the random draws, but not the estimated quantity.
 
     Args:
         model: As for every method.
@@ -432,10 +436,10 @@ class MultiPassAttribution(Attribution):
             a number, calls on one machine agree bit for bit.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
             and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
-            gradients; others run "fast". Both are timed on the first passes, and not used if they are slower.
+            gradients; passes with gradients run "fast". A copy that is slower on the first passes is not used.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
         on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
-            begun, only their first chunk is computed.
+            started, only the first chunk is computed.
         seed: The seed of all random draws of a call. Every image gets the same draws.
         preprocess: As for every method.
         categories: As for every method.
@@ -456,7 +460,7 @@ class MultiPassAttribution(Attribution):
             scores = target(run_model(self.model, x))
             for image in range(len(x)):
                 with PassRunner(self, x[image : image + 1], target, image) as passes, no_autocast(x):
-                    passes.interrupted |= interrupted  # one Ctrl-C is for all images
+                    passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
                     images.append(self.explain_image(passes, scores[image]))
                     stats.append(passes.effort)
                     interrupted = passes.interrupted
@@ -468,13 +472,13 @@ class MultiPassAttribution(Attribution):
 
     @abstractmethod
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Explain one image. This is the only method that a subclass must write.
+        """Explain one image. This is the only method that a subclass must implement.
 
-        Gradients are off; `passes.gradients` turns them on.
+        Gradients are disabled; `passes.gradients` enables them.
 
         Args:
-            passes: Runs variants of the image `passes.x` (1, C, H, W). Passes have the numbers 0, 1, 2, ...; a chunk is
-                the passes that run at once, so results must depend on the number of a pass, and not on its chunk.
+            passes: Runs variants of the image `passes.x` (1, C, H, W). Passes are numbered 0, 1, 2, ... A chunk is the
+                passes that run at once. Results must depend on the number of a pass, not on its chunk.
             score: () the score of the image itself.
         """
 
@@ -489,8 +493,8 @@ class SampledAttribution(MultiPassAttribution):
         passes: The maximum number of passes per image; by default the method's own number, or 100 000 if a tolerance or
             a time is set.
         seconds: The maximum time per image, in seconds.
-        tolerance: The sufficient relative error: the root mean square of the standard errors, divided by that
-            of the values.
+        tolerance: The relative error at which sampling stops: the root mean square of the standard errors, divided by
+            that of the values.
         **options: As for `MultiPassAttribution`.
     """
 
@@ -519,7 +523,7 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
 
 
 def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
-    """Stack the attributions of single images to that of a batch."""
+    """Stack the attributions of single images into that of a batch."""
     for image in images:
         if image.values.dim() != 3:
             shape = tuple(image.values.shape)

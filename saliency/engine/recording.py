@@ -2,7 +2,7 @@
 
 `PartialForward` uses this to run a part of a model again; `TailForward` runs the part after a layer.
 
-PyTorch's dispatcher shows the operations to the thread that records; nothing is attached to the model.
+Operations are recorded by a dispatch mode of the calling thread; nothing is attached to the model.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ def _is_plain(part: Any) -> bool:
 
 
 class ReplayMismatch(Exception):  # noqa: N818
-    """A forward cannot be replayed, or a replay does not give what the model gives."""
+    """A forward cannot be replayed, or the output of a replay differs from the model's."""
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """Stands for a tensor, by its number."""
+class TensorRef:
+    """Placeholder for a tensor, by its number."""
 
     at: int
 
 
-class Slot(TensorPlace):
-    """Stands for a tensor that depends on the source; the source itself is slot 0."""
+class Slot(TensorRef):
+    """Placeholder for a tensor that depends on the source; the source itself is slot 0."""
 
 
-class ExternalTensor(TensorPlace):
-    """Stands for a tensor that does not depend on the source, such as a weight."""
+class ExternalTensor(TensorRef):
+    """Placeholder for a tensor that does not depend on the source, such as a weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """Stands for a number that is proportional to the number of rows."""
+    """Placeholder for a number that is proportional to the number of rows."""
 
     per_row: int
 
@@ -67,11 +67,11 @@ class Step:
 
     Attributes:
         op: The operation.
-        args: The positional arguments; lists instead of tuples.
+        args: The positional arguments, with tuples as lists.
         kwargs: The keyword arguments.
         results: The slot of each result; None if it is not a tensor.
         shape: The shape of the first result in the forward of the fewest rows.
-        last: The slots that nothing reads later; known in a `Program`.
+        last: The slots that no later step reads; set in a `Program`.
     """
 
     op: Op
@@ -100,12 +100,12 @@ def _schema(op: Op) -> dict[str, bool]:
 
 
 def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name. Those that are left at their default are missing."""
+    """Return the arguments of an operation by name, without those that are left at their default."""
     return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
 
 
 def _map(part: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with everything that is not a container changed. Tuples become lists."""
+    """Apply `change` to everything in nested arguments that is not a container. Tuples become lists."""
     if isinstance(part, tuple | list):
         return [_map(child, change) for child in part]
     if isinstance(part, dict):
@@ -114,7 +114,7 @@ def _map(part: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class UntracedAccess(TorchFunctionMode):
-    """Notices when a forward takes values out of tensors in ways that the dispatcher does not show.
+    """Detects calls that read the values of tensors without an operation that a dispatch mode sees.
 
     Attributes:
         reason: The first such access; empty if there is none.
@@ -127,7 +127,7 @@ class UntracedAccess(TorchFunctionMode):
         self.reason = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, and note it if it takes values out."""
+        """Run a function, and record whether it reads values."""
         if func in self._functions and not isinstance(args[0], nn.Parameter):
             self.reason = self.reason or f"the model takes values out of tensors by {func.__name__}()"
         return func(*args, **(kwargs or {}))
@@ -139,7 +139,7 @@ class _Memory:
 
     depends: bool = False  # on the source
     writes: int = 0
-    external: list[int] = field(default_factory=list)  # places in `Tape.external`
+    external: list[int] = field(default_factory=list)  # indices in `Tape.external`
 
 
 class Tape(DispatchMode):
@@ -147,14 +147,14 @@ class Tape(DispatchMode):
 
     Attributes:
         steps: The operations that depend on the source, in order.
-        external: The other tensors that they read, as they were when they were read.
-        overwritten: The places in `external` that they write to.
+        external: The other tensors that the steps read, with the values that were read.
+        overwritten: The indices in `external` of the tensors that the steps write to.
         slots: The number of tensors that depend on the source, including itself.
         refusal: Why this forward cannot be replayed; empty if it can.
-        aliased: A tensor is read under another name than the one under which it was written to. The steps are then
-            right only if they share memory as they did here.
+        aliased: Whether a tensor is read after its memory was written to through another tensor. A replay is then
+            correct only if its tensors share memory as in this forward.
         output: The forward's output, with empty tensors.
-        outputs: The placeholders of these tensors, in order.
+        outputs: The placeholders of the output's tensors, in order.
     """
 
     def __init__(self) -> None:
@@ -166,14 +166,14 @@ class Tape(DispatchMode):
         self.refusal = ""
         self.aliased = False
         self.output: Any = None
-        self.outputs: list[TensorPlace] = []
-        self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, writes before
-        self._held: dict[int, int] = {}  # by id: place in `external`
-        # A weak reference to memory, unlike its address, is not used twice.
+        self.outputs: list[TensorRef] = []
+        self._known: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, earlier writes
+        self._held: dict[int, int] = {}  # by id: index in `external`
+        # Unlike an address, a weak reference to freed memory is never reused.
         self._memories: defaultdict[StorageWeakRef, _Memory] = defaultdict(_Memory)
 
     def begin(self, source: Tensor) -> None:
-        """Follow a tensor from here on."""
+        """Record what depends on a tensor from now on."""
         self._add_slot(source)
 
     def end(self, output: Any) -> None:
@@ -192,7 +192,7 @@ class Tape(DispatchMode):
         kwargs = kwargs or {}
         tensors = list(tree_tensors((args, kwargs)))
         dependent = [tensor for tensor in tensors if tensor in self._known]
-        self.refusal = self.refusal or _reading_of_values(op, dependent) or self._unreadable(tensors)
+        self.refusal = self.refusal or _value_dependence(op, dependent) or self._unreadable(tensors)
         if self.refusal:
             return op(*args, **kwargs)
         depends = bool(dependent)
@@ -216,12 +216,12 @@ class Tape(DispatchMode):
                 return "the model uses sparse, quantised or otherwise special tensors"
             known, memory = self._known.get(tensor), self._memory(tensor)
             if known is None and memory.depends:
-                return "a tensor is read under a name that it had before it was written to"
+                return "a tensor is read whose memory was written to through another tensor"
             self.aliased |= known is not None and known[1] != memory.writes
         return ""
 
     def _add_slot(self, tensor: Tensor) -> int:
-        """Return a new slot for a tensor. The result of an in-place operation gets one more."""
+        """Return a new slot for a tensor. The result of an in-place operation gets another slot."""
         memory = self._memory(tensor)
         memory.depends = True
         self._known[tensor] = (self.slots, memory.writes)
@@ -258,10 +258,10 @@ def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
     return list(tree_tensors([value for name, value in named.items() if writes[name]]))
 
 
-def _reading_of_values(op: Op, dependent: list[Tensor]) -> str:
-    """Why a result depends on the values of these arguments as a number or in its shape; empty if it does not."""
+def _value_dependence(op: Op, dependent: list[Tensor]) -> str:
+    """Return why an operation cannot be replayed: a number or a shape depends on tensor values. Empty if it can."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if op is torch.ops.aten.index.Tensor:  # only a mask has results of varying shape
+    if op is torch.ops.aten.index.Tensor:  # only indexing with a mask has results of varying shape
         dependent = [tensor for tensor in dependent if tensor.dtype in (torch.bool, torch.uint8)]
     return f"{op} makes numbers or shapes of values" if dependent and tags & set(op.tags) else ""
 
@@ -270,7 +270,7 @@ def _reading_of_values(op: Op, dependent: list[Tensor]) -> str:
 class _External:
     """An external tensor for any number of rows: one part per row along an axis, or the same for all.
 
-    An overwritten one is copied for each run.
+    A tensor that the steps overwrite is copied for each run.
     """
 
     value: Tensor
@@ -292,18 +292,18 @@ class Program:
     Args:
         first: The tape of a forward of a few rows.
         second: The tape of a forward of one row more, with other values in the source. Numbers that grow in proportion
-            count rows.
-        rows: The number of rows of the first.
+            to the rows are row counts.
+        rows: The number of rows of the first forward.
 
     Attributes:
         steps: The operations.
         outputs: The placeholders of the tensors in the output.
-        aliased: The steps are right only if their tensors share memory as they did in the forwards.
+        aliased: As for `Tape`.
         slots: The number of slots.
         output: The forward's output, with empty tensors.
 
     Raises:
-        ReplayMismatch: The two do not run the same operations, or one of them cannot be replayed.
+        ReplayMismatch: The two forwards do not run the same operations, or one of them cannot be replayed.
     """
 
     def __init__(self, first: Tape, second: Tape, rows: int = 1) -> None:
@@ -390,8 +390,8 @@ class PartialForward(ABC):
     """Runs only a part of a model for variants of one image, or the whole model where that is not possible.
 
     Forwards of one and of two rows are recorded, and the operations that depend on the variant are replayed for each
-    call. If they cannot be replayed, or do not give what the model gives, each call is a forward of the whole model.
-    The model's parameters must stay as they are, and its code must do the same for any number of rows above two.
+    call. If this is not possible, or its output differs from the model's, each call runs the whole model. The model's
+    parameters must not change, and its code must run the same operations for any number of rows above two.
 
     Args:
         model: The model, prepared by the caller.
@@ -403,7 +403,7 @@ class PartialForward(ABC):
     """
 
     part: ClassVar[str]
-    """What is run instead of whole forwards, in words."""
+    """Description of what runs instead of whole forwards."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self._model, self._x = model, x.detach()
@@ -411,14 +411,14 @@ class PartialForward(ABC):
         self._program: Program | None = None
         access = UntracedAccess()
         with torch.no_grad():
-            # Attention may be computed otherwise in this mode, so no values are taken from this forward.
+            # Attention may be computed differently in this mode, so the values of this forward are not used.
             with access:
-                self._look()
+                self._first_forward()
             tape, self.output = self._record(None)
             tape.refusal = access.reason or tape.refusal
             self._program = self._attempt(lambda: self._prepare(tape))
 
-    def _look(self) -> None:
+    def _first_forward(self) -> None:
         """Run the model on the image, before any other forward."""
         self._run(None)
 
@@ -428,11 +428,11 @@ class PartialForward(ABC):
 
     @abstractmethod
     def _run(self, rows: Tensor | None, tape: Tape | None = None) -> Any:
-        """Return the model's output for other rows; None for the image itself. The tape, if any, is begun."""
+        """Return the model's output for `rows`, or for the image itself if None. Begin the tape, if given."""
 
     @abstractmethod
     def _try(self, program: Program, rows: Tensor | None) -> Any:
-        """Return what a program gives for the rows of a trial; None for the image itself."""
+        """Return the output of a program for the rows of a trial, or for the image itself if None."""
 
     def _record(self, rows: Tensor | None) -> tuple[Tape, Any]:
         tape = Tape()
@@ -442,7 +442,7 @@ class PartialForward(ABC):
         return tape, output
 
     def _prepare(self, first: Tape) -> Program:
-        """Return the program, if it gives what the model gives.
+        """Return the program, after comparing its outputs with the model's.
 
         Args:
             first: The tape of the forward of the image itself.
@@ -457,7 +457,7 @@ class PartialForward(ABC):
         try:
             program = Program(first, second)
         except ReplayMismatch:
-            # Some operations, such as copies that make memory contiguous, are left out for one row.
+            # For one row, PyTorch skips some operations, such as copies that make memory contiguous.
             program = Program(second, self._record(rows)[0], rows=2)
         trials = ((None, self.output), (rows[:2], expected))
         if not all(trees_agree(self._try(program, trial), given) for trial, given in trials):
@@ -466,11 +466,11 @@ class PartialForward(ABC):
 
     @property
     def how(self) -> str:
-        """What is run for each call, in words."""
+        """Description of what runs for each call."""
         return "whole forwards" if self._program is None else self.part
 
     def _attempt(self, compute: Callable[[], _T]) -> _T | None:
-        """Return a result; None, and whole forwards from now on, if the part does not give it."""
+        """Return the result of `compute`; if it fails, return None and run whole forwards from now on."""
         try:
             return compute()
         except (ReplayMismatch, RuntimeError, ValueError, TypeError, LookupError) as error:
@@ -485,7 +485,7 @@ class TailForward(PartialForward):
 
     Args:
         model: As for `PartialForward`.
-        layer: The name of the layer, or the module. If it is called several times, its last call is meant; if it
+        layer: The name of the layer, or the module. If it is called several times, the last call counts; if it
             returns several tensors, the first.
         x: One image (1, C, H, W).
 
@@ -525,7 +525,7 @@ class TailForward(PartialForward):
             layout = torch.channels_last
         return rows.to(like).contiguous(memory_format=layout)
 
-    def _look(self) -> None:
+    def _first_forward(self) -> None:
         with HookManager() as hooks:
             calls = hooks.capture(self._layer)
             run_model(self._model, self._x)

@@ -1,7 +1,7 @@
-"""Changes of an image within a window, computed only where the window reaches.
+"""Forwards of images that differ within a window, computed only where the window has an effect.
 
-The changed part of a map is a rectangle. All windows of one call have rectangles of one size. To that end a rectangle
-may reach further than what has changed; it then holds what the map of the unchanged image holds there.
+The changed part of a map is a rectangle. All windows of one call have rectangles of one size. Therefore a rectangle may
+be larger than the change; the rest of it equals the map of the unchanged image.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Kernel(NamedTuple):
     dilation: int
 
     def reached(self, length: int, starts: Sequence[int], outputs: int) -> tuple[int, tuple[int, ...]]:
-        """Return how many outputs depend on a stretch of the input, and the first of them for each start."""
+        """Return how many outputs depend on an interval of the input, and the first of them for each start."""
         span = (self.size - 1) * self.dilation
         count = min((length - 1 + span) // self.stride + 1, outputs)
         firsts = (-((span - self.padding - start) // self.stride) for start in starts)  # rounded up
@@ -184,7 +184,7 @@ def _max_pool(call: Call) -> Result:
     kernel, dilation = named["kernel_size"], named.get("dilation", [1])
     stride = named.get("stride") or kernel
     geometry = kernel, stride, named.get("padding", [0]), dilation
-    if not call.is_single:  # the second result holds places in the whole map
+    if not call.is_single:  # the second result holds indices into the whole map
         return None
     return _slide(call, geometry, -torch.inf, lambda x: F.max_pool2d(x, kernel, stride, 0, dilation))
 
@@ -193,7 +193,7 @@ def _avg_pool(call: Call) -> Result:
     named = call.named
     kernel, padding, divisor = named["kernel_size"], named.get("padding", [0]), named.get("divisor_override")
     stride = named.get("stride") or kernel
-    # A mean that leaves out what is outside of the map depends on the place.
+    # A mean that excludes the padding depends on the position.
     if named.get("ceil_mode") or (any(padding) and not named.get("count_include_pad", True) and not divisor):
         return None
     geometry = kernel, stride, padding, [1]
@@ -220,15 +220,15 @@ def _normalise(call: Call) -> Result:
 
 def _concatenate(call: Call) -> Result:
     parts = call.args[0]
-    place = _around(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
+    place = _enclosing(parts, call.size) if call.named.get("dim", 0) in (1, -3) else None
     if place is None:
         return None
     return place, [torch.cat([_aligned(part, place, call.size) for part in parts], 1)]
 
 
 def pointwise(call: Call) -> Result:
-    """Compute any operation in which each place depends only on the same place of its arguments."""
-    place = _around([*call.args, *call.kwargs.values()], call.size) if len(call.step.shape) == 4 else None
+    """Compute any operation whose result at each location depends only on its arguments at that location."""
+    place = _enclosing([*call.args, *call.kwargs.values()], call.size) if len(call.step.shape) == 4 else None
     if place is None:
         return None
     args = [_aligned(part, place, call.size) for part in call.args]
@@ -236,8 +236,8 @@ def pointwise(call: Call) -> Result:
     return place, as_list(call.step.op(*args, **kwargs))
 
 
-def _around(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:
-    """Return rectangles around those of all patches; None if they nearly fill the map, or maps have other sizes."""
+def _enclosing(parts: Sequence[Any], size: tuple[int, ...]) -> Rectangles | None:
+    """Return rectangles around those of all patches; None if they nearly fill the map, or if maps differ in size."""
     patches = [part for part in parts if isinstance(part, Patch)]
     if any(patch.size != size for patch in patches):
         return None
@@ -257,7 +257,7 @@ def _least(starts: Iterable[tuple[int, ...]]) -> list[int]:
 
 
 def _aligned(part: Any, place: Rectangles, size: tuple[int, ...]) -> Any:
-    """Return an argument as it is in some rectangles."""
+    """Return the part of an argument within some rectangles."""
     if isinstance(part, Patch):
         return part.cut(place)
     if not isinstance(part, Tensor) or part.dim() == 0:
@@ -291,8 +291,8 @@ def patch_rule(op: Op) -> PatchRule | None:
 class WindowForward(PartialForward):
     """Computes a model's output for copies of an image that differ from it in one window each.
 
-    The operations are replayed on the rectangles that depend on the windows, as far as operations are local; after an
-    operation that is not, or where a rectangle nearly fills its map, on whole maps.
+    Local operations are replayed only on the rectangles that depend on the windows. Whole maps are computed after an
+    operation that is not local, and where a rectangle nearly fills its map.
 
     Args:
         model: As for `PartialForward`.
@@ -379,7 +379,7 @@ class _CleanReplay(Replay):
 
 
 class _PatchReplay(Replay):
-    """Replay on rectangles, and on whole maps where these are needed."""
+    """Replay on rectangles, or on whole maps where an operation needs them."""
 
     def __init__(self, program: Program, source: Patch, rows: int, maps: dict[int, Tensor]) -> None:
         super().__init__(program, source, rows)

@@ -5,12 +5,12 @@ the test that fails first when PyTorch changes it:
 
 - `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
   operations: `methods/test_rectified.py`.
-- `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call,
+- `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call;
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
   `inspection/test_edit.py`.
 - `Tensor._version`, `_base`, `_backward_hooks` detect in-place operations and restore the state of
   tensors: `inspection/test_record.py`, `inspection/test_edit.py`.
-- `Module._forward_hooks` and similar dicts list and order hooks, `_modules` and `_parameters` also list entries that
+- `Module._forward_hooks` and similar dicts list and order hooks; `_modules` and `_parameters` also list entries that
   are None or have two names: `hooks/test_hooks.py`, `engine/test_precision.py`.
 - `TorchDispatchMode`, `OpOverload._schema` record a forward to run parts of it again:
   `engine/test_tail.py`.

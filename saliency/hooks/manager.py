@@ -110,7 +110,7 @@ class HookManager(ExitStack[None]):
         self._handles: list[RemovableHandle] = []  # of hooks on graphs
         self._most_handles = 1024
         self.callback(_close, self._scope, self._registered, self._handles)
-        # Hooks hold the scope and not the manager. So a manager that is freed without __exit__ removes its hooks.
+        # Hooks hold the scope, not the manager. Therefore a manager that is freed without __exit__ removes its hooks.
         weakref.finalize(self, _close, self._scope, self._registered, self._handles)
 
     def __enter__(self) -> Self:
@@ -120,9 +120,9 @@ class HookManager(ExitStack[None]):
         active_scopes.scopes = [*(scope for scope in active_scopes.scopes if not scope.closed), self._scope]
         return self
 
-    def observe(self, layer: nn.Module, see: Callable[[Any], Any]) -> None:
-        """Call `see(output)` after each call of `layer`; a result other than None replaces the output."""
-        self._register_first(layer, see, ModuleHook)
+    def observe(self, layer: nn.Module, callback: Callable[[Any], Any]) -> None:
+        """Call `callback(output)` after each call of `layer`; a result other than None replaces the output."""
+        self._register_first(layer, callback, ModuleHook)
 
     def revise(self, layer: nn.Module, change: Callable[[Any], Any]) -> None:
         """Replace the output of each call of `layer` by `change(output)`, unless that is None.
@@ -132,14 +132,14 @@ class HookManager(ExitStack[None]):
         """
         self._register_first(layer, change, OutputOverride)
 
-    def _register_first(self, layer: nn.Module, see: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
+    def _register_first(self, layer: nn.Module, callback: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
         """Register a hook that runs before the user's own hooks, so that outputs that those keep have a gradient."""
         if not takes_hooks(layer):
             return
         scope = self._scope
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-            return see(output) if scope.acts() else None
+            return callback(output) if scope.acts() else None
 
         # Append before registering, so that the hook is also removed after Ctrl-C in between.
         self._registered.append((layer, kind(hook)))
@@ -158,7 +158,7 @@ class HookManager(ExitStack[None]):
     ) -> None:
         """Call `begin(args, kwargs)` before each call of `layer`, and `end(what begin returned, output)` after it.
 
-        A result of `end` other than None replaces the output. Both run after the user's own hooks: they see the final
+        A result of `end` other than None replaces the output. Both run after the user's own hooks: they callback the final
         arguments and output. `end` is not called for a call that raises; what `begin` returned for it is dropped at the
         next call of the layer at the latest. Neither is called inside a scripted module.
         """
@@ -184,7 +184,7 @@ class HookManager(ExitStack[None]):
             if tensor is None:
                 return None
             if record:
-                # Lasts until the no_grad block around the model's forward ends and restores its own state.
+                # Gradients stay enabled until the no_grad block around the model's forward ends.
                 torch.set_grad_enabled(True)
             kept = tensor.clone()
             if record and not kept.requires_grad and kept.is_floating_point():
@@ -206,35 +206,35 @@ class HookManager(ExitStack[None]):
         for site in sites:
             self._keep(site.node.register_hook(_node_hook(rule_for(site))))
 
-    def at_gradient(self, tensor: Tensor, see: Callable[[Tensor], Tensor | None]) -> None:
-        """Call `see` with the gradient of a tensor in each backward pass; a result other than None replaces it.
+    def at_gradient(self, tensor: Tensor, callback: Callable[[Tensor], Tensor | None]) -> None:
+        """Call `callback` with the gradient of a tensor in each backward pass; a result other than None replaces it.
 
-        It is the gradient of the tensor's present value: a later in-place operation makes no difference, unless the
+        It is the gradient of the tensor's current value. A later in-place operation makes no difference, unless the
         tensor is a view.
         """
         scope, is_leaf = self._scope, tensor.is_leaf
 
         def hook(gradient: Tensor) -> Tensor | None:
-            return see(gradient) if (scope.acts_on_leaves() if is_leaf else not scope.closed) else None
+            return callback(gradient) if (scope.acts_on_leaves() if is_leaf else not scope.closed) else None
 
         self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
         if not is_leaf:
             next_functions(tensor.grad_fn)
 
-    def at_input_edge(self, tensor: Tensor, at: InputEdge, see: Callable[[Tensor], None]) -> None:
-        """Call `see` with the gradient that one operation passes to `tensor`, its operand, in each backward pass."""
+    def at_input_edge(self, tensor: Tensor, at: InputEdge, callback: Callable[[Tensor], None]) -> None:
+        """Call `callback` with the gradient that an operation passes to its operand `tensor`, in each backward pass."""
         # The hook must not hold its node, because the node holds the hook.
         operands, like = at.operands, GradSpec(tensor.shape, tensor.dtype)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
             part = like.sum_of(grad_inputs, operands)
             if part is not None:
-                see(part)
+                callback(part)
 
         self._keep(at.node.register_hook(hook))
 
     def rewrite_input(
-        self, tensor: Tensor, exits: Sequence[InputEdge], rule: Callable[[Tensor], Tensor | None]
+        self, tensor: Tensor, edges: Sequence[InputEdge], rule: Callable[[Tensor], Tensor | None]
     ) -> None:
         """Replace the gradient that one call of a module passes to one of its inputs by what `rule` returns.
 
@@ -242,15 +242,15 @@ class HookManager(ExitStack[None]):
 
         Args:
             tensor: The input, before or after the call.
-            exits: The operations that pass on its gradient.
+            edges: The operations of the call that pass gradient to the input.
             rule: From the sum of their gradients to its replacement; None keeps the sum.
         """
         accumulator = GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
-        by_age = sorted(exits, key=lambda exit_: sequence_nr(exit_.node))
-        for at, exit_ in enumerate(by_age):
+        by_age = sorted(edges, key=lambda edge: sequence_nr(edge.node))
+        for at, edge in enumerate(by_age):
             # A hook holds only operations older than its own. None of them leads back to it, so there is no cycle.
             older = [older.node for older in by_age[:at]]
-            self._keep(exit_.node.register_hook(partial(accumulator.add, exit_.operands, older)))
+            self._keep(edge.node.register_hook(partial(accumulator.add, edge.operands, older)))
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)

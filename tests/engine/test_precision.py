@@ -19,7 +19,7 @@ from saliency.attribution.options import Precision
 from saliency.engine import fast_copy
 from saliency.engine.fast_copy import (
     FasterModel,
-    agreement,
+    error_and_cosine,
     faster_model,
     fold,
     foldable_pairs,
@@ -180,7 +180,7 @@ def test_a_batch_norm_that_only_some_images_take_is_left_alone(is_bright: Callab
     made = private_copy(model)
     fold(made, foldable_pairs(model, bright))
     for x in (bright, -bright):
-        assert agreement(made(x), model(x))[0] < 1e-12
+        assert error_and_cosine(made(x), model(x))[0] < 1e-12
 
 
 def test_batch_norms_without_statistics_are_left_alone() -> None:
@@ -254,16 +254,16 @@ def test_modules_with_hooks_of_any_kind_are_left_alone() -> None:
         handle.remove()
 
 
-def test_agreement_is_that_of_the_worst_tensor() -> None:
+def test_error_and_cosine_are_those_of_the_worst_tensor() -> None:
     a, b = torch.randn(3, 4), torch.randn(5)
-    assert agreement({"a": a, "n": torch.tensor(3)}, {"a": a, "n": torch.tensor(4)}) == (0, 1)
-    error, cosine = agreement((a, 2 * b), (a, b))
+    assert error_and_cosine({"a": a, "n": torch.tensor(3)}, {"a": a, "n": torch.tensor(4)}) == (0, 1)
+    error, cosine = error_and_cosine((a, 2 * b), (a, b))
     assert error == pytest.approx(1)
     assert cosine == pytest.approx(1)
-    assert agreement(-b, b)[1] == pytest.approx(-1)
+    assert error_and_cosine(-b, b)[1] == pytest.approx(-1)
     for other in (b[:2], b * float("nan"), b * float("inf"), (b, b), "nothing"):
-        assert agreement(other, b) == (float("inf"), -1)
-    assert agreement(torch.tensor(3), torch.tensor(3)) == (float("inf"), -1)
+        assert error_and_cosine(other, b) == (float("inf"), -1)
+    assert error_and_cosine(torch.tensor(3), torch.tensor(3)) == (float("inf"), -1)
 
 
 # Running. Time is decided by the tests, but for one.
@@ -308,7 +308,7 @@ def test_bf16_takes_and_gives_the_models_own_type(pace: list[float]) -> None:
     output = ours.model(x)
     assert output.dtype == torch.float32
     assert not torch.equal(output, model(x))
-    assert agreement(output, model(x))[1] > 0.99
+    assert error_and_cosine(output, model(x))[1] > 0.99
 
 
 def test_bf16_is_fast_where_gradients_are_computed(pace: list[float]) -> None:
@@ -580,7 +580,7 @@ def test_a_runner_of_a_private_copy_is_a_runner(pace: list[float]) -> None:
     del inner
     gc.collect()
     assert outer.note.startswith("bf16")
-    assert agreement(outer.model(x), model(x))[1] > 0.99
+    assert error_and_cosine(outer.model(x), model(x))[1] > 0.99
 
 
 def test_threads_share_a_model(pace: list[float]) -> None:
@@ -593,7 +593,7 @@ def test_threads_share_a_model(pace: list[float]) -> None:
 
     expected = model(x)
     for each in in_threads(work, range(4), times=3).values():
-        assert agreement(each, expected)[1] > 0.99
+        assert error_and_cosine(each, expected)[1] > 0.99
 
 
 @pytest.mark.parametrize("name", ["smooth_grad", "idgi", "guided_ig", "integrated_gradients"])
