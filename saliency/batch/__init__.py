@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,12 +99,23 @@ def batch(
     check_choice("engine", engine, ("local", "ray"), error=BatchError)
     if workers is not None:
         workers = check_integer("workers", workers, error=BatchError)
-    methods = (methods,) if isinstance(methods, str) else tuple(methods)
-    options, style, command = dict(options or {}), style or OverlayStyle(), tuple(command)
-    # Parameters that are options of a run have the same names there.
-    arguments = locals()
-    names = {field.name for field in fields(RunOptions)}
-    run_options = RunOptions(**{name: value for name, value in arguments.items() if name in names})
+    run_options = RunOptions(
+        model=model,
+        weights=weights,
+        methods=(methods,) if isinstance(methods, str) else tuple(methods),
+        layer=layer,
+        options=dict(options or {}),
+        target=target,
+        style=style or OverlayStyle(),
+        maps=maps,
+        batch_size=batch_size,
+        restart=restart,
+        retry=retry,
+        limit=limit,
+        strict=strict,
+        command=tuple(command),
+        on_progress=on_progress,
+    )
     folder = Path(out)
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
         raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
