@@ -109,7 +109,7 @@ class Run:
 
         options = self.options
         model = load_model(options)
-        self._check_and_describe(Network(options, model))
+        self._describe(Network(options, model))
         # A resumed run keeps its batch size. Only a smaller size is accepted, for machines with less memory.
         known = [size for size in (options.batch_size, self.head.get("batch_size")) if size is not None]
         size = min(known, default=max(1, min(engine.default_batch_size, len(self.images) // engine.parallel)))
@@ -135,12 +135,8 @@ class Run:
             if is_interrupted():
                 raise KeyboardInterrupt(f"{len(self._done)} of {self.total} images are done; re-run to resume")
 
-    def _check_and_describe(self, network: Any) -> None:
-        """Check the colormap, and add the methods and the number of classes to the head."""
-        if self.options.style.colormap is not None:
-            from ..render.blending import color_table
-
-            color_table(self.options.style.colormap)
+    def _describe(self, network: Any) -> None:
+        """Add the methods and the number of classes to the head."""
         self.head["methods"] = [
             {"name": method.name, "settings": dict(method.settings), "sign": method.sign, "units": method.units}
             for method in network.methods

@@ -99,6 +99,10 @@ class OverlayStyle:
         if self.percentile not in (None, "auto"):
             hint = ', "auto" or None'
             check_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)
+        if self.colormap is not None:
+            from ..render.blending import color_table
+
+            color_table(self.colormap)  # raises RenderError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def arguments_of(function: Callable[..., object], arguments: argparse.Namespace)
 
 
 def overlay_style(arguments: argparse.Namespace) -> OverlayStyle:
-    """Return the overlay style of the parsed arguments. Raises BatchError if a value is outside its range."""
+    """Return the overlay style of the parsed arguments. Raises BatchError or RenderError if a value is invalid."""
     return OverlayStyle(**arguments_of(OverlayStyle, arguments))
 
 
