@@ -7,7 +7,6 @@ so that `grep` and `cut` work.
 from __future__ import annotations
 
 import io
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,6 @@ from rich.text import Text
 from ..errors import SaliencyError, SaliencyWarning, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
-
-_COMMAND_LINE_OPTIONS = {
-    r'\b(?:pass|use) smooth="(\w+)"': r"use --set smooth=\1",
-    r"\bweights=None": "--weights none",
-    r'\bweights="([^"]+)"': r"--weights \1",
-    r'\bsign="(\w+)"': r"--sign \1",
-    r"\blayer=\.\.\.": "--layer",
-}
 
 
 class UsageError(SaliencyError):
@@ -63,7 +54,7 @@ class Screen:
 
     def error(self, message: object) -> None:
         """Print a message on standard error, even if `quiet`."""
-        line = Text.assemble(("saliency: ", "bold red"), with_command_line_options(one_line(message)))
+        line = Text.assemble(("saliency: ", "bold red"), one_line(message))
         self._err.print(line, soft_wrap=not self._err.is_terminal)
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
@@ -106,7 +97,7 @@ class Screen:
         subjects: dict[str, list[str]] = {}
 
         def collect(message: Warning | str, *_: Any, **__: Any) -> None:
-            named = subjects.setdefault(with_command_line_options(one_line(message)), [])
+            named = subjects.setdefault(one_line(message), [])
             if self.subject and self.subject not in named:
                 named.append(self.subject)
 
@@ -125,13 +116,6 @@ class Screen:
 def one_line(message: object) -> str:
     """Return a message as one printable line."""
     return visible(" ".join(str(message).split()))
-
-
-def with_command_line_options(message: str) -> str:
-    """Replace Python options in a message by those of the command line."""
-    for pattern, option in _COMMAND_LINE_OPTIONS.items():
-        message = re.sub(pattern, option, message)
-    return message
 
 
 def _console(stream: TextIO) -> Console:

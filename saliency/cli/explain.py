@@ -27,10 +27,9 @@ from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..io.preprocess import Frame
 from ..methods import METHODS
-from ..render.blending import color_table
 from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet, shrink
-from .console import Screen, UsageError, with_command_line_options
+from .console import Screen, UsageError
 from .options import ALL, METHOD, arguments_of, overlay_style
 
 SHEET = "sheet.png"
@@ -49,8 +48,6 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings)}
     options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
-    if options.style.colormap is not None:
-        color_table(options.style.colormap)
     network = _open_network(options, arguments.device, screen)
     files = [f"{image.name}.{method}.png" for image in images for method in methods]
     _prepare_folder(arguments.out, [*files, SHEET] if arguments.sheet else files, [image.path for image in images])
@@ -176,9 +173,7 @@ def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen:
 
 
 def _result(row: Row, out: Path) -> Text:
-    return (
-        Text(visible(out / row["overlay"])) if row["overlay"] else Text(with_command_line_options(row["error"]), "dim")
-    )
+    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(row["error"], "dim")
 
 
 def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from saliency.cli import main
-from saliency.cli.console import Screen, with_command_line_options
+from saliency.cli.console import Screen
 from saliency.errors import SaliencyWarning, visible
 from tests.batchwork import forked
 from tests.commandline import copies, started
@@ -85,12 +85,6 @@ def test_a_single_photo_needs_no_bar(tmp_path: Path) -> None:
 def test_a_pipe_gets_whole_lines_without_colours(capsys: pytest.CaptureFixture[str]) -> None:
     Screen().table(["name", "what"], [["日本", Text("x" * 300, "red")], ["b", ""]])
     assert capsys.readouterr().out.splitlines() == ["name  what", f"日本  {'x' * 300}", "b"]
-
-
-def test_python_options_are_said_as_they_are_typed() -> None:
-    said = 'pass smooth="positive" to rewrite; weights=None, or weights="a.pth"; sign="signed"; with layer=...'
-    typed = "use --set smooth=positive to rewrite; --weights none, or --weights a.pth; --sign signed; with --layer"
-    assert with_command_line_options(said) == typed
 
 
 def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
