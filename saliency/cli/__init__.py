@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 
+from ..batch import StoppedError
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, did_you_mean
 from .options import Parser
@@ -77,7 +78,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         return code
     except SaliencyError as error:
         screen.error(error)
-        return 2
+        return 1 if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt as interrupt:
         screen.error(f"interrupted{f'; {interrupt}' if interrupt.args else ''}")
         return 130

@@ -10,7 +10,7 @@ import sys
 
 from rich.text import Text
 
-from ..batch import StoppedError, Summary, batch
+from ..batch import Summary, batch
 from ..errors import plural, visible
 from .console import Screen
 from .options import ALL, METHOD, arguments_of, overlay_style
@@ -19,18 +19,14 @@ from .options import ALL, METHOD, arguments_of, overlay_style
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
     with screen.progress() as show:
-        try:
-            options = arguments_of(batch, arguments) | {
-                "methods": _methods(arguments.methods or [METHOD]),
-                "options": dict(arguments.settings),
-                "style": overlay_style(arguments),
-                "command": ["saliency", *sys.argv[1:]],
-                "on_progress": lambda progress: show(progress.done, progress.total, progress.failed),
-            }
-            summary = batch(**options)
-        except StoppedError as error:
-            screen.error(error)
-            return 1
+        options = arguments_of(batch, arguments) | {
+            "methods": _methods(arguments.methods or [METHOD]),
+            "options": dict(arguments.settings),
+            "style": overlay_style(arguments),
+            "command": ["saliency", *sys.argv[1:]],
+            "on_progress": lambda progress: show(progress.done, progress.total, progress.failed),
+        }
+        summary = batch(**options)
     _print_summary(summary, screen)
     # With --method all, a method that does not apply to the model is not a failure.
     expected = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()

@@ -7,28 +7,20 @@ from collections import Counter
 
 from rich.text import Text
 
-from ..batch import StoppedError
 from ..batch.drawing import redraw
 from ..batch.report import report as write_page
 from ..errors import plural, visible
-from ..render.blending import color_table
 from .console import Screen, UsageError
 from .options import overlay_style
 
 
 def render(arguments: argparse.Namespace, screen: Screen) -> int:
     """Redraw the overlays, print their number, and return the exit code."""
-    if arguments.colormap is not None:
-        color_table(arguments.colormap)
     style, counts = overlay_style(arguments), Counter[str]()
-    try:
-        for image in redraw(arguments.maps, arguments.out, style=style, methods=arguments.methods or []):
-            counts["failed" if image.failure else "small" if image.is_small else "large"] += 1
-            if image.failure is not None:
-                screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
-    except StoppedError as error:
-        screen.error(error)
-        return 1
+    for image in redraw(arguments.maps, arguments.out, style=style, methods=arguments.methods or []):
+        counts["failed" if image.failure else "small" if image.is_small else "large"] += 1
+        if image.failure is not None:
+            screen.error(f"{visible(image.map)}: {visible(image.failure.reason)}")
     screen.say(f"{plural(counts['large'] + counts['small'], 'overlay')} in {visible(arguments.out)}")
     if counts["small"]:
         screen.say(Text(f"{counts['small']} of them on the small preview: the image was removed or has changed", "dim"))

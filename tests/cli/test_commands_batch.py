@@ -26,7 +26,7 @@ from saliency.batch.drawing import encode_map, read_map, redraw
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import write_parquet
 from saliency.cli import batch as batching
-from saliency.cli import command_parser
+from saliency.cli import command_parser, main
 from saliency.cli import render as rendering
 from saliency.cli.console import Screen
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
@@ -75,7 +75,9 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     assert "5 of 5 images done by earlier runs" in out
 
 
-def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp_path: Path) -> None:
+def test_failures_are_told_and_the_exit_code_says_so(
+    run: Run, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (source / "02.png").write_bytes(b"")
     code, out, err = run(source, "--out", tmp_path / "out")
     assert code == 1
@@ -83,9 +85,8 @@ def test_failures_are_told_and_the_exit_code_says_so(run: Run, source: Path, tmp
     assert err == f"saliency: {source}/02.png: is empty\n"
     assert "1 image with failures: 1 ImageError; --retry" in out
     assert run(source, "--out", tmp_path / "out")[0] == 1
-    code, _, err = run(source, "--out", tmp_path / "strict", "--strict")
-    assert code == 1
-    assert "--strict" in err
+    assert main(["batch", str(source), "--out", str(tmp_path / "strict"), "--strict"]) == 1
+    assert "--strict" in capsys.readouterr().err
 
 
 def test_photos_that_changed_or_were_removed_are_told(run: Run, source: Path, tmp_path: Path) -> None:
@@ -163,14 +164,15 @@ def test_slips_of_the_keyboard_are_one_line(
 
 
 def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(
-    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("saliency.batch.drawing.save_picture", full)
-    code, _, err = run(source, "--out", tmp_path / "out")
-    assert code == 1
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
+    assert main(["batch", str(source), "--out", str(tmp_path / "out")]) == 1
+    err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "No space left on device; finished images are kept: free disk space" in err
 
