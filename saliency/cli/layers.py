@@ -6,7 +6,7 @@ import argparse
 import base64
 import io
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     html: Path | None = arguments.html
     if html and (html.is_dir() or is_stream(html) or not os.access(html.parent, os.W_OK)):
         raise UsageError(f"--html {html} cannot be written; choose a file in an existing, writable folder")
-    model, weights = _load_model(arguments.model, arguments.weights, screen)
+    with screen.waiting(f"loading {arguments.model}"):
+        model = load(arguments.model, weights=arguments.weights)
     categories = getattr(model, "categories", None)
     target = ResolvedTarget(find_class(arguments.target, categories), 1, categories)
     batch = read(arguments.photo or _noise(), getattr(model, "preprocess", None), like=reference_tensor(model))
@@ -96,18 +97,12 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.say(Text(f"{hidden}; explain --layer accepts any layer with a grid", "dim"))
     if html is not None:
         source = f"from {Path(arguments.photo).name}" if arguments.photo else "of noise"
+        weights = "random weights" if arguments.weights is None else f"weights: {arguments.weights}"
         measured = f"{table.model.kind}, {weights}; input {'x'.join(map(str, x.shape))} {source}"
         versions = f"saliency {version('saliency-toolkit')}, torch {torch.__version__}"
         _write_page(html, f"{arguments.model}: layers", f"{measured}; {versions}", sections)
         screen.say(f"written: {visible(html)}")
     return 0
-
-
-def _load_model(name: str, weights: str | None, screen: Screen) -> tuple[nn.Module, str]:
-    """Return the model and a description of its weights."""
-    with screen.waiting(f"loading {name}"):
-        model = load(name, weights=weights)
-    return model, {"default": "default weights", None: "random weights"}.get(weights, f"weights {weights}")
 
 
 def _noise() -> Image.Image:
@@ -137,7 +132,7 @@ def _layer_section(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan)
         text += f" Shown are {len(rows)} of {len(table)} layers: use --all for all, or --depth."
     if scan.default:
         text += f' The arrow marks "{scan.default}", which class activation maps read by default.'
-    return Section("Layers", text, _without_columns(Table(rows, columns, table.title, table.notes)))
+    return Section("Layers", text, Table(rows, columns, table.title, table.notes))
 
 
 def _gradient_sections(
@@ -160,26 +155,20 @@ def _gradient_sections(
 
 
 def _select_rows(table: Table[Any], names: set[str]) -> Table[Any]:
-    """Return the rows with these names, without empty columns."""
-    return _without_columns(table.of([row for row in table if row.name in names], table.notes))
-
-
-def _without_columns(table: Table[Any], dropped: Collection[str] = ()) -> Table[Any]:
-    """Return the table without its empty columns, and without the columns with the titles `dropped`."""
-    columns = [column for column in table.columns if column.title not in dropped]
-    columns = [column for column in columns if not table.rows or any(map(column.text, table.rows))]
-    return Table(table.rows, columns, table.title, table.notes)
+    """Return the table with only the rows with these names."""
+    return Table([row for row in table if row.name in names], table.columns, table.title, table.notes)
 
 
 def _print(table: Table[Any], screen: Screen) -> None:
     """Print a table, on a terminal without the columns that do not fit its width."""
     dropped: list[str] = []
+    shown = Table(table.rows, table.columns)
     for title in _DISPENSABLE if screen.is_terminal else ():
-        lines = str(Table(table.rows, _without_columns(table, dropped).columns)).splitlines()
-        if max(map(cell_len, lines)) <= screen.width:
+        if max(map(cell_len, str(shown).splitlines())) <= screen.width:
             break
-        dropped += [column.title for column in table.columns if column.title == title]
-    screen.say(str(_without_columns(table, dropped)))
+        dropped += [column.title for column in shown.columns if column.title == title]
+        shown = Table(table.rows, [column for column in shown.columns if column.title != title])
+    screen.say(str(Table(table.rows, shown.columns, table.title, table.notes)))
     if dropped:
         screen.say(f"columns that do not fit: {', '.join(dropped)}; use a wider terminal, a pipe or --html")
     screen.say()

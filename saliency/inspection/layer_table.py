@@ -74,24 +74,20 @@ class LayerTable(Table[LayerRow]):
 
 
 def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
-    """Return the columns that are not empty. Names are indented relative to the outermost row."""
+    """Return the columns. Names are indented relative to the outermost row."""
     outermost = min((row.depth for row in rows), default=0)
-    columns: list[Column[LayerRow]] = [
+    of_time = "share of the time of one forward pass, including submodules"
+    of_functions = "functions that the layer calls directly, outside its submodules, with their number of calls"
+    return [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
         Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
         _count_column("parameters", model, "including those of submodules"),
         _count_column("multiply_adds", model, "of convolutions, matrix products and attention, for the whole batch"),
+        Column("time", lambda row: share(row.time_share), hint=of_time, bar=lambda row: row.time_share),
+        Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"),
+        Column("functions", lambda row: _functions_text(row.functional), "left", of_functions),
     ]
-    if model.time_share is not None:
-        hint = "share of the time of one forward pass, including submodules"
-        columns.append(Column("time", lambda row: share(row.time_share), hint=hint, bar=lambda row: row.time_share))
-    if any(row.calls != 1 for row in rows):
-        columns.append(Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"))
-    if any(row.functional for row in rows):
-        hint = "functions that the layer calls directly, outside its submodules, with their number of calls"
-        columns.append(Column("functions", lambda row: _functions_text(row.functional), "left", hint))
-    return columns
 
 
 def _count_column(field_name: str, model: LayerRow, hint: str) -> Column[LayerRow]:

@@ -349,7 +349,7 @@ class _ActivationCollector(_Collector):
         nonfinite = self.notes or ["no NaN, no infinity"]
         notes = [str(self.batches), _dead_note(inner, images), *nonfinite, *self.uncalled_note()]
         title = f"Activations of {type(self.batches.original).__name__}"
-        table = ActivationStatistics(rows, _activation_columns(rows, rectifiers), title, notes)
+        table = ActivationStatistics(rows, _activation_columns(rectifiers), title, notes)
         table.first_nonfinite = self.first_nonfinite
         table.dead_channels = sum(len(row.dead) for row in inner)
         table.images, table.batches = images, self.batches.batches
@@ -373,13 +373,11 @@ def _dead_note(rectifiers: Sequence[LayerActivations], images: int) -> str:
     return f"{note} (for one image; other images activate many of them)" if dead and images == 1 else note
 
 
-def _activation_columns(
-    rows: Sequence[LayerActivations], rectifiers: Sequence[LayerActivations]
-) -> list[Column[LayerActivations]]:
+def _activation_columns(rectifiers: Sequence[LayerActivations]) -> list[Column[LayerActivations]]:
     dead = {(row.name, row.call): str(len(row.dead)) for row in rectifiers if row.dead}
     hint = "channels that were never above zero, in layers that rectify"
     return [
-        *_layer_columns(rows, "mean", "std", "min", "max"),
+        *_layer_columns("mean", "std", "min", "max"),
         Column("channels", lambda row: "" if row.channels is None else str(row.channels)),
         Column("dead", lambda row: dead.get((row.name, row.call), ""), hint=hint),
     ]
@@ -571,7 +569,7 @@ class _GradientCollector(_Collector):
         return rows
 
     def _layer_table(self, rows: Sequence[LayerGradients], title: str, ratio: str) -> Table[LayerGradients]:
-        columns = _layer_columns(rows, *_GRADIENT_STATISTICS)
+        columns = _layer_columns(*_GRADIENT_STATISTICS)
         columns.append(Column(ratio, lambda row: number(row.ratio), hint="for all parameters of the layer together"))
         notes = [
             str(self.batches),
@@ -606,7 +604,7 @@ def _parameter_table(
     columns: list[Column[ParameterGradients]] = [
         Column("parameter", lambda row: row.name, "left"),
         Column("shape", lambda row: "x".join(map(str, row.shape)) or "1", "left"),
-        *_statistics_columns(rows, *_GRADIENT_STATISTICS),
+        *_statistics_columns(*_GRADIENT_STATISTICS),
         Column("weight norm", lambda row: number(row.weight_norm)),
         Column(ratio, partial(_text, "ratio")),
     ]
@@ -627,11 +625,11 @@ def _statistics(known: Moments) -> dict[str, Any]:
     return {**values, "count": known.count, "nan": known.nan, "inf": known.inf}
 
 
-def _layer_columns(rows: Sequence[_LayerStatistics[Any]], *names: str) -> list[Column[Any]]:
+def _layer_columns(*names: str) -> list[Column[Any]]:
     return [
         Column("layer", lambda row: _label(row, row.name or "(the model)"), "left"),
         Column("kind", lambda row: row.kind, "left"),
-        *_statistics_columns(rows, *names),
+        *_statistics_columns(*names),
     ]
 
 
@@ -640,12 +638,11 @@ def _label(row: _LayerStatistics[Any], name: str) -> str:
     return f"{name} ({row.call + 1})" if row.calls > 1 else name
 
 
-def _statistics_columns(rows: Sequence[_Statistics[Any]], *names: str) -> list[Column[Any]]:
-    """Return the columns of the values. NaN and infinity have a column only if they occur."""
+def _statistics_columns(*names: str) -> list[Column[Any]]:
+    """Return the columns of the values."""
     columns: list[Column[Any]] = [Column(name, partial(_text, name)) for name in names]
     columns.append(Column("zeros", lambda row: share(row.zero_share), hint="exactly 0", bar=lambda row: row.zero_share))
-    if any(row.nan or row.inf for row in rows):
-        columns.append(Column("NaN, Inf", lambda r: str(r.nan + r.inf or ""), alert=lambda r: r.nan + r.inf > 0))
+    columns.append(Column("NaN, Inf", lambda r: str(r.nan + r.inf or ""), alert=lambda r: r.nan + r.inf > 0))
     return columns
 
 

@@ -51,7 +51,7 @@ class Table(Sequence[Row]):
 
     Args:
         rows: Frozen dataclasses.
-        columns: The displayed columns; `rows` and `dataframe()` contain all fields.
+        columns: The displayed columns, except those with only empty cells; `rows` and `dataframe()` contain all fields.
         title: The title of the table.
         notes: Notes below the table.
     """
@@ -60,7 +60,7 @@ class Table(Sequence[Row]):
         self, rows: Iterable[Row], columns: Sequence[Column[Row]], title: str = "", notes: Iterable[str] = ()
     ) -> None:
         self.rows: tuple[Row, ...] = tuple(rows)
-        self.columns: tuple[Column[Row], ...] = tuple(columns)
+        self.columns = tuple(c for c in columns if not self.rows or any(map(c.text, self.rows)))
         self.title = title
         self.notes: tuple[str, ...] = tuple(notes)
 

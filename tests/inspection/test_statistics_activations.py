@@ -363,9 +363,9 @@ def test_a_linear_layer_that_is_all_zeros_as_before_training_is_no_rectifier() -
 
 
 def dead_cells(table: ActivationStatistics) -> dict[str, str]:
-    """What stands below "dead", by layer."""
-    at = [each.title for each in table.columns].index("dead")
-    return {row.name: cells[at] for row, cells in zip(table, table.cells(), strict=True)}
+    """What stands below "dead", by layer; "" if the table has no such column."""
+    dead = next((each.text for each in table.columns if each.title == "dead"), lambda row: "")
+    return {row.name: dead(row) for row in table}
 
 
 def test_dead_channels_are_shown_where_a_layer_rectifies() -> None:
