@@ -169,8 +169,6 @@ class _Writer:
             self._prepare(folder)
 
     def _prepare(self, folder: Path) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise MethodError(f"expected a folder for the features; {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
         paths = sorted(folder.glob("shard-*.safetensors"))
         for path in paths:
@@ -309,9 +307,6 @@ def extract_features(
         NotApplicableError: A layer is inside TorchScript, where hooks do not run.
         OSError: A file cannot be written, for example on a full disk. Files written before are complete.
     """
-    folder: object = out
-    if folder is not None and (not isinstance(folder, str | os.PathLike) or not os.fspath(folder)):
-        raise MethodError(f"out={out!r}: expected a folder for the features, or None for memory")
     if shard_images is not None:
         check_integer("shard_images", shard_images)
     given: object = dtype
@@ -320,9 +315,6 @@ def extract_features(
     network = unwrap(model)
     modules = select_layers(network, layers)
     require_seen(network, modules)
-    reserved = next((name for name in modules if name in (_LABELS, "__metadata__")), None)
-    if reserved is not None:
-        raise LayerError(f'features of a layer "{reserved}" cannot be stored: the name is reserved')
     writer = _Writer(None if out is None else Path(out), shard_images)
     number = -1
     for number, batch in enumerate(model_calls(model, data)):
@@ -345,8 +337,6 @@ def _rows_of(
         outputs[name] = None
         if tensor is not None:
             tensor = tensor.detach() if pool is None else pool(tensor.detach())
-            if not isinstance(tensor, Tensor):
-                raise MethodError(f'pool returned {type(tensor).__name__} for layer "{name}"; expected a tensor')
             # Copy: later operations may change the tensor in place.
             copied = torch.empty_like(tensor, dtype=dtype, device="cpu", memory_format=torch.contiguous_format)
             outputs[name] = copied.copy_(tensor)
