@@ -64,11 +64,11 @@ class Attribution(HasOptions, ABC):
     sign: ClassVar[Sign] = "signed"
     """Sign of the values that the method's authors show."""
     units: ClassVar[str] = "score"
-    """Units of the values. With "score", values below the rounding error of the score are drawn as zero."""
+    """Units of the values. Values in score units are drawn as zero if the rounding error of the score exceeds them."""
     is_complete: ClassVar[bool] = True
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
     quick_options: ClassVar[Mapping[str, Any]] = {}
-    """Options of a quick call for tests and previews; needed if the defaults take many passes."""
+    """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
 
     model: PositionalOption[nn.Module, nn.Module] = PositionalOption(
         check=lambda method, model: unwrap(model), kw_only=False
@@ -298,11 +298,11 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     """
     methods = list(methods) if isinstance(methods, list | tuple) else []
     if not methods or not all(isinstance(method, Attribution) for method in methods):
-        raise MethodError("explain_together takes first a list of methods, such as [GradCAM(model), LayerCAM(model)]")
+        raise MethodError("expected a list of methods as the first argument, such as [GradCAM(model), LayerCAM(model)]")
     first = methods[0]
     expected = (first.model, first.preprocess, first.categories)
     if any((method.model, method.preprocess, method.categories) != expected for method in methods):
-        raise MethodError("explain_together takes methods with the same model, preprocessing and class names")
+        raise MethodError("the methods of explain_together must have the same model, preprocessing and class names")
     batch = first.read(image)
     resolved = ResolvedTarget(target, len(batch.tensor), first.categories)
     targets = [method.explained_target(resolved) for method in methods]

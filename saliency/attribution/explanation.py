@@ -39,8 +39,8 @@ class Explanation:
     `np.asarray(e)` gives the values.
 
     Attributes:
-        values: (N, C, H, W) at the input, in score units per unit of the normalised input unless the method states
-            other units, or (N, 1, h, w) at a layer, in score units.
+        values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer. The units at the input are score units per unit
+            of the normalised input, unless the method states others. At a layer they are score units.
         scores: (N,) the explained scores, in the units of the model's output.
         method: The method's name in the registry.
         settings: The method's options.

@@ -94,7 +94,7 @@ class PositionalOption(ConvertedOption[_Given, _Stored]):
 
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(PositionalOption,))
 class HasOptions:
-    """Base class of classes whose constructor takes their declared options.
+    """Base class that provides a constructor, which takes all options declared in the class.
 
     A class may have a constructor of its own, which passes the options on.
     """

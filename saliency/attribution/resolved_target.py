@@ -212,7 +212,7 @@ def _noise_like(x: Tensor) -> Tensor:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """Return the type in which a model computes: that of the image, or of the caller's autocast."""
+    """Return the dtype in which a model computes: the dtype of the image, or of the caller's autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -3,9 +3,15 @@
     batch                 explain images into a folder; the command `saliency batch` calls it
     drawing.redraw        draw overlays from saved maps in another style
 
-The output folder contains overlays/, photos/ and heat/ (images of the page), maps/ (with `maps=True`), manifest.jsonl
-(a row per image and method), manifest.json (model, options and state of the run), manifest.parquet, listing.jsonl (the
-numbered images) and index.html (the page).
+The output folder contains:
+
+    overlays/             the overlays
+    photos/, heat/        images of the gallery page
+    maps/                 saved maps (with `maps=True`)
+    manifest.jsonl        a row per image and method; the same table as manifest.parquet
+    manifest.json         model, options and state of the run
+    listing.jsonl         the numbered images
+    index.html            the gallery page
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def _images_of_folder(root: str, recursive: bool, out: str | None, literal: bool
 def read_shard(file: str) -> Iterator[ImageEntry]:
     """Yield the images of a tar file in file order, without extracting to disk.
 
-    Members with the same name up to the first dot belong to one sample: 0001.jpg, 0001.cls (a class index or name),
-    0001.json (an object with "cls", "label", "class" or "target").
+    Members with the same name up to the first dot belong to one sample, such as 0001.jpg with its target. The target is
+    in 0001.cls (a class index or name) or in 0001.json (an object with "cls", "label", "class" or "target").
     """
     whole = _entry(file)
     waiting: list[ImageEntry] = []

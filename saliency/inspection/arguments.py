@@ -135,8 +135,8 @@ def model_calls(model: nn.Module, data: Any) -> Iterator[ModelCall]:
 
     Args:
         model: As for `model_call`.
-        data: One example as for `model_call`, or any iterable of batches: tensors, mappings of keyword arguments, lists
-            of images, or pairs of one of these and labels, as in data loaders.
+        data: One example as for `model_call`, or any iterable of batches, such as a data loader. A batch is a tensor, a
+            mapping of keyword arguments, a list of images, or a pair of one of these and labels.
 
     Raises:
         ImageError: A batch cannot be read.
@@ -179,8 +179,8 @@ class Batches:
     Args:
         model: The model, which is left unchanged.
         data: As for `model_calls`.
-        training: Whether to run a private copy in training mode, where normalisation uses the batch and dropout draws
-            from separate seeds.
+        training: Whether to run a private copy in training mode, where normalisation uses batch statistics and
+            dropout uses its own seeds.
 
     Raises:
         ModelError: The model is not a module, has parameters without values, or cannot be copied.

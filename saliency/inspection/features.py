@@ -301,8 +301,8 @@ def extract_features(
 
     Raises:
         ImageError: The data cannot be read or contain no image, or labels are of different kinds.
-        LayerError: A layer does not exist, was not called, returns no tensor or not one row per image, or returns rows
-            of a different shape in a later batch.
+        LayerError: A layer does not exist, was not called, or returns no tensor. Or its rows are not one per image, or
+            have different shapes in different batches.
         MethodError: An option is invalid, or the folder contains complete features.
         NotApplicableError: A layer is inside TorchScript, where hooks do not run.
         OSError: A file cannot be written, for example on a full disk. Files written before are complete.

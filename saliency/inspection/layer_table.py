@@ -124,8 +124,8 @@ def layer_table(
             itself if none does.
         depth: The largest depth in the tree of modules: 1 for the outermost layers that run.
         times: Whether to measure times, or the number of timed forward passes, 3 by default. The fastest pass of each
-            layer is used. On an accelerator each layer is synchronised, which gives correct shares but slows down the
-            model.
+            layer is used. On an accelerator each layer is synchronised, which makes the shares correct but slows down
+            the model.
 
     Returns:
         A sequence of rows that prints as text, displays as HTML and converts with `dataframe()`.

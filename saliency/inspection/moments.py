@@ -98,7 +98,7 @@ def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Momen
     Args:
         tensor: As for `moments`. No reference to it is kept.
         sample: Whether to estimate the moments from 8192 values in evenly spaced blocks at fixed positions. The
-            extremes are those of the sample, and NaN outside the sample is missed.
+            extremes are those of the sample, and any NaN outside the sample is missed.
     """
     require_plain(tensor)
     values = _flat(real_values(tensor))

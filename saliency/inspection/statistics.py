@@ -232,8 +232,8 @@ def activation_statistics(
         data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
             batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
-        training: Whether to run a private copy of the model in training mode, where normalisation uses the batch and
-            dropout has seeds of its own. Use it for untrained batch normalisation: its running statistics are
+        training: Whether to run a private copy of the model in training mode. Normalisation then uses batch statistics,
+            and dropout uses its own seeds. Use it for untrained batch normalisation: its running statistics are
             zeros and ones, so evaluation mode gives activations that do not occur in training.
 
     Raises:
@@ -414,8 +414,8 @@ def gradient_statistics(
         learning_rate: The learning rate of plain gradient descent. The `ratio` of a parameter is then the norm of its
             update divided by the norm of the weight; about 0.001 is usual. The ratio of a layer covers all its
             parameters with a gradient. None gives ratios of the gradient itself.
-        training: Whether to run a private copy of the model in training mode, where normalisation uses the batch and
-            dropout has seeds of its own. Use it for untrained batch normalisation, for which evaluation mode gives
+        training: Whether to run a private copy of the model in training mode. Normalisation then uses batch statistics,
+            and dropout uses its own seeds. Use it for untrained batch normalisation, for which evaluation mode gives
             misleading gradients.
 
     Raises:
@@ -586,7 +586,7 @@ def _gradient_moments(tensor: Tensor) -> Moments | None:
 
 
 def _leaf_copy(starts: list[Tensor], tensor: Tensor) -> Tensor:
-    """Copy an input such that it requires a gradient, so that gradients also flow through frozen layers."""
+    """Copy an input as a tensor that requires a gradient, so that gradients also flow through frozen layers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
     starts.append(leaf(tensor))
@@ -720,8 +720,8 @@ def gradient_flow(
 
     Args:
         statistics: From `gradient_statistics`.
-        of: "layers" for the gradients at the outputs of layers, "parameters" for those of weights with more than one
-            axis.
+        of: "layers" for the gradients at the outputs of layers, "parameters" for the gradients of weights with more
+            than one axis.
         measure: "norm" for the Euclidean norm, "rms" for the root mean square, or for parameters "ratio". The root mean
             square is smaller in wider layers, so title, colours and the shaded band still compare norms. "ratio" is
             update / weight if the statistics have a learning rate, else gradient / weight.

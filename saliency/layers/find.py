@@ -226,8 +226,8 @@ def _top_score(output: Any) -> Tensor:
 def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: int | None) -> tuple[SpatialLayer, ...]:
     """Return the candidates for the default layer, in the order in which they finished.
 
-    These layers are excluded: single cells, images, the class scores of a segmentation, pooling before the head, layers
-    without effect in evaluation mode, attention maps (tokens by tokens), queries and keys.
+    Excluded are layers without effect in evaluation mode, pooling before the head, queries and keys. Also excluded are
+    outputs that are a single cell, an image, the class scores of a segmentation, or attention (tokens by tokens).
     """
     tokens = {layer.shape[1] for layer in spatial if layer.layout.kind == "NTC"}
 
