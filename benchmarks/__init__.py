@@ -1,4 +1,7 @@
-"""Measurements, as ratios within one run. One thread: others would spin, and their waiting would count as work."""
+"""Benchmarks, mostly as ratios of times within one run.
+
+One thread is used, because waiting threads spin, which would count as CPU time.
+"""
 
 import os
 

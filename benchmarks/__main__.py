@@ -1,8 +1,7 @@
-"""Every benchmark in one command: `python -m benchmarks` prints the tables and keeps them in benchmarks/results/.
+"""Run benchmarks: `python -m benchmarks [NAME ...]` prints the tables and writes them to benchmarks/results/.
 
-Behind it stand the names of those that are wanted; without any, all of them run, for an hour or so.
-
-Keep the machine quiet meanwhile: a busy neighbour shows in every figure.
+Without names, all benchmarks run, which takes about an hour. Run nothing else on the machine meanwhile: other
+processes change all results.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PACKAGES = ("torch", "torchvision", "timm", "captum", "grad-cam", "torchcam", "m
 
 
 class Tee(io.StringIO):
-    """Keeps what is printed, and shows it."""
+    """Stream that stores the printed text and also prints it."""
 
     def write(self, text: str) -> int:
         sys.__stdout__.write(text) if sys.__stdout__ else None
@@ -34,26 +33,26 @@ class Tee(io.StringIO):
 
 
 def machine() -> str:
-    """What the figures were measured on."""
-    found = []
+    """Return one line on the machine and the versions of the packages."""
+    versions = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
     processor = "unknown processor"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     where = f"{processor}, {os.cpu_count()} cores, no accelerator" if not torch.cuda.is_available() else processor
-    return f"Measured on {where}, Python {platform.python_version()}, {', '.join(found)}.\n"
+    return f"Measured on {where}, Python {platform.python_version()}, {', '.join(versions)}.\n"
 
 
-def keep(name: str, benchmark: Callable[[], None]) -> None:
-    """Run a benchmark and keep what it prints."""
-    printed = Tee()
-    with contextlib.redirect_stdout(printed):
+def run_and_save(name: str, benchmark: Callable[[], None]) -> None:
+    """Run a benchmark and write its output to a file in `RESULTS`."""
+    output = Tee()
+    with contextlib.redirect_stdout(output):
         benchmark()
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(f"{machine()}\n{printed.getvalue().strip()}\n")
+    (RESULTS / f"{name}.md").write_text(f"{machine()}\n{output.getvalue().strip()}\n")
 
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
@@ -71,9 +70,11 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(BENCHMARKS)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"benchmark to run (default: all): {', '.join(BENCHMARKS)}"
+    )
     named = parser.parse_args().names or list(BENCHMARKS)
-    if unknown := [each for each in named if each not in BENCHMARKS]:
+    if unknown := [name for name in named if name not in BENCHMARKS]:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    for each in named:
-        keep(each, BENCHMARKS[each])
+    for name in named:
+        run_and_save(name, BENCHMARKS[name])

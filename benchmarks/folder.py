@@ -1,7 +1,7 @@
-"""A folder of JPEGs to a folder of Grad-CAM overlays: a run against its own stages and against other toolkits.
+"""Measure a batch run from JPEGs to Grad-CAM overlays, against its single stages and against other toolkits.
 
-The stages are measured alone, on one thread: reading and preprocessing, the network at the run's batch
-size, drawing and writing. Were they overlapped perfectly, a run would take their sum over the cores.
+The stages are measured one by one on one thread: reading and preprocessing, the network at the batch size of the run,
+drawing and writing. The ideal time of a run is the sum of their times divided by the number of cores.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODELS = {"efficientnet_lite0": "default", "resnet50": None}
 
 
 def photos(folder: Path, count: int) -> Path:
-    """JPEGs of about 1000 x 750, no two the same."""
+    """Write different JPEGs of about 1000 x 750 pixels, and return their folder."""
     folder.mkdir()
     originals = [open_picture(path) for path in sorted(ASSETS.glob("*.jpg"))]
     for number in range(count):
@@ -58,7 +58,7 @@ def photos(folder: Path, count: int) -> Path:
 
 
 def ours(source: Path, out: Path, model: nn.Module, methods: tuple[str, ...] = ("grad_cam",), **options: Any) -> None:
-    """The command, in this process."""
+    """Run `batch` in this process, in a new output folder."""
     shutil.rmtree(out, ignore_errors=True)
     summary = batch(source, out, model, methods, device="auto", **options)
     if summary.failed:
@@ -66,23 +66,23 @@ def ours(source: Path, out: Path, model: nn.Module, methods: tuple[str, ...] = (
 
 
 def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, float]:
-    """The CPU seconds of each stage over all photos, alone and on one thread."""
+    """Return the CPU seconds of each stage over all photos, one stage after the other."""
     out.mkdir(parents=True, exist_ok=True)
     options = RunOptions(model=model)
     network = Network(options, model)
     images = with_names(find_images([source]))
     tasks = [Task(index, image, ("grad_cam",)) for index, image in enumerate(images)]
-    marks = [time.process_time()]
+    times = [time.process_time()]
     loaded = [network.load(image) for image in images]
-    marks.append(time.process_time())
+    times.append(time.process_time())
     results = [
         result for start in range(0, len(loaded), size) for result in network.explain(loaded[start : start + size])
     ]
-    marks.append(time.process_time())
-    for each in zip(tasks, loaded, results, strict=True):
-        list(write_results(options, out, *each))
-    marks.append(time.process_time())
-    return dict(zip(("read", "network", "draw"), np.diff(marks).tolist(), strict=True))
+    times.append(time.process_time())
+    for task, image, result in zip(tasks, loaded, results, strict=True):
+        list(write_results(options, out, task, image, result))
+    times.append(time.process_time())
+    return dict(zip(("read", "network", "draw"), np.diff(times).tolist(), strict=True))
 
 
 def batch_size(out: Path) -> int:
@@ -91,7 +91,7 @@ def batch_size(out: Path) -> int:
 
 
 def grad_cam(source: Path, out: Path, model: nn.Module) -> None:
-    """pytorch-grad-cam's way: its README, for each photo."""
+    """Explain each photo as in the README of pytorch-grad-cam."""
     import cv2
     from pytorch_grad_cam import GradCAM
     from pytorch_grad_cam.utils.image import show_cam_on_image
@@ -110,7 +110,7 @@ def grad_cam(source: Path, out: Path, model: nn.Module) -> None:
 
 
 def torchcam(source: Path, out: Path, model: nn.Module) -> None:
-    """The way of torchcam's README, for each photo."""
+    """Explain each photo as in the README of torchcam."""
     from torchcam.methods import GradCAM
     from torchcam.utils import overlay_mask
     from torchvision.transforms.functional import to_pil_image
@@ -128,7 +128,7 @@ def torchcam(source: Path, out: Path, model: nn.Module) -> None:
 
 
 def timed(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Every contender once per round on all cores, after one round that does not count."""
+    """Run every contender once per round on all cores. The first round is warm-up and is ignored."""
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
@@ -142,7 +142,7 @@ def timed(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def overlapping(folder: Path, count: int, rounds: int) -> None:
-    """Print a run against its stages and, on resnet50, against the others; and five methods against one."""
+    """Print the times of a run, its stages and five methods; on resnet50 also those of other toolkits."""
     source = photos(folder / "in", count)
     print(f"## A folder: {count} JPEGs of about 1000x750, Grad-CAM, {count_cores()} cores\n")
     print("| model | what | seconds (wall) | CPU seconds | ratio (wall) | target |\n|---|---|---|---|---|---|")
@@ -168,18 +168,23 @@ def overlapping(folder: Path, count: int, rounds: int) -> None:
         torch.set_num_threads(threads)
         best = sum(alone.values()) / count_cores()
         parts = ", ".join(f"{stage} {1000 * seconds / count:.1f}" for stage, seconds in alone.items())
-        line(name, f"stages / cores (ms CPU per photo: {parts}; batch {size})", best, sum(alone.values()))
+        line(name, f"ideal: sum of stages / cores (CPU ms per photo: {parts}; batch {size})", best, sum(alone.values()))
         one = timings["ours"]
         line(name, "ours", one.seconds, min(one.cpu), one.seconds / best, OVERLAP)
         jpeg, five = timings["ours, one CAM to JPEG"], timings["ours, five CAMs to JPEG"]
         line(name, "ours, one CAM to JPEG", jpeg.seconds, min(jpeg.cpu))
         ratio = five.seconds / jpeg.seconds
-        line(name, "ours, five CAMs to JPEG, over one", five.seconds, min(five.cpu), ratio, FIVE_OVER_ONE)
+        line(name, "ours, five CAMs to JPEG; ratio to one CAM", five.seconds, min(five.cpu), ratio, FIVE_OVER_ONE)
         for other, goal in (("grad-cam's way", GRAD_CAM), ("torchcam's README", TORCHCAM)):
             if other in timings:
                 theirs = timings[other]
                 line(
-                    name, f"{other}, ours over it", theirs.seconds, min(theirs.cpu), one.seconds / theirs.seconds, goal
+                    name,
+                    f"{other}; ratio of ours to it",
+                    theirs.seconds,
+                    min(theirs.cpu),
+                    one.seconds / theirs.seconds,
+                    goal,
                 )
     print()
 
@@ -191,7 +196,7 @@ def line(model: str, what: str, wall: float, cpu: float, ratio: float | None = N
 
 
 def child(source: str, out: str) -> None:
-    """Print the peak of a run in a process of its own, in MiB."""
+    """Print the peak memory of a run, in MiB. Call it in a new process."""
     keep_memory()
     ours(Path(source), Path(out), saliency.load("resnet50", weights=None), batch_size=8)
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -199,20 +204,20 @@ def child(source: str, out: str) -> None:
 
 
 def peaks(folder: Path, counts: tuple[int, int]) -> None:
-    """Print the peak memory of runs of two lengths."""
-    found = []
+    """Print the peak memory of runs with two numbers of images."""
+    peak = []
     for count in counts:
         source = photos(folder / f"in-{count}", count)
         words = ["-m", "benchmarks.folder", "--child", str(source), str(folder / f"out-{count}")]
         done = subprocess.run([sys.executable, "-W", "ignore", *words], capture_output=True, text=True, check=True)  # noqa: S603
-        found.append(float(done.stdout.split()[-1]))
+        peak.append(float(done.stdout.split()[-1]))
     print("## Memory: peak of the process, resnet50\n\n| photos | MiB | ratio | target |\n|---|---|---|---|")
-    print(f"| {counts[0]} | {found[0]:.0f} | | |")
-    print(f"| {counts[1]} | {found[1]:.0f} | {found[1] / found[0]:.3f} | {verdict(found[1] / found[0], MEMORY)} |\n")
+    print(f"| {counts[0]} | {peak[0]:.0f} | | |")
+    print(f"| {counts[1]} | {peak[1]:.0f} | {peak[1] / peak[0]:.3f} | {verdict(peak[1] / peak[0], MEMORY)} |\n")
 
 
 def finished(folder: Path, count: int) -> list[str]:
-    """A finished run of many entries, made of one by links; the command that finds it finished."""
+    """Create a finished run of many hard links to one image, and return the arguments of `saliency batch`."""
     source, out = folder / "many", folder / "many-out"
     source.mkdir()
     first = source / "00000.jpg"
@@ -239,7 +244,7 @@ def finished(folder: Path, count: int) -> list[str]:
 
 
 def resuming(folder: Path, count: int) -> None:
-    """Print how long it takes to find that nothing is missing, from the start of the process on."""
+    """Print how long `saliency batch` takes on a finished run, including the start of the process."""
     words = finished(folder, count)
     code = "import sys\nfrom saliency.cli import main\nsys.exit(main(['batch', *sys.argv[1:]]))"
     seconds = []
@@ -247,10 +252,10 @@ def resuming(folder: Path, count: int) -> None:
         start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)  # noqa: S603
         seconds.append(time.perf_counter() - start)
-        if "done already" not in done.stdout:
+        if "nothing to do" not in done.stdout:
             raise RuntimeError(done.stdout + done.stderr)
     best = sorted(seconds[1:])[1]
-    print(f"## Resume: a finished run of {count} entries, from the start of the process\n")
+    print(f"## Resume: a finished run of {count} entries, including the start of the process\n")
     print(f"| seconds | target |\n|---|---|\n| {best:.2f} | {verdict(best, RESUME)} |\n")
 
 

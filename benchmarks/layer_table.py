@@ -1,4 +1,4 @@
-"""What a layer table costs over the one forward that it takes: a plain forward without a graph."""
+"""Measure the time of a layer table against that of its one forward pass without a graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency.inspection.layer_table import layer_table
 
 MODELS = ("resnet50", "efficientnet_lite0")
-LIMIT = {("resnet50", 1): 1.0, ("resnet50", 10): 1.0}  # one forward; what goes beyond it is the watching
+LIMIT = {
+    ("resnet50", 1): 1.0,
+    ("resnet50", 10): 1.0,
+}  # ratio to one forward pass; the rest is the overhead of the hooks
 
 
 def table_rows(rounds: int = 5, batches: tuple[int, ...] = (1, 10)) -> list[str]:
-    """The rows of the table of this benchmark, for a page of Markdown."""
+    """Return the lines of this benchmark's Markdown table."""
     rows = [
-        "| layer table without times | forward | time over it (CPU) | (wall) | milliseconds for each layer | target |",
+        "| layer table without times | forward | ratio to forward (CPU) | (wall) | overhead per layer, ms | target |",
         "|---|---|---|---|---|---|",
     ]
     for name in MODELS:
@@ -37,10 +40,10 @@ def table_rows(rounds: int = 5, batches: tuple[int, ...] = (1, 10)) -> list[str]
             timings = interleaved(contenders, rounds if batch > 1 else 3 * rounds)
             measured = ratio(timings["table"], timings["forward"])
             layers = sum(1 for _ in model.modules())
-            each = 1000 * (timings["table"].seconds - timings["forward"].seconds) / layers
+            overhead = 1000 * (timings["table"].seconds - timings["forward"].seconds) / layers
             rows.append(
                 f"| {name}, batch {batch} | {timings['forward'].seconds * 1000:.0f} ms | {measured:.3f} | "
-                f"{wall_ratio(timings['table'], timings['forward']):.3f} | {each:.3f} | "
+                f"{wall_ratio(timings['table'], timings['forward']):.3f} | {overhead:.3f} | "
                 f"{verdict(measured, LIMIT.get((name, batch)))} |"
             )
     return rows

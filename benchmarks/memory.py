@@ -1,7 +1,7 @@
-"""Peak memory of Grad-CAM over the loaded model, against a plain forward and against recording the whole graph.
+"""Measure the peak memory of Grad-CAM against a plain forward pass and against recording the whole graph.
 
-Each figure comes from a process of its own: the resident set's high-water mark during the call, less the resident set
-before it. Linux only, since it reads /proc.
+Each contender runs in its own process. The result is the peak of the resident set during the call, minus the resident
+set before it. Linux only, since it reads /proc.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TARGET = 0.25
 
 
 def plain(model: torch.nn.Module, x: Tensor) -> None:
-    """One forward without a graph."""
+    """Run one forward pass without a graph."""
     with torch.no_grad():
         model(x)
 
 
 def full_graph(model: torch.nn.Module, x: Tensor) -> None:
-    """Grad-CAM as it is written mostly: a hook on the layer, the graph recorded from the input on."""
+    """Run Grad-CAM in the usual way: with a hook on the layer, and a graph that starts at the input."""
     kept: list[Tensor] = []
     handle = model.get_submodule("layer4").register_forward_hook(lambda module, inputs, output: kept.append(output))
     score = model(x.detach().requires_grad_())[:, 0].sum()
@@ -40,19 +40,19 @@ def full_graph(model: torch.nn.Module, x: Tensor) -> None:
 
 
 def ours(model: torch.nn.Module, x: Tensor) -> None:
-    """This project's Grad-CAM, with the layer found by itself, on its first call."""
+    """Run this project's Grad-CAM on the default layer, for the first time on this model."""
     saliency.GradCAM(model).attribute(x, 0)
 
 
 def captum(model: torch.nn.Module, x: Tensor) -> None:
-    """The same by captum."""
+    """Run captum's Grad-CAM."""
     from captum.attr import LayerGradCam
 
     LayerGradCam(model, model.get_submodule("layer4")).attribute(x, 0)
 
 
 def grad_cam(model: torch.nn.Module, x: Tensor) -> None:
-    """The same by pytorch-grad-cam."""
+    """Run pytorch-grad-cam's Grad-CAM."""
     from pytorch_grad_cam import GradCAM
     from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
@@ -61,7 +61,7 @@ def grad_cam(model: torch.nn.Module, x: Tensor) -> None:
 
 
 def torchcam(model: torch.nn.Module, x: Tensor) -> None:
-    """The same by torchcam."""
+    """Run torchcam's Grad-CAM."""
     from torchcam.methods import GradCAM
 
     with GradCAM(model, "layer4") as cam:
@@ -69,16 +69,16 @@ def torchcam(model: torch.nn.Module, x: Tensor) -> None:
 
 
 CONTENDERS: dict[str, Callable[[torch.nn.Module, Tensor], None]] = {
-    each.__name__: each for each in (plain, full_graph, ours, captum, grad_cam, torchcam)
+    contender.__name__: contender for contender in (plain, full_graph, ours, captum, grad_cam, torchcam)
 }
 
 
 def child(name: str, batch: int, size: int) -> None:
-    """Print the peak of one contender, in MiB."""
+    """Print the peak memory of one contender, in MiB."""
     torch.set_num_threads(1)
     model = saliency.load("resnet50", weights=None)
     contender = CONTENDERS[name]
-    # A small call first, so that libraries and kernels are loaded before the mark is set.
+    # Make a small call first, so that libraries and kernels are loaded before the peak is reset.
     contender(model, torch.zeros(1, 3, 64, 64))
     if name == "ours":
         model = saliency.load("resnet50", weights=None)
@@ -91,14 +91,14 @@ def child(name: str, batch: int, size: int) -> None:
 
 
 def status(field: str) -> int:
-    """A field of this process, in KiB."""
+    """Return a field of /proc/self/status, in KiB."""
     match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1])
 
 
 def measure(batch: int, size: int) -> dict[str, float]:
-    """The peak of each contender that is installed, in MiB."""
+    """Return the peak memory of each installed contender, in MiB."""
     peaks = {}
     for name in CONTENDERS:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--child", name, str(batch), str(size)]
@@ -118,11 +118,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.child:
         child(options.child[0], int(options.child[1]), int(options.child[2]))
         return
-    print("## Memory: peak over the loaded model, Grad-CAM on resnet50\n")
+    print("## Memory: peak beyond the loaded model, Grad-CAM on resnet50\n")
     for batch, size in ((16, 224), (1, 896)):
         peaks = measure(batch, size)
         print(
-            f"### batch {batch} at {size} px\n\n| | MiB | over a plain forward | of the full graph's growth | target |"
+            f"### batch {batch} at {size} px\n\n| | MiB | over a forward | share of the full graph's growth | target |"
         )
         print("|---|---|---|---|---|")
         growth = peaks["full_graph"] - peaks["plain"]

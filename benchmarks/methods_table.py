@@ -1,4 +1,4 @@
-"""The table of methods in the documentation, from the registry: `python -m benchmarks.methods_table` rewrites it."""
+"""Rewrite the table of methods in the documentation from the registry: `python -m benchmarks.methods_table`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from saliency.cli.lists import paper
 from saliency.methods import METHODS
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing-a-method.md"
-BEGIN, END = "<!-- methods: this table is made from the registry -->\n", "<!-- /methods -->"
+BEGIN, END = "<!-- methods: this table is generated from the registry -->\n", "<!-- /methods -->"
 
 
 def methods_table() -> str:
-    """One row per method: class, what it shows, cost, paper."""
-    rows = ["| method | in a sentence | cost | source |", "|---|---|---|---|"]
+    """Return the Markdown table with one row per method: class, summary, cost and paper."""
+    rows = ["| method | summary | cost | source |", "|---|---|---|---|"]
     rows += [
         f"| `{cls.__name__}` | {summary(cls)} | {cls.cost} | {_linked(cls)} |"
         for cls in METHODS.values()
@@ -24,13 +24,13 @@ def methods_table() -> str:
 
 
 def _linked(cls: type[Attribution]) -> str:
-    """The authors and year as a link to the paper."""
+    """Return the authors and year as a Markdown link to the paper."""
     authors, address = paper(cls)
     return f"[{authors}]({address})"
 
 
 def with_table(text: str) -> str:
-    """The text of the page with the table of the registry."""
+    """Return the text of the page with a new table."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + methods_table() + END + rest.split(END, 1)[1]
 
