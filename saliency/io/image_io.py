@@ -93,16 +93,14 @@ def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Ima
     """
     head = file.read(32)
     readers = [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]
-    reader = next(
-        (open_ for open_, accepts in readers if accepts is None or accepts(head.ljust(32, b"\0")) is True), None
-    )
-    if reader is None:
+    accepting = [reader for reader, accepts in readers if accepts is None or accepts(head.ljust(32, b"\0")) is True]
+    if not accepting:
         problem = "is not an AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP image" if head else "is empty"
         hint = " but HEIC, the photo format of many phones; save it as JPEG or PNG" if _HEIC.match(head) else ""
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
     try:
-        image = reader(file, name)
+        image = accepting[0](file, name)
     except Exception as error:
         raise ImageError(f"{name!r} is damaged: {str(error) or type(error).__name__}") from error
     return _decode_checked(image, repr(name), max_pixels)

@@ -175,10 +175,12 @@ class Preprocess:
         if resized != picture.size:
             picture = picture.resize(resized, _FILTERS[self.interpolation])
         if self.size is not None and self.size != (picture.height, picture.width):
-            picture = self._crop(picture, self.size)
+            canvas = Image.new("RGB", self.size[::-1], self.fill)
+            canvas.paste(picture, (-_offset(picture.width, canvas.width), -_offset(picture.height, canvas.height)))
+            picture = canvas
         pixels = torch.from_numpy(np.array(picture))  # (H, W, 3)
         tensor = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        return self._normalise_in_place(tensor.div_(255))
+        return self.normalise(tensor.div_(255))
 
     def box(self, picture_size: tuple[int, int]) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels."""
@@ -191,23 +193,14 @@ class Preprocess:
 
     def normalise(self, tensor: Tensor) -> Tensor:
         """Normalise values in 0..1, (..., 3, H, W), for the model."""
-        return self._normalise_in_place(tensor.clone())
+        return tensor.sub(self._channels(self.mean, tensor)).div_(self._channels(self.std, tensor))
 
     def denormalise(self, tensor: Tensor) -> Tensor:
         """Convert the model's input, (..., 3, H, W), to values in 0..1."""
         return tensor * self._channels(self.std, tensor) + self._channels(self.mean, tensor)
 
-    def _normalise_in_place(self, tensor: Tensor) -> Tensor:
-        return tensor.sub_(self._channels(self.mean, tensor)).div_(self._channels(self.std, tensor))
-
     def _channels(self, values: tuple[float, ...], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
-
-    def _crop(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-        height, width = size
-        canvas = Image.new("RGB", (width, height), self.fill)
-        canvas.paste(picture, (-_offset(picture.width, width), -_offset(picture.height, height)))
-        return canvas
 
     def _resized(self, picture_size: tuple[int, int]) -> tuple[int, int]:
         """Return the size (w, h) of an image after resizing, rounded as in torchvision and timm."""
@@ -283,7 +276,11 @@ class TransformPreprocess:
         """
         with _box_lock:
             if picture_size not in self._boxes:
-                self._boxes[picture_size] = _find_box(self, picture_size)
+                _require_repeatable(self, picture_size)
+                # In transformed grey ramps, each output pixel gives a coordinate of the image.
+                probe = _Probe(self, picture_size)
+                (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
+                self._boxes[picture_size] = (left, top, right, bottom)
             return self._boxes[picture_size]
 
 
@@ -337,14 +334,6 @@ def _offset(resized: int, crop: int) -> int:
 
 _Array = NDArray[np.floating[Any]]
 _NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding can be detected"
-
-
-def _find_box(preprocess: TransformPreprocess, picture_size: tuple[int, int]) -> Box:
-    """Find the box from transformed grey ramps, in which each output pixel gives a coordinate of the image."""
-    _require_repeatable(preprocess, picture_size)
-    probe = _Probe(preprocess, picture_size)
-    (left, right), (top, bottom) = probe.span(axis=2), probe.span(axis=1)
-    return (left, top, right, bottom)
 
 
 def _transform_grey(preprocess: TransformPreprocess, values: Any, size: tuple[int, int]) -> _Array:
