@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,9 @@ def load(
     file = None if weights is None else _checkpoint_path(weights)
     named = "default" if weights is None or file is not None else str(weights)
     classes = None
-    with _fixed_random_state():
+    # Draw random weights on the CPU from a fixed seed, outside inference mode so that gradients are possible.
+    with _RANDOM_LOCK, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
+        torch.default_generator.manual_seed(_SEED)
         if file is not None:
             model, classes = load_checkpoint(lambda number: library.build(bare, number), file)
         else:
@@ -118,11 +119,3 @@ def _find(name: str) -> tuple[Torchvision | Timm, str]:
     bare = name.rpartition("/")[2]
     known = [known for library in _LIBRARIES for known in library.names(tags="." in bare)]
     raise ModelError(f'no model "{name}"{did_you_mean(bare, known) or "; `saliency models` lists them"}')
-
-
-@contextmanager
-def _fixed_random_state() -> Iterator[None]:
-    """Draw random weights on the CPU from a fixed seed, outside inference mode so that gradients are possible."""
-    with _RANDOM_LOCK, torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
-        torch.default_generator.manual_seed(_SEED)
-        yield

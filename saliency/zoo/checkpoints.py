@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,8 @@ def _read_safetensors(path: Path) -> object:
 
 def _read_pickle(path: Path) -> object:
     try:
-        with warnings.catch_warnings():  # torch warns about a pickle of an unusual protocol, then refuses it
-            warnings.simplefilter("ignore")
-            content: object = torch.load(path, map_location="cpu", weights_only=True)
-            return content
+        content: object = torch.load(path, map_location="cpu", weights_only=True)
+        return content
     except pickle.UnpicklingError as error:
         raise ModelError(_why_refused(path, error)) from error
     except Exception as error:
@@ -139,9 +136,8 @@ def _renamed(weights: Mapping[str, Tensor], own: Collection[str]) -> dict[str, T
 
 def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int | None:
     """Return the number of classes of the file if only the head differs from that of the model; else None."""
-    pairs = [
-        (own[key].shape, weights[key].shape) for key in own.keys() & weights if own[key].shape != weights[key].shape
-    ]
+    differing = [key for key in own.keys() & weights if own[key].shape != weights[key].shape]
+    pairs = [(own[key].shape, weights[key].shape) for key in differing]
     old, new = {mine[:1] for mine, _ in pairs}, {given[:1] for _, given in pairs}
     same_rest = all(mine[1:] == given[1:] and given for mine, given in pairs)
     return int(new.pop()[0]) if same_rest and len(old) == len(new) == 1 else None
