@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -243,21 +243,9 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
             hint = "draw the noise once and add it with a function"
             raise NotApplicableError(f"{random} would draw different noise when {target.label} runs again; {hint}")
         target.edits += not is_repeated
-        return tree_map_tensors(output, _once(edit))
+        return tree_map_tensors(output, cache(edit))  # each tensor is changed once
 
     hooks.revise(target.at, change)  # type: ignore[arg-type]
-
-
-def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Cache the results of a function by the identity of the tensor, so that each tensor is changed once."""
-    results: dict[int, Tensor] = {}
-
-    def changed(tensor: Tensor) -> Tensor:
-        if id(tensor) not in results:
-            results[id(tensor)] = change(tensor)
-        return results[id(tensor)]
-
-    return changed
 
 
 # Copies with separate gradients, created by `_with_copies`. Nested blocks reuse them.
@@ -280,7 +268,7 @@ def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
         _copies[result] = None
         return result
 
-    changed = tree_map_tensors(output, _once(copy))
+    changed = tree_map_tensors(output, cache(copy))  # each tensor is copied once
     return None if changed is output else changed
 
 
