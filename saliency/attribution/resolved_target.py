@@ -132,7 +132,7 @@ class OutputRows:
 
     Attributes:
         one: The output for one image; its tensors have shapes but no values.
-        two: The output for two images; None if the model does not run two.
+        two: The output for two images; None if the model rejects two images.
         serial_reason: Why a function of the output cannot be evaluated for several passes at once; empty if it can.
     """
 

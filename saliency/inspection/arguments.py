@@ -51,7 +51,7 @@ def is_pattern(wanted: Any) -> bool:
     return isinstance(wanted, str) and any(character in wanted for character in "*?[")
 
 
-def require_seen(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def require_hookable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raise NotApplicableError if hooks do not run on the calls of a layer."""
     hidden = next((name for name, layer in layers.items() if not is_hookable(model, name, layer)), None)
     if hidden is not None:

@@ -30,7 +30,7 @@ from ..hooks.autograd_graph import (
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from .arguments import LayersLike, is_pattern, require_seen, select_layers
+from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .record import HookBlock
 from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules, restart_rules
 
@@ -118,7 +118,7 @@ def _layer_targets(model: nn.Module, wanted: Any) -> list[EditTarget]:
     layers = select_layers(model, wanted)
     seen = {name: layer for name, layer in layers.items() if is_hookable(model, name, layer)}
     if not seen or is_named:
-        require_seen(model, layers)
+        require_hookable(model, layers)
     return [EditTarget(name, f'layer "{name}"' if name else "the model", at, is_named) for name, at in seen.items()]
 
 

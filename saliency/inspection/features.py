@@ -20,7 +20,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
 from ..io.atomic_write import save_tensors
 from ..validation import check_integer
-from .arguments import LayersLike, ModelCall, first_float, model_calls, require_seen, select_layers
+from .arguments import LayersLike, ModelCall, first_float, model_calls, require_hookable, select_layers
 
 Labels = Tensor | list[Any]
 Pool = Callable[[Tensor], Tensor] | None
@@ -40,7 +40,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 class Rows:
-    """Features of one layer on disk, one row per image. Indexing reads only the files and spans with requested rows."""
+    """Features of one layer on disk, one row per image. Indexing reads only the requested rows."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: list[tuple[Path, range]]) -> None:
         self.name = name
@@ -314,7 +314,7 @@ def extract_features(
         raise MethodError(f"dtype={dtype!r}: expected a floating-point type such as torch.float16")
     network = unwrap(model)
     modules = select_layers(network, layers)
-    require_seen(network, modules)
+    require_hookable(network, modules)
     writer = _Writer(None if out is None else Path(out), shard_images)
     number = -1
     for number, batch in enumerate(model_calls(model, data)):

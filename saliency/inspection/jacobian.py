@@ -19,7 +19,7 @@ from ..hooks.pytree import tree_map_tensors
 from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.find import find
 from ..targets.targets import Categories, class_index, output_tensor, per_image
-from .arguments import categories_of, first_float, model_call, require_seen
+from .arguments import categories_of, first_float, model_call, require_hookable
 
 
 def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | nn.Module | None = None) -> Tensor:
@@ -104,7 +104,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
             if starts[-1] is None:
                 raise ImageError("the input contains no floating-point tensor, so there is no derivative")
         else:
-            require_seen(network, {name: module})
+            require_hookable(network, {name: module})
             hooks.observe(module, start_at)
         output = output_tensor(call.run(network))
         if not starts:

@@ -21,7 +21,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..validation import check_integer
-from .arguments import LayersLike, ModelCall, model_call, require_seen, select_layers
+from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
 from .tables import Column, Table, listed, shape_text, share, si
 
 _TIMED_FORWARDS = 3
@@ -143,7 +143,7 @@ def layer_table(
     network, wrapper = unwrap(model), model
     call, model = model_call(wrapper, example), network
     names = {module: name for name, module in model.named_modules()}
-    require_seen(model, {name: module for module, name in names.items()})
+    require_hookable(model, {name: module for module, name in names.items()})
     chosen = list(names)[1:] or [model] if layers is None else select_layers(model, layers).values()
     with prepared_for_attribution(model):
         profiles = _profile(model, call)

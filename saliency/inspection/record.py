@@ -30,7 +30,7 @@ from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..validation import check_choice
-from .arguments import LayersLike, require_seen, select_layers
+from .arguments import LayersLike, require_hookable, select_layers
 from .moments import Moments, TensorStatistics, moments, require_plain
 from .tables import Column, Table, number, shape_text, share
 
@@ -533,5 +533,5 @@ def record(
     network = unwrap(model)
     modules = select_layers(network, layers)
     if not any(is_hookable(network, name, module) for name, module in modules.items()):
-        require_seen(network, modules)
+        require_hookable(network, modules)
     return Recording(modules, keep, parts)

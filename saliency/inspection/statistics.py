@@ -172,7 +172,7 @@ class _RunningStats:
 
 
 class _Collector:
-    """Base of both collectors: the layers, statistics of their calls, and the first NaN or infinity."""
+    """Base class of both collectors, with the layers, statistics of their calls, and the first NaN or infinity."""
 
     def __init__(self, batches: Batches, layers: LayersLike) -> None:
         self.batches = batches
@@ -249,7 +249,7 @@ def activation_statistics(
 
 
 class _Measured:
-    """Moments of a tensor, and its live channels for either position of the channel axis."""
+    """Moments of a tensor, and its channels with values above zero or NaN, for both possible channel axes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -619,7 +619,7 @@ def _parameter_table(
 
 
 def _statistics(known: Moments) -> dict[str, Any]:
-    """Return the fields of a row that describe the values; None for those without any value."""
+    """Return the fields of a row with statistics of the values; None without a value."""
     names = (*_GRADIENT_STATISTICS, "zero_share")
     values = {name: getattr(known, name) if known.count else None for name in names}
     return {**values, "count": known.count, "nan": known.nan, "inf": known.inf}
@@ -714,7 +714,7 @@ def gradient_flow(
 
     Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
     backward pass runs from right to left: a gradient that falls towards the left vanishes, and one that rises explodes.
-    Points that differ from the last layer, the head, by more than a factor of 1000 have another colour and shape. Zero,
+    Points that differ from the last layer (the head) by more than a factor of 1000 have another colour and shape. Zero,
     NaN and infinite gradients have further colours and shapes, and lie at the lower or upper edge. The title
     summarises the result in words.
 
