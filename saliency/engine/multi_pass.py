@@ -1,8 +1,8 @@
 """Base classes of the methods that run many passes of each image, and the runner of these passes.
 
 A subclass implements `explain_image`, which gets scores or gradients from a `PassRunner` and combines them. The base
-class handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks of the fastest size that
-fits into memory.
+class handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks of the fastest
+size that fits into memory.
 """
 
 from __future__ import annotations

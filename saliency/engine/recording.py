@@ -129,7 +129,7 @@ class UntracedAccess(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, and record whether it reads values."""
         if func in self._functions and not isinstance(args[0], nn.Parameter):
-            self.reason = self.reason or f"the model takes values out of tensors by {func.__name__}()"
+            self.reason = self.reason or f"the model reads the values of tensors by {func.__name__}()"
         return func(*args, **(kwargs or {}))
 
 
@@ -263,7 +263,7 @@ def _value_dependence(op: Op, dependent: list[Tensor]) -> str:
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if op is torch.ops.aten.index.Tensor:  # only indexing with a mask has results of varying shape
         dependent = [tensor for tensor in dependent if tensor.dtype in (torch.bool, torch.uint8)]
-    return f"{op} makes numbers or shapes of values" if dependent and tags & set(op.tags) else ""
+    return f"{op} turns tensor values into a number or a shape" if dependent and tags & set(op.tags) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ class Program:
                 raise ReplayMismatch(tape.refusal)
         counts = [(tape.slots, len(tape.steps), len(tape.external), tape.outputs) for tape in (first, second)]
         if counts[0] != counts[1]:
-            raise ReplayMismatch(f"{rows} and {rows + 1} rows are not computed alike")
+            raise ReplayMismatch(f"the model runs different operations for {rows} and {rows + 1} rows")
         self.outputs = first.outputs
         self.aliased = first.aliased or second.aliased
         self.slots, self.output = first.slots, first.output
@@ -461,7 +461,7 @@ class PartialForward(ABC):
             program = Program(second, self._record(rows)[0], rows=2)
         trials = ((None, self.output), (rows[:2], expected))
         if not all(trees_agree(self._try(program, trial), given) for trial, given in trials):
-            raise ReplayMismatch("the replayed operations do not give what the model gives")
+            raise ReplayMismatch("the output of the replayed operations differs from the model's")
         return program
 
     @property
@@ -594,7 +594,7 @@ def _last_reads(tape: Tape) -> list[frozenset[int]]:
 
 def _merged_step(one: Step, two: Step, last: frozenset[int], rows: int) -> Step:
     if one.op is not two.op or one.results != two.results:
-        raise ReplayMismatch(f"where {rows} rows take {one.op}, {rows + 1} take {two.op}")
+        raise ReplayMismatch(f"the model runs {one.op} for {rows} rows, but {two.op} for {rows + 1}")
     return replace(one, args=_merged(one.args, two.args, rows), kwargs=_merged(one.kwargs, two.kwargs, rows), last=last)
 
 

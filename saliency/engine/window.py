@@ -351,7 +351,7 @@ class WindowForward(PartialForward):
 
     def _try(self, program: Program, rows: Tensor | None) -> Any:
         if program.aliased:
-            raise ReplayMismatch("the model reads tensors under several names while it writes to them")
+            raise ReplayMismatch("the model reads tensors through several aliases while it writes to them")
         if rows is None:
             clean = _CleanReplay(program, self._x.clone(), 1)
             self._maps, output, self._whole = clean.maps, clean.output(), clean.computed
@@ -359,7 +359,7 @@ class WindowForward(PartialForward):
         local = self._replay(program, self._trial_windows(len(rows)))
         output = local.output()
         if local.computed > MOST_COMPUTED * len(rows) * self._whole:
-            raise ReplayMismatch("the model looks at the whole image from the start")
+            raise ReplayMismatch("early layers of the model read the whole image")
         return output
 
 

@@ -158,7 +158,7 @@ class HookManager(ExitStack[None]):
     ) -> None:
         """Call `begin(args, kwargs)` before each call of `layer`, and `end(what begin returned, output)` after it.
 
-        A result of `end` other than None replaces the output. Both run after the user's own hooks: they callback the final
+        A result of `end` other than None replaces the output. Both run after the user's own hooks, and get the final
         arguments and output. `end` is not called for a call that raises; what `begin` returned for it is dropped at the
         next call of the layer at the latest. Neither is called inside a scripted module.
         """

@@ -1,4 +1,4 @@
-"""The methods. Importing this package imports every module in it, and so fills the registry."""
+"""All methods. Importing this package imports each of its modules, which registers the methods in it."""
 
 from importlib import import_module
 from pkgutil import walk_packages

@@ -1,4 +1,4 @@
-"""References that an image is compared with: baselines of path methods, and fills of hidden pixels."""
+"""Baselines of path methods, and values of hidden pixels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INPAINT_RADIUS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenImages:
-    """Images that came as a picture or a tensor, as the model takes them."""
+    """Images that the user gave as images or tensors, as the model takes them."""
 
     name: str
     values: Tensor  # (K, C, H, W)
@@ -60,7 +60,7 @@ def resolve_baseline(option: str, like: object, preprocess: Prepare) -> Resolved
         preprocess: How images become the model's input. It also defines "black" and "white".
 
     Raises:
-        MethodError: The value is invalid, or black or white for a model without preprocessing.
+        MethodError: The value is invalid, or "black" or "white" for a model without preprocessing.
         ImageError: An image cannot be read.
     """
     if not isinstance(like, list | tuple):
@@ -78,7 +78,7 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
     if isinstance(like, str) and like in BASELINES:
         if like in ("black", "white") and preprocess is None:
             raise MethodError(
-                f'{option}="{like}": this model carries no preprocessing, so the value of {like} in its input is '
+                f'{option}="{like}": this model has no preprocessing, so the value of {like} in its input is '
                 f'unknown; pass preprocess=..., a number in units of the input, or {option}="mean", which is 0'
             )
         return like
@@ -155,7 +155,7 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
     Args:
         option: The name of the option.
         like: See `FillLike`.
-        partial: The name of a method that hides pixels in part, which "inpaint" cannot.
+        partial: The name of a method that hides pixels partially, which "inpaint" does not support; empty for others.
 
     Raises:
         MethodError: The value is invalid.
@@ -163,7 +163,8 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
     if isinstance(like, GivenImages) or (isinstance(like, str) and like in FILLS):
         if like == "inpaint" and partial:
             raise MethodError(
-                f'{partial} hides pixels in part, which {option}="inpaint" cannot; use "blur", "mean" or a number'
+                f'{partial} hides pixels partially, which {option}="inpaint" does not support; use "blur", "mean" or a '
+                "number"
             )
         return like
     if is_real(like):
@@ -197,7 +198,7 @@ class Filler:
         fill: The value of hidden pixels.
 
     Attributes:
-        background: (1, C, H, W) the image with all pixels hidden; 0 for "inpaint", which has nothing to start from.
+        background: (1, C, H, W) the image with all pixels hidden; 0 for "inpaint", which needs visible pixels.
 
     Raises:
         MethodError: The fill has different channels or another size than the image.
@@ -258,7 +259,7 @@ def blurred(x: Tensor, sigma: float) -> Tensor:
 class Diffusion:
     """An image under Gaussian blurs of any width, reflected at its edges.
 
-    Reflection keeps the brightness, so that no edge darkens. In the cosine basis a Gaussian only scales each
+    Reflection keeps the brightness, so no edge darkens. In the cosine basis a Gaussian only scales each
     coefficient, so the cost does not depend on the width, and the derivative with respect to the width is exact.
 
     Args:
@@ -281,7 +282,7 @@ class Diffusion:
         return self._scaled(torch.exp(-self._decay * sigmas.square()))
 
     def derivative(self, sigmas: Tensor) -> Tensor:
-        """Return the derivative of each of these by its standard deviation, (k, ..., H, W), per pixel."""
+        """Return the derivative of each image by its standard deviation in pixels, (k, ..., H, W)."""
         sigmas = sigmas.view(-1, 1, 1)
         return self._scaled(-2 * sigmas * self._decay * torch.exp(-self._decay * sigmas.square()))
 

@@ -24,9 +24,9 @@ from ..layers.find import LayerLike, find, scan_layers
 from ..targets.targets import output_tensor
 
 SIGNED_SHARE = 0.3
-"""Activations count as signed if negative ones hold at least this share of the energy of a layer."""
+"""Activations count as signed if negative values hold more than this share of their energy (sum of squares)."""
 CERTAIN_CORRELATION = 0.5
-"""The sign of a principal component is certain from this correlation with the strength of the activations."""
+"""The sign of a principal component is certain if it correlates this much with the norm of the activations."""
 
 
 def layer_name(method: Attribution, layer: str | nn.Module) -> str:
@@ -40,9 +40,9 @@ class LayerAttribution(TracedAttribution):
     Args:
         model: As for every method.
         layer: A dotted name, the module itself, or None for the last layer with spatial output at which the score has a
-            gradient. One forward of noise finds it; if the scores depend on the target (a detector), forwards of the
-            images do. The last call of a module counts. Tokens (vision transformers with any number of leading tokens)
-            and channels-last layouts (Swin) are read as maps.
+            gradient. That layer is found by one forward of noise, or of the images if only the target can read the
+            scores (a detector). If a module is called several times, the last call counts. Tokens (vision transformers
+            with any number of leading tokens) and channels-last layouts (Swin) are read as maps.
         **options: As for `saliency.Attribution`.
     """
 
@@ -132,11 +132,11 @@ def is_signed(activation: Tensor) -> Tensor:
 
 
 def warn_if_signed(name: str, activation: Tensor) -> None:
-    """Warn if the activations (N, K, h, w) are signed and the method takes large values for evidence."""
+    """Warn if the activations (N, K, h, w) are signed and the method treats large values as evidence."""
     if bool(is_signed(activation).any()):
         warn(
-            f"{name}: the activations of this layer are signed, as in the tokens of a transformer, and {name} takes "
-            "large values for evidence, so the map may show the background; use grad_cam or a layer after a ReLU"
+            f"{name}: the activations of this layer are signed, as in the tokens of a transformer, and {name} treats "
+            "large values as evidence, so the map may show the background; use grad_cam or a layer after a ReLU"
         )
 
 
@@ -194,7 +194,7 @@ class GradCAMPlusPlus(WeightedCAM):
 
 
 class XGradCAM(WeightedCAM):
-    """Activations weighted by the mean gradient of their channel, where each gradient counts by its activation.
+    """Activations weighted by the mean gradient of their channel, with the activations as weights of that mean.
 
     The weight of the paper has a pole where the activations of a channel cancel, which happens in layers with signed
     activations. So the divisor is at least 1 % of the sum of magnitudes.
@@ -267,17 +267,17 @@ class LayerCAM(LayerCombination):
 
 
 class EigenCAM(LayerCombination):
-    """The first principal component of a layer's activations, whatever the class.
+    """The first principal component of a layer's activations, independent of the class.
 
     The activations of the locations are projected on their first right singular vector, without centring, as in the
     paper. The sign of a singular vector is arbitrary: here the map is high where the activations are strong, measured
-    by their norm at each location. If no activation is negative, no other sign gives a map without negative values.
+    by their norm at each location. If no activation is negative, the map has no negative values.
 
     Values: (N, 1, h, w), in units of activation, the same for every class: the target changes only the score.
 
     Warns:
-        SaliencyWarning: The activations are signed and the map hardly follows their strength, so it may be high at the
-            background. Use `EigenGradCAM` or `GradCAM`, or choose a layer after a ReLU.
+        SaliencyWarning: The activations are signed and the map correlates weakly with their norm, so it may be high at
+            the background. Use `EigenGradCAM` or `GradCAM`, or choose a layer after a ReLU.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no spatial output.
@@ -299,9 +299,9 @@ class EigenCAM(LayerCombination):
         is_certain = correlation >= CERTAIN_CORRELATION * centred[0].norm(dim=1) * centred[1].norm(dim=1)
         if bool((~is_certain & is_signed(activation)).any()):
             warn(
-                f"{self.name}: the activations of this layer are signed and the map hardly follows their strength, so "
-                "its sign is uncertain and it may be high at the background; use eigen_grad_cam or grad_cam, or choose "
-                "a layer after a ReLU"
+                f"{self.name}: the activations of this layer are signed and the map correlates weakly with their norm, "
+                "so its sign is uncertain and it may be high at the background; use eigen_grad_cam or grad_cam, or "
+                "choose a layer after a ReLU"
             )
         return values
 
@@ -310,7 +310,7 @@ class EigenGradCAM(LayerCombination):
     """The first principal component of gradient times activation: a class-specific Eigen-CAM.
 
     As in the source, each channel is centred over the locations first, so the map sums to 0: it shows where a location
-    differs from the mean. (Eigen-CAM's paper does not centre.) The source leaves the sign to chance. Here the map
+    differs from the mean. (Eigen-CAM's paper does not centre.) In the source the sign is arbitrary. Here the map
     correlates positively with gradient times activation summed over the channels, which is `HiResCAM`.
 
     The map depends little on the class: up to its sign, it hardly changes when the classifier is randomised.
@@ -334,17 +334,17 @@ class EigenGradCAM(LayerCombination):
 
 
 def principal_map(features: Tensor, reference: Tensor) -> Tensor:
-    """Project (N, K, h, w), for each image, on the first right singular vector of (h * w, K): (N, 1, h, w).
+    """Project the features of each image on their first right singular vector, and return the maps (N, 1, h, w).
 
     The eigenvectors of the smaller Gram matrix are used, which is hundreds of times faster than a full decomposition.
 
     Args:
-        features: The features of the locations.
+        features: (N, K, h, w), of which each image is a matrix (h * w, K).
         reference: (N, h, w) a map that decides the sign: its product with the result sums to at least 0.
     """
     exact = features if features.dtype in (torch.float32, torch.float64) else features.float()
     places = exact.flatten(2).transpose(1, 2)  # (N, hw, K)
-    # A Gram matrix squares its entries. The scaled ones neither overflow nor vanish.
+    # A Gram matrix squares its entries. Scaled entries neither overflow nor underflow.
     scale = places.abs().amax((1, 2), keepdim=True)
     places = places / torch.where(scale == 0, torch.ones_like(scale), scale)
     if places.shape[1] <= places.shape[2]:
@@ -386,7 +386,7 @@ class CAM(LayerAttribution):
         weight = linear_head(self.model, activation, grads.forward.output, layer)
         if None in grads.target.indices:
             raise NotApplicableError(
-                "cam explains classes; for another target use grad_cam, which is the same for a logit"
+                "cam explains classes; for another target use grad_cam, which equals cam for a logit"
             )
         class_weight = weight[torch.tensor(grads.target.indices, device=weight.device)]  # (N, K)
         return BatchAttribution(weighted_sum(class_weight, activation), grads.scores, layer=layer)
@@ -410,7 +410,7 @@ def linear_head(model: nn.Module, activation: Tensor, output: Any, layer: str) -
                 return weight
     raise NotApplicableError(
         f'cam: no linear layer maps the mean activations of "{layer}" to the output of {type(model).__name__}; use '
-        "grad_cam, which is the same where cam applies"
+        "grad_cam, which equals cam where cam applies"
     )
 
 

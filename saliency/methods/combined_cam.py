@@ -1,4 +1,4 @@
-"""CAMs with other methods, classes or layers: guided, fused, compared with similar classes, or to second order."""
+"""CAMs combined with guided backpropagation, several layers, similar classes or second derivatives."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class FusedCAM(_LayerFusion):
     """The maximum of one CAM over several layers: fine edges of shallow layers within the focus of deep ones.
 
     Each layer's positive map M becomes tanh(gamma * M / max M) and is resized bilinearly to the finest of the layers.
-    The largest value at each location counts. All layers share one forward and one backward.
+    The result is the maximum at each location. All layers share one forward and one backward.
 
     Args:
         model: As for every method.
@@ -158,7 +158,7 @@ class FusedCAM(_LayerFusion):
 
 
 class RefineCAM(_LayerFusion):
-    """The product of one CAM over several layers: where all of them agree, at the finest resolution.
+    """The product of one CAM over several layers: high where all layers agree, at the finest resolution.
 
     Each layer's positive map is divided by its maximum and resized bilinearly to the finest of the layers. All layers
     share one forward and one backward.
@@ -203,7 +203,7 @@ class FinerCAM(LayerAttribution):
     """A CAM of the difference between a class and the classes with the most similar scores.
 
     Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over some reference classes r, by default those
-    whose scores are closest to y_c. What they share, such as fur, cancels; what is specific to the class remains.
+    whose scores are closest to y_c. Shared features, such as fur, cancel; features specific to the class remain.
 
     Args:
         model: As for every method.
@@ -285,7 +285,7 @@ class ShapleyCAM(LayerAttribution):
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        utility: What is expanded. "rest", the authors' choice: for a class, its score plus the logarithm of its
+        utility: The expanded quantity. "rest", the authors' choice: for a class, its score plus the logarithm of its
             probability; for any other target, and a model of one class, the score. "score": the score itself.
         **options: As for `saliency.Attribution`.
 
@@ -313,14 +313,14 @@ class ShapleyCAM(LayerAttribution):
         return BatchAttribution(weighted_sum(slopes.mean((2, 3)), activation), grads.scores, layer=layer)
 
     def _slopes(self, grads: TargetGradients, layer: str) -> Tensor:
-        """The slopes g - H A / 2, as the layer's output lies in memory."""
+        """The slopes g - H A / 2, in the layout of the layer's output."""
         grads.require_gradient()
         try:
             return self._slopes_of(grads.forward, grads.target, layer)
         except (RuntimeError, NotImplementedError) as error:
             if "derivative" not in str(error) and "double backward" not in str(error):
                 raise
-        # Fused attention has no second derivative, the plain operations have.
+        # Fused attention has no second derivative; elementary operations have one.
         with sdpa_kernel(SDPBackend.MATH):
             forward = SharedForward(self.model, grads.x, [layer], "layers")
             try:

@@ -27,7 +27,7 @@ from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..layers.find import scan_layers
 from ..layers.layout import layout_from
 
-TOLERATED = 1e-3
+MAX_MISSING_SHARE = 1e-3
 """The share of the score that may be missing from the sum of all terms without a warning."""
 
 # Names of functions, without underscores at their ends.
@@ -54,7 +54,7 @@ _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpo
 _CHANNELS_FIRST = {"conv2d", "conv_transpose2d", "batch_norm", "group_norm", "instance_norm"}
 # Operations with locations, whose biases are in the map.
 _IN_THE_MAP = _POINTWISE | _CHANNELS_FIRST | {"linear", "layer_norm", "rms_norm"}
-# What the decompositions of torch.export make of them. A decomposed linear layer has no locations.
+# Names of these after the decompositions of torch.export. A decomposed linear layer has no locations.
 _DECOMPOSED = {"convolution", "native_layer_norm", "native_group_norm", "native_batch_norm_legit_no_training"}
 
 
@@ -92,7 +92,7 @@ class FullGrad(Attribution):
     units = "shares of each layer's largest"
     sign = "absolute"
     is_complete = False
-    """The residual is that of the terms before they are scaled for the map."""
+    """The residual is that of the unscaled terms, not of the values of the map."""
 
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         """Compute the maps of a batch."""
@@ -171,7 +171,7 @@ class _BiasForward:
         note = f"{len(self.biases)} biases; with them the terms miss {share:.1g} of the score"
         if self.missed:
             note += "; no bias of " + ", ".join(f"{name} ({count})" for name, count in self.missed.items())
-        if share > TOLERATED and abs(residual) > TOLERATED:
+        if share > MAX_MISSING_SHARE and abs(residual) > MAX_MISSING_SHARE:
             hint = "" if self.biases else ", and the map is the input times the gradient alone"
             warn(f"full_grad: {note}{hint} (scripted parts and custom autograd functions are not visible)")
         return note
@@ -206,7 +206,7 @@ class BiasRecorder(TorchFunctionMode):
 
     Attributes:
         biases: The biases that are not zero, in the order of the calls.
-        missed: How often each function has a bias that is not known.
+        missed: The number of calls of each function with an unknown bias.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -299,7 +299,7 @@ class BiasRecorder(TorchFunctionMode):
             if pointwise:
                 (slope,) = torch.autograd.grad(outputs[0].sum(), operands)
                 return [torch.addcmul(outputs[0].detach(), slope, operands[0].detach(), value=-1)]
-            # The transposed derivative J^T u is linear in u, and its own derivative, transposed, is J.
+            # J^T u is linear in u, so the gradient of <J^T u, v> with respect to u is J v.
             directions = [torch.zeros_like(tensor, requires_grad=True) for tensor in outputs]
             back: tuple[Tensor | None, ...] = torch.autograd.grad(
                 outputs, operands, directions, create_graph=True, allow_unused=True

@@ -90,7 +90,7 @@ class RectifiedGradient(TracedAttribution):
 
     @abstractmethod
     def rule_for(self, site: Site, images: int) -> Rule:
-        """Return the rule that replaces the derivative at a rectifier, in a batch of so many images."""
+        """Return the rule that replaces the derivative at a rectifier, in a batch of `images` images."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the gradient that arrives at the input."""
@@ -247,7 +247,8 @@ def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:
 def _nearest_percentile(values: Tensor, percentile: float, images: int) -> Tensor:
     """The value of the nearest rank among all values of each image, in a shape that broadcasts.
 
-    Rows in multiples of the images are windows of them. Raises NotApplicableError if the images cannot be told apart.
+    If there are more rows than images, the rows of each image are its windows. Raises NotApplicableError if the images
+    cannot be told apart.
     """
     rows = len(values)
     if rows % images or (images > 1 and rows != images and values.dim() > 1 and values.shape[1] == images):

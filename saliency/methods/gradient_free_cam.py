@@ -1,4 +1,4 @@
-"""CAMs whose weights come from forwards: after a channel masks the image, or after parts of a layer are removed."""
+"""CAMs without gradients: weights from scores of masked images, or of forwards without parts of a layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerOutput:
 
     Attributes:
         layer: The layer's name.
-        raw: (1, ...) the output as it lies in memory.
+        raw: (1, ...) the output in its own layout.
         maps: (K, h, w) the output as maps; half precision as float32.
         output: The output of the model.
     """
@@ -54,7 +54,7 @@ class LayerOutput:
     def scaled(self, factors: Tensor) -> Tensor:
         """Return the raw output (k, ...), where the locations of each row are scaled by factors (k, h, w).
 
-        Values without a location, such as class tokens, stay.
+        Values without a location, such as class tokens, are unchanged.
         """
         rows = self.raw.flatten()[None].repeat(len(factors), 1)
         rows[:, self._positions] *= factors.to(rows).flatten(1)[:, None]
@@ -106,7 +106,7 @@ class LayerPasses(MultiPassAttribution):
             with torch.no_grad():
                 return passes.target(stop - start)(tail(make(start, stop)))
 
-        return torch.cat(list(passes.chunks(compute, count, f"behind {layer.layer}")))
+        return torch.cat(list(passes.chunks(compute, count, f"after {layer.layer}")))
 
 
 def strongest(strength: Tensor, limit: int | None) -> Tensor:
@@ -115,10 +115,10 @@ def strongest(strength: Tensor, limit: int | None) -> Tensor:
 
 
 class ChannelMasks:
-    """The masks (H, W), 0 to 1, that the channels of a layer put on an image, and the weights that follow from them.
+    """Masks (H, W) for an image, 0 to 1, from the channels of a layer, and the CAM for the scores of the masked images.
 
     The map of a channel is resized bilinearly to the image and stretched to 0..1. A constant channel highlights
-    nothing, so its mask is 0 everywhere. All constant channels leave the same image, so they share one forward.
+    nothing, so its mask is 0 everywhere. All constant channels give the same image, so they share one forward.
 
     Attributes:
         varied: (m,) the channels that are not constant, by falling standard deviation.
@@ -196,7 +196,8 @@ class ScoreCAM(LayerPasses):
         layer: As for `GradCAM`.
         channels: How many channels to use, by falling standard deviation; None for all.
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
-            in pytorch-grad-cam. By default the corners of the cells do, as in drawn maps and in the authors' code.
+            in pytorch-grad-cam. By default the outer corners of these cells do, as in drawn maps and in the authors'
+            code.
         **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
@@ -244,7 +245,7 @@ class ScoreCAM(LayerPasses):
 
 
 class ISCAM(ScoreCAM):
-    """Score-CAM with scores averaged while each channel's mask grows from nothing to its full strength.
+    """Score-CAM with scores averaged over masks of increasing strength.
 
     The score of a channel is the mean over i = 1..N of the score of the image times i/N of the mask. The weights are
     the softmax over the channels of these scores, as in `ScoreCAM`. (Other implementations take cumulative sums, which
@@ -253,7 +254,7 @@ class ISCAM(ScoreCAM):
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        steps: N.
+        steps: The number N of strengths of each mask.
         channels: How many channels to use, by falling standard deviation; None for all.
         align_corners: As for `ScoreCAM`.
         **options: As for `saliency.MultiPassAttribution`.
@@ -301,7 +302,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        noise: The standard deviation of the noise; a mask reaches from 0 to 1. The paper uses 2.
+        noise: The standard deviation of the noise; masks without noise range from 0 to 1. The paper uses 2.
         draws: The number of noisy masks of each channel, if no limit is set.
         channels: How many channels to use, by falling standard deviation; None for all.
         align_corners: As for `ScoreCAM`.
@@ -349,7 +350,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
 class _MaskScores(ScoreEstimate):
     """Map from the mean scores of masks, with its standard error to first order.
 
-    Pass i shows mask i modulo their number. A sample is a round over all masks.
+    Pass i shows mask i modulo the number of masks. A sample is a round over all masks.
     """
 
     def __init__(self, masks: ChannelMasks) -> None:
@@ -385,9 +386,9 @@ class AblationCAM(LayerPasses):
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
     and inverts the map if y is negative.)
 
-    Only the part of the model after the layer runs for each channel. If that is pooling and one linear layer, which
-    each call checks, the weights are known without these runs. Channels that are zero everywhere change nothing. The
-    part runs exactly, whatever `precision` is.
+    Only the part of the model after the layer runs for each channel, exactly, regardless of `precision`. If this part
+    is pooling and one linear layer, which each call checks, the weights are computed in closed form. Channels that are
+    zero everywhere have no effect, and are not run.
 
     Args:
         model: As for every method.
@@ -440,7 +441,7 @@ class AblationCAM(LayerPasses):
             return None
         try:
             weight = linear_head(self.model, layer.maps[None], layer.output, layer.layer)  # (classes, K)
-        except (NotApplicableError, TargetError):  # the latter if only the target knows the scores in the output
+        except (NotApplicableError, TargetError):  # TargetError: only the target can read the scores from the output
             return None
         losses = (weight * layer.maps.mean((1, 2)))[:, channels]  # (classes, m)
 
@@ -470,19 +471,19 @@ class AblationCAM(LayerPasses):
 
 
 class ReciproCAM(LayerPasses):
-    """The score when the layer shows only one location.
+    """The score when only one location of the layer is kept.
 
     Each pass scales the layer's output to zero, except for one location and its neighbours. These are scaled to 1/4
-    (the location), 1/8 (beside it) and 1/16 (diagonally). Values without a location, such as a class token, stay. The
-    value of a location is the resulting score, less the score of a layer without any location. (The paper takes class
-    probabilities, and stretches them to 0..1 for display: the target `saliency.probability(...)`.)
+    (the location), 1/8 (beside it) and 1/16 (diagonally). Values without a location, such as a class token, are kept.
+    The value of a location is the resulting score, less the score of a layer without any location. (The paper takes
+    class probabilities, and stretches them to 0..1 for display: the target `saliency.probability(...)`.)
 
-    Only the part of the model after the layer runs for each location, exactly, whatever `precision` is.
+    Only the part of the model after the layer runs for each location, exactly, regardless of `precision`.
 
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        alone: Whether to show each location unscaled and without its neighbours. If only pooling and one linear layer
+        alone: Whether to keep each location unscaled and without its neighbours. If only pooling and one linear layer
             follow, the values are then those of `CAM` divided by the number of locations.
         **options: As for `saliency.MultiPassAttribution`.
 
@@ -511,7 +512,7 @@ class ReciproCAM(LayerPasses):
         near = layer.maps.new_tensor([0.25, 0.5, 0.25])
 
         def make(start: int, stop: int) -> Tensor:
-            """Pass 0 shows no location, pass 1 + i location i."""
+            """Pass 0 shows no location; pass 1 + i shows location i."""
             numbers = torch.arange(start, stop, device=near.device)
             shares = F.one_hot(numbers, 1 + height * width)[:, 1:].to(near).view(-1, 1, height, width)
             if not self.alone:
@@ -519,6 +520,6 @@ class ReciproCAM(LayerPasses):
             return layer.scaled(shares[:, 0])
 
         scores = self.tail_scores(passes, layer, make, 1 + height * width)
-        values = layer.maps.new_zeros(height * width)  # zero where an interrupt came first
+        values = layer.maps.new_zeros(height * width)  # zero for locations that an interrupt left out
         values[: len(scores) - 1] = (scores[1:] - scores[0]).to(values)
         return ImageAttribution(values.view(1, height, width), layer=layer.layer)

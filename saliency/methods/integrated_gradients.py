@@ -22,28 +22,29 @@ Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riema
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 MOST_NODES = 256
-"""The most nodes of an adaptive integral. The gradients at all nodes are kept."""
+"""The maximum number of nodes of an adaptive integral. All their gradients are kept in memory."""
 FIRST_NODES = 9
 """The number of evenly spaced nodes that an adaptive integral starts with."""
 NEW_NODES = 4
-"""The most intervals that it halves at a time. The number is fixed, so that the result does not depend on chunks."""
+"""The maximum number of intervals that are halved at a time. It does not depend on the chunk size."""
 
-CLOSE = 1e-9
-"""The error of a step of Guided IG, as a share of the whole path."""
+STEP_TOLERANCE = 1e-9
+"""The allowed error in the length of a step of Guided IG, as a share of the whole path."""
 
 
 class IntegratedGradients(MultiPassAttribution):
     """The mean gradient on the straight path from a baseline to the image, times their difference.
 
     The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
-    every model, and is closer to most pixels than black. With a black baseline, dark pixels get nothing.
+    every model, and is closer to most pixels than black. With a black baseline, dark pixels get no attribution.
 
     A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
     and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 17 % of the rise, 32 nodes one of 5 to 50 %. A
-    `tolerance` is met with far fewer passes, in two ways. The scores at two nodes give the mean gradient between them,
-    so the gradients at both are mixed to match it, which is exact for one kink between the nodes. New nodes are added
-    in the intervals with the largest residuals. All nodes are kept (a Gauss-Legendre rule with more nodes needs all new
-    ones). Under every rule the weights are not negative and sum to 1, so the result is a mean of true gradients.
+    `tolerance` is met with far fewer passes, for two reasons. First, the scores at two nodes give the mean slope
+    between them, and the gradients at both are mixed to match that slope. This is exact for one kink between the nodes.
+    Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are kept (a
+    Gauss-Legendre rule with more nodes needs all new ones). Under every rule the weights are not negative and sum to 1,
+    so the result is a mean of true gradients.
 
     A small residual is not a small error of the map. At 1 %, after 10 to 17 passes, the maps of the bundled network's
     top class on five photos have a cosine of .87 to .98 with those of 256 nodes; with 50 nodes .994 to .999.
@@ -55,8 +56,8 @@ class IntegratedGradients(MultiPassAttribution):
             (K, C, H, W), the mean over all is taken.
         rule: "gauss_legendre", "midpoint", "trapezoid", "riemann_left" or "riemann_right".
         steps: The number of nodes on each path.
-        tolerance: The residual, relative to the difference of the score and the baseline's score, at which the nodes
-            suffice. They are then chosen as described above; `rule` and `steps` are not used.
+        tolerance: The residual at which no more nodes are added, relative to the difference of the score and the
+            baseline's score. Nodes are then chosen as described above; `rule` and `steps` are not used.
         **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
@@ -90,16 +91,16 @@ class IntegratedGradients(MultiPassAttribution):
 
 
 class IDGI(MultiPassAttribution):
-    """The rise of the score along the path from a baseline, where each step is shared by the squared gradient.
+    """The rise of the score along the path from a baseline, divided at each step in proportion to squared gradients.
 
-    Of what integrated gradients add up, only the part along the gradient changes the score; the rest is noise. So the
-    rise of each step is given to the pixels by their share in the squared gradient. The values then sum exactly to the
-    rise, except for steps that start where the gradient is zero.
+    Of each step that integrated gradients add up, only the component along the gradient changes the score; the rest is
+    noise. So IDGI divides the rise of each step among the pixels, in proportion to the squares of their gradients. The
+    values then sum exactly to the rise, except for steps that start where the gradient is zero.
 
     As in the authors' code, a class is explained by its probability, and the result's `target_names` say so. Any other
-    target is explained as it is, such as `saliency.value(281)` for the logit, and so is the only output of a model. On
-    the bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average, and 21 %
-    if the logit is explained.
+    target is explained as it is, such as `saliency.value(281)` for the logit, as is the score of a model of one class.
+    On the bundled network and photos the outer 16 pixels, next to the padding, hold 16 % of the map on average (21 %
+    for the logit).
 
     Args:
         model: As for every method.
@@ -132,7 +133,7 @@ class IDGI(MultiPassAttribution):
         return ResolvedTarget(_ProbabilityIfAny((target.target,)), target.images, target.categories)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
-        """Share the rise of each step by the squared gradient at its start."""
+        """Divide the rise of each step in proportion to the squared gradient at its start."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         nodes = self.steps + 1
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
@@ -171,9 +172,9 @@ def _squared_shares(gradients: Tensor) -> Tensor:
 class ExpectedGradients(SampledAttribution):
     """Integrated gradients averaged over many baselines: gradient times difference at random points of random paths.
 
-    Each sample takes one baseline and one point on its path. So no single colour is invisible as a baseline, and the
-    map has a standard error. By default each baseline is one random colour, normally distributed as the values of the
-    normalised input, which needs no data; the authors draw training images.
+    Each sample takes one baseline and one point on its path. So there is no single baseline colour that gets no
+    attribution, and the map has a standard error. By default each baseline is one random colour, normally
+    distributed as the values of the normalised input, which needs no data; the authors draw training images.
 
     Args:
         model: As for every method.
@@ -228,7 +229,7 @@ class GuidedIG(MultiPassAttribution):
     """Integrated gradients on a path that moves the values with the smallest gradients first.
 
     Where the gradient is large, a straight path collects noise from pixels that it only passes. This path postpones
-    them: a step moves the `fraction` of values with the smallest gradients as far as they may go, then further such
+    these values: a step moves the `fraction` of values with the smallest gradients to their limit, then further such
     fractions, until the whole path is one step closer to the image. No value may be ahead of the straight path by more
     than `max_distance`, and a value that is behind by more is moved along.
 
@@ -300,7 +301,7 @@ class GuidedIG(MultiPassAttribution):
             missing = float(((1 - position) * length).sum(dtype=torch.float64)) - (1 - share) * whole
             bound = waiting.flatten().kthvalue(taken).values
             chosen = (waiting <= bound) & waiting.isfinite()
-            if missing <= CLOSE * whole or not chosen.any():
+            if missing <= STEP_TOLERANCE * whole or not chosen.any():
                 return position
             gain = float(((most - position) * length * chosen).sum(dtype=torch.float64))
             part = missing / gain if gain > missing else 1.0
@@ -313,7 +314,7 @@ class GuidedIG(MultiPassAttribution):
 class BlurIG(MultiPassAttribution):
     """Integrated gradients on the path from a blurred image to the sharp one: which details matter, and their scale.
 
-    No colour is the baseline here: what is missing is detail. The Gaussian blur reflects the image at its edges, so
+    The baseline lacks detail, but has the colours of the image. The Gaussian blur reflects the image at its edges, so
     that nothing darkens there, and its derivative with respect to the width is exact.
 
     The baseline is the image under the widest blur, so it differs for each image.
@@ -395,7 +396,7 @@ def mean_gradients(passes: PassRunner, references: Tensor, rule: Rule, steps: in
 def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: Tensor) -> float | None:
     """Return the difference of the score and the baselines' mean score that the values do not add up to.
 
-    None after an interrupt, without the scores of the baselines (K, C, H, W).
+    None if a limit or an interrupt came before the scores of the baselines (K, C, H, W) were computed.
     """
     scores = [done.scores for done in passes.forwards(lambda start, stop: references[start:stop], len(references))]
     if not scores:
@@ -404,12 +405,12 @@ def residual_of(passes: PassRunner, values: Tensor, score: Tensor, references: T
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: that of the input, but no half precision."""
+    """Return the dtype for sums: that of the input, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def quadrature(rule: Rule, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rising nodes (n,) and the weights (n,), of sum 1, of a rule for integrals over 0..1.
+    """Return the ascending nodes (n,) and the weights (n,), of sum 1, of a rule for integrals over 0..1.
 
     Both are in float64 on the CPU.
 

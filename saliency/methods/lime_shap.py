@@ -1,4 +1,4 @@
-"""Values of segments from the scores of many combinations of them: LIME, KernelSHAP and Shapley sampling."""
+"""Values of segments, from scores of images that show some of them: LIME, KernelSHAP and Shapley sampling."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Regression(NamedTuple):
 def regression(
     design: Tensor, scores: Tensor, weights: Tensor, penalty: float = 0.0, leverage: Tensor | float = 0.0
 ) -> Regression:
-    """Fit scores by a linear function; of several solutions the one with the smallest coefficients.
+    """Fit scores by a linear function; if the solution is not unique, with the smallest coefficients.
 
     The standard errors hold under any distribution of the residuals: White's sandwich, with each residual divided by
-    the root of 1 less its leverage (HC2). This corrects for what the fit took from the residuals.
+    the root of 1 less its leverage (HC2). This corrects for residuals that the fit made too small.
 
     Args:
         design: (n, K) the variables.
@@ -58,7 +58,7 @@ def regression(
 class Coalitions(ScoreEstimate):
     """Map (1, H, W) of segments, from the scores of images of which only some segments are shown.
 
-    The segments that a pass shows depend only on its number. A subclass writes `row` and `fit`.
+    The segments that a pass shows depend only on its number. A subclass implements `row` and `fit`.
 
     Args:
         segments: The segments.
@@ -112,7 +112,7 @@ class CoalitionSampling(SegmentAttribution, SampledAttribution):
     """
 
     def result(self, estimate: Coalitions, passes: PassRunner, least: int, *, is_complete: bool) -> ImageAttribution:
-        """Return the attribution of an estimate; warn of fewer than the `least` passes that determine the values.
+        """Return the attribution of an estimate; warn about fewer than the `least` passes that determine the values.
 
         Args:
             estimate: The estimate.
@@ -292,12 +292,12 @@ class _KernelRegression(Coalitions):
 
     @cached_property
     def _order(self) -> Tensor:
-        """All pairs in random order, so that an interrupt leaves a fair part of them."""
+        """All pairs in random order, so that an interrupt leaves a random part of them."""
         return torch.randperm(2 ** (self.segments.count - 1) - 1, generator=generator(self.seed), device="cpu")
 
     @cached_property
     def _size_limits(self) -> Tensor:
-        """The cumulated weights (M - 1,) of the combinations of 1 to M - 1 segments."""
+        """The cumulative weights (M - 1,) of the combinations of 1 to M - 1 segments."""
         sizes = torch.arange(1, self.segments.count, dtype=torch.float64, device="cpu")
         return (1 / (sizes * (self.segments.count - sizes))).cumsum(0)
 
@@ -324,7 +324,7 @@ class _KernelRegression(Coalitions):
         halves = (scores[:, 0] - scores[:, 1]) / 2 - shown.sum(1) * mean
         sizes = rows.sum(1).tolist() if self.includes_all else []
         weights = [1 / (math.comb(count, k) * k * (count - k)) for k in sizes] or [1.0] * len(rows)
-        # The fixed sum is removed. What is left tells how the segments differ.
+        # Remove the fixed sum. The rest determines the differences between segments.
         fit = regression(shown - shown.mean(1, keepdim=True), halves, halves.new_tensor(weights))
         errors = fit.errors if len(rows) >= count and not self.includes_all else None
         return fit.coefficients + mean, torch.zeros_like(fit.coefficients) if self.is_exact else errors
@@ -334,7 +334,7 @@ class ShapleySampling(CoalitionSampling):
     """Shapley values of segments, by showing them one after the other in random orders.
 
     The value of a segment is the gain of the score when it is added, averaged over orders that are drawn in pairs: an
-    order and its reverse (Mitchell et al.), so that what is early in one is late in the other. Each order sums to
+    order and its reverse (Mitchell et al.), so a segment that is early in one is late in the other. Each order sums to
     f(x) - f(x'), where x' is the image with all segments hidden, and takes M - 1 passes for M segments. A pair that a
     limit cuts short is left out, unless it is the only one; then the segments that were not reached share the rest
     evenly.
@@ -374,7 +374,7 @@ class ShapleySampling(CoalitionSampling):
 
 
 class _Orders(Coalitions):
-    """The gains of the segments in pairs of opposite orders. Pass 0 shows nothing, then come the orders' beginnings."""
+    """Gains of the segments in pairs of opposite orders. Pass 0 shows nothing, later ones the orders' beginnings."""
 
     least_samples = 8
 
@@ -405,9 +405,9 @@ class _Orders(Coalitions):
         orders = torch.stack([self._order(pair) for pair in range(self.samples)])  # (n, M)
         ends = self.scores.new_tensor([float(self.scores[0]), self.full]).expand(self.samples, 2)
         paths = self.scores[1 : 1 + self.samples * self.pair_length].view(self.samples, 2, -1)
-        forth, back = (torch.cat([ends[:, :1], paths[:, i], ends[:, 1:]], 1).diff(dim=1) for i in range(2))
-        gains = torch.empty_like(forth).scatter_(1, orders, (forth + back.flip(1)) / 2)[part]
-        return gains.mean(0), gains.std(0) / len(gains) ** 0.5 if len(gains) > 1 else None
+        gains, reverse = (torch.cat([ends[:, :1], paths[:, i], ends[:, 1:]], 1).diff(dim=1) for i in range(2))
+        means = torch.empty_like(gains).scatter_(1, orders, (gains + reverse.flip(1)) / 2)[part]
+        return means.mean(0), means.std(0) / len(means) ** 0.5 if len(means) > 1 else None
 
     def _first_order(self) -> Tensor:
         """The gains (M,) along the first order as far as it goes; the other segments share the rest."""

@@ -1,4 +1,4 @@
-"""Optimised masks: meaningful perturbation hides the smallest part, extremal perturbation keeps the best one."""
+"""Optimised masks: the smallest part whose hiding lowers the score, and the best part of a given area."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Render = Callable[[Tensor, tuple[int, int]], Tensor]
 """A function from the numbers that are optimised, and a shift in pixels, to the model's input (1, C, H, W)."""
 
 REFERENCE_EDGE = 224
-"""The edge in pixels of the images that the papers' lengths are for. Lengths grow with the image."""
+"""The edge in pixels of the images for which the papers give lengths. Lengths are scaled with the image."""
 
 
 class OptimisedMask(MultiPassAttribution):
     """Base class of methods that optimise masks step by step.
 
-    The steps of an image run one by one, whatever `chunk` is.
+    The steps of an image run one by one, regardless of `chunk`.
 
-    The score is divided by the stake: the difference that hiding the whole image makes. So the weights of the other
-    costs of a mask mean the same for logits, probabilities and any other score.
+    The score is divided by its range: the change of the score when the whole image is hidden. So the weights of the
+    other costs of a mask have the same meaning for logits, probabilities and any other score.
 
     Args:
         model: As for every method.
@@ -43,16 +43,16 @@ class OptimisedMask(MultiPassAttribution):
     sign = "positive"
     quick_options: ClassVar = {"steps": 2}
     rate = 0.1
-    """The most that a step changes the numbers of a mask."""
+    """The largest change of a mask's numbers in one step."""
     steps: Option[int] = Option(300, check_integer)
 
-    def descend(self, passes: PassRunner, start: Tensor, stake: float, render: Render) -> tuple[Tensor, bool]:
+    def descend(self, passes: PassRunner, start: Tensor, score_range: float, render: Render) -> tuple[Tensor, bool]:
         """Return the numbers (k, g, g) of some masks after all steps, and whether the score ever had a gradient.
 
         Args:
             passes: The passes of the image.
             start: (k, g, g) the first numbers; each of the k masks is optimised separately.
-            stake: The divisor of the score; negative to raise it.
+            score_range: The divisor of the score; negative to raise the score.
             render: See `Render`.
         """
         masks, moments = list(start), torch.zeros(2, *start.shape, dtype=start.dtype, device=start.device)
@@ -74,7 +74,9 @@ class OptimisedMask(MultiPassAttribution):
             with torch.enable_grad():
                 numbers = leaf(masks[number])
                 image = render(numbers, shift(step))
-                loss = (image * done.gradients.to(image.dtype)).sum() / stake + self.cost_of(numbers, number, step)
+                loss = (image * done.gradients.to(image.dtype)).sum() / score_range + self.cost_of(
+                    numbers, number, step
+                )
                 (gradient,) = torch.autograd.grad(loss, numbers)
             masks[number] = adam_step(masks[number], gradient, moments[:, number], step + 1, self.rate)
         return torch.stack(masks), has_gradient
@@ -83,13 +85,13 @@ class OptimisedMask(MultiPassAttribution):
     def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
         """Return the cost () of the numbers (g, g) of a mask at a step, besides the score."""
 
-    def stake(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
+    def score_range(self, passes: PassRunner, score: Tensor, background: Tensor) -> float:
         """Return the positive change of the score when the whole image is hidden, as in `background` (1, C, H, W)."""
         least = 1e-3 * abs(float(score))
         for done in passes.forwards(lambda start, stop: background, 1):
             hidden = float(done.scores[0])
-            stake = abs(float(score) - hidden)
-            return stake if stake > least else max(least, 1e-3 * abs(hidden)) or 1.0
+            score_range = abs(float(score) - hidden)
+            return score_range if score_range > least else max(least, 1e-3 * abs(hidden)) or 1.0
         return 1.0
 
 
@@ -103,7 +105,7 @@ def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rat
     moments[0].mul_(0.9).add_(gradient, alpha=0.1)
     moments[1].mul_(0.999).addcmul_(gradient, gradient, value=0.001)
     root = (moments[1] / (1 - 0.999**step)).sqrt()
-    # A number without a gradient stays. Adam's usual constant would be large for a small score.
+    # A number without a gradient does not change. Adam's epsilon would be too large for a small score.
     direction = torch.where(root > 0, moments[0] / (1 - 0.9**step) / root, torch.zeros_like(root))
     return (numbers - rate * direction).clamp(0, 1)
 
@@ -111,11 +113,11 @@ def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rat
 class MeaningfulPerturbation(OptimisedMask):
     """The smallest part of the image that must be hidden for the score to fall.
 
-    A mask m on a coarse grid, 1 where the image is hidden, is optimised to minimise score / stake + sparsity * mean(m)
-    + smoothness * (sum of cubed steps of m), where the stake is the loss from hiding the whole image. So with a
-    sparsity of 1 a location is hidden where its share of the score is larger than its share of the area. The
-    optimisation starts with nothing hidden, not with the paper's disc. Masks are shifted by up to 2 of 224 pixels at
-    each step.
+    A mask m on a coarse grid, 1 where the image is hidden, is optimised to minimise score / range + sparsity * mean(m)
+    + smoothness * (sum of cubed differences of neighbours in m), where range is the fall of the score from hiding the
+    whole image. So with a sparsity of 1 a location is hidden where its share of the score is larger than its share of
+    the area. The optimisation starts with nothing hidden, not with the paper's disc. Masks are shifted by up to 2 of
+    224 pixels at each step.
 
     Args:
         model: As for every method.
@@ -125,10 +127,10 @@ class MeaningfulPerturbation(OptimisedMask):
         fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`, without "inpaint".
         **options: As for `saliency.MultiPassAttribution`.
 
-    Values: (N, 1, H, W), 0 to 1: how far each pixel was hidden.
+    Values: (N, 1, H, W), 0 to 1: the degree to which each pixel was hidden.
 
     Raises:
-        MethodError: An option is not a positive number, or the fill depends on what is hidden.
+        MethodError: An option is not a positive number, or the fill is "inpaint".
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Fong and Vedaldi, "Interpretable Explanations of Black Boxes by Meaningful Perturbation" (2017),
@@ -147,7 +149,7 @@ class MeaningfulPerturbation(OptimisedMask):
         """Compute the final mask."""
         x = passes.x.clone()  # an inference tensor cannot be saved for a gradient
         background = Filler(x, self.fill).background
-        stake = self.stake(passes, score, background)
+        score_range = self.score_range(passes, score, background)
         x, background = at_least_float32(x), at_least_float32(background)
         down, across = (enlarging(min(28, edge), edge, x) for edge in x.shape[2:])
 
@@ -155,7 +157,7 @@ class MeaningfulPerturbation(OptimisedMask):
             return torch.lerp(x, background, shifted(down @ mask @ across.T, shift))
 
         start = x.new_zeros(1, down.shape[1], across.shape[1])
-        (mask,), _ = self.descend(passes, start, stake, render)
+        (mask,), _ = self.descend(passes, start, score_range, render)
         return ImageAttribution((down @ mask @ across.T).clamp(0, 1)[None])
 
     def cost_of(self, numbers: Tensor, mask: int, step: int) -> Tensor:
@@ -187,6 +189,8 @@ def shifted(image: Tensor, by: tuple[int, int]) -> Tensor:
 
 Keep = Literal["best", "worst"]
 
+# The number of blur levels, the strongest blur, the radius of the discs (both as shares of the shorter edge), the
+# temperature of the smooth maximum, and the factor by which the weight of the area grows over all steps.
 _LEVELS = 8
 _STRONGEST = 20 / REFERENCE_EDGE
 _RADIUS = 21 / REFERENCE_EDGE
@@ -204,8 +208,8 @@ def _checked_areas(option: str, areas: Any) -> list[float]:
 class ExtremalPerturbation(OptimisedMask):
     """The part of the image, of a given area, that keeps the score highest while the rest is blurred.
 
-    The mask is the smooth maximum of discs around the optimised numbers, on a lattice of 7 pixels. The further it is
-    from 1, the stronger a pixel is blurred, up to a standard deviation of 20 pixels (both for images of 224 pixels, and
+    The mask is the smooth maximum of discs around the optimised numbers, on a lattice of 7 pixels. The lower
+    the mask, the more a pixel is blurred, up to a standard deviation of 20 pixels (both for images of 224 pixels, and
     in proportion for others). The squared distance of its sorted values from the ideal ones, `areas` of them 1 and the
     rest 0, is added to the score with a weight that grows at each step.
 
@@ -216,7 +220,7 @@ class ExtremalPerturbation(OptimisedMask):
 
     Args:
         model: As for every method.
-        areas: The shares of the image that are kept, each between 0 and 1; each takes all steps.
+        areas: The shares of the image that are kept, each between 0 and 1; all steps are run for each.
         steps: Steps of gradient descent, which are larger if there are fewer; 800 in the paper.
         weight: The cost of a wrong area at the first step.
         keep: "best" finds the part that suffices; "worst" the part whose loss lowers the score the most.
@@ -261,10 +265,10 @@ class ExtremalPerturbation(OptimisedMask):
             mask = enlarged(numbers)
             return shifted(blurred_where(levels, 1 - mask if sign > 0 else mask), shift)
 
-        stake = self.stake(passes, score, levels[-1:].to(passes.x.dtype))
+        score_range = self.score_range(passes, score, levels[-1:].to(passes.x.dtype))
         # "best" starts from the whole image: where all is half blurred, the gradient is not informative.
         start = x.new_full((len(self.areas), *lattice), 1.0 if sign > 0 else 0.5)
-        numbers, has_gradient = self.descend(passes, start, -sign * stake, render)
+        numbers, has_gradient = self.descend(passes, start, -sign * score_range, render)
         if not has_gradient:
             passes.notes.append("the score does not depend on what is blurred")
             return ImageAttribution(x.new_zeros(1, *size))

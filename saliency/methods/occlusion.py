@@ -15,8 +15,8 @@ from ..errors import MethodError
 from ..validation import is_integer, is_pair
 from .baselines import Filler, FillOption
 
-FEW = 16
-"""From this number of windows on, only what a window reaches is computed again; for fewer, preparation takes longer."""
+MIN_WINDOWS = 16
+"""With fewer windows, whole forwards are faster than the preparation of `WindowForward`."""
 
 
 def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
@@ -34,8 +34,8 @@ class Occlusion(MultiPassAttribution):
     The window moves by `stride`; the value of a pixel is the mean over the windows that cover it. The last window of a
     row or column ends at the border, so every pixel is covered and no window reaches outside.
 
-    Where the model allows it, only what a window reaches is computed again, which is exact to rounding. The note of the
-    result says what was done.
+    If possible, only the part of each forward that depends on the window is computed; the result is equal up to
+    rounding. The note of the result reports this.
 
     Args:
         model: As for every method.
@@ -99,7 +99,7 @@ class Occlusion(MultiPassAttribution):
                 mask[:, top : top + size[0], left : left + size[1]] = True
             return filler(masks)
 
-        local = WindowForward(self.model, x) if self.precision == "exact" and len(corners) >= FEW else None
+        local = WindowForward(self.model, x) if self.precision == "exact" and len(corners) >= MIN_WINDOWS else None
         if local is None or local.how != WindowForward.part:
             for done in passes.forwards(hidden, len(corners)):
                 yield done.start, done.scores

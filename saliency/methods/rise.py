@@ -15,12 +15,12 @@ from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 
-TOGETHER = 16
-"""The number of masks that are added up at once: a single one would take as long."""
+MASKS_PER_SUM = 16
+"""The number of masks that are added up at once; adding a single one takes as long."""
 
 
 class RISE(SampledAttribution):
-    """The effect of each pixel's visibility on the score, over images behind random masks.
+    """The effect of each pixel's visibility on the score, estimated with random masks.
 
     A mask M is a grid of cells, each shown with probability p, enlarged bilinearly and shifted by less than a cell. The
     paper's map is the mean of f(x M) M / p: the expected score when the pixel is visible. A large part of it is
@@ -31,8 +31,9 @@ class RISE(SampledAttribution):
     of the mean scores with the pixel visible and hidden. The variance of enlarged masks is smaller, and smallest in the
     middle of the image. `debiased=False` gives the paper's map.
 
-    The paper uses probabilities: `attribute(image, saliency.probability("espresso"))`. They keep the paper's map
-    positive, and saturate; a logit, which a plain class target means, does neither.
+    The paper uses probabilities: `attribute(image, saliency.probability("espresso"))`. With them the
+    paper's map is positive, but they saturate. A plain class target explains the logit, which does not saturate and may
+    be negative.
 
     Args:
         model: As for every method.
@@ -78,7 +79,7 @@ class RISE(SampledAttribution):
             chunk[start] = masks(start, stop)  # (k, 1, H, W)
             return x * chunk[start] if self.fill == 0 else torch.lerp(background, x, chunk[start])
 
-        if self.debiased:  # counting scores from that of the whole image does not change the covariance
+        if self.debiased:  # subtracting the score of the whole image does not change the covariance
             estimate = MaskedScores(self.shown, masks.variance, float(score))
         else:
             estimate = MaskedScores(self.shown, torch.full_like(x[0, :1], self.shown), None)
@@ -88,7 +89,7 @@ class RISE(SampledAttribution):
 
 
 class RandomMasks:
-    """Random masks for one image, by number.
+    """Random masks for one image. The number of a mask determines its draws.
 
     Args:
         x: (1, C, H, W) the image.
@@ -115,7 +116,7 @@ class RandomMasks:
         self.variance = (shown * (1 - shown) * down[:, None] * across).to(x)[None]
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """Return the masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown), all pixels of equal mean."""
+        """Return masks (k, 1, H, W) from `start` to `stop`, 0 (hidden) to 1 (shown); all pixels have equal means."""
         height, width = self._size
         cells, down, across = [], [], []
         for number in range(start, stop):
@@ -135,7 +136,7 @@ class MaskedScores(Estimate):
     Args:
         shown: The mean of a mask.
         scale: (1, H, W) the divisor of the sum.
-        level: A constant close to the scores, to count them from, for the debiased form; None for the paper's.
+        level: A constant close to the scores that is subtracted from them, for the debiased map; None for the paper's.
     """
 
     def __init__(self, shown: float, scale: Tensor, level: float | None) -> None:
@@ -143,8 +144,8 @@ class MaskedScores(Estimate):
         self._debiased, self._level = level is not None, level or 0.0
         self._centre = shown if self._debiased else 0.0
         self._scale = scale.to(precise_type(scale))
-        self._scores = [0.0, 0.0]  # the sum of all, and of every other
-        # With d a mask less its mean, and s a score: the sums of s d, d; these of every other; of s s d d, s d d, d d.
+        self._scores = [0.0, 0.0]  # the sum of all, and of the even ones
+        # With d a mask less its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
         self._sums = torch.zeros(7, *scale.shape, dtype=precise_type(scale), device=scale.device)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._summed = 0
@@ -153,7 +154,7 @@ class MaskedScores(Estimate):
         """Add the scores (k,) of masks (k, 1, H, W)."""
         self._waiting.append((scores, masks))
         self.count += len(scores)
-        if self.count - self._summed >= TOGETHER:
+        if self.count - self._summed >= MASKS_PER_SUM:
             self._add_up()
 
     def _add_up(self) -> Tensor:

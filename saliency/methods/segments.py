@@ -102,7 +102,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
     Args:
         x: (1, C, H, W) the image, normalised.
         by: The result of `resolve_segments`.
-        preprocess: The preprocessing that made the input, if known.
+        preprocess: The preprocessing that created the input, if known.
 
     Raises:
         MethodError: A label map has a different size than the image, or the user's function returns no label map.
@@ -161,7 +161,7 @@ class SegmentAttribution(MultiPassAttribution):
     fill: FillOption = FillOption()
 
     def segmented(self, passes: PassRunner) -> tuple[Segments, Filler]:
-        """Return the segments of the image, and what hides its pixels."""
+        """Return the segments of the image, and the filler that hides its pixels."""
         segments = segmented(passes.x, self.segments, self.preprocess)
         passes.notes.append(f"{segments.count} segments")
         return segments, Filler(passes.x, self.fill)
@@ -170,8 +170,8 @@ class SegmentAttribution(MultiPassAttribution):
 class FeatureAblation(SegmentAttribution):
     """The fall of the score when a single segment of the image is hidden.
 
-    Joint effects, such as two eyes of which one suffices, are not seen, so the values do not add up to anything.
-    `KernelSHAP` and `ShapleySampling` share joint effects.
+    Joint effects are missed, for example if either of two eyes suffices, so the sum of the values has no meaning.
+    `KernelSHAP` and `ShapleySampling` divide joint effects among the segments.
 
     Args:
         model: As for every method.

@@ -33,7 +33,7 @@ class NoisyAttribution(SampledAttribution):
     Args:
         model: A model, or the method to wrap.
         inner: The name of the wrapped method, if a model is given.
-        inner_options: Its options, if a model is given; a layer by name is among them.
+        inner_options: The options of the wrapped method, if a model is given, including a layer by name.
         noise: The standard deviation of the noise, as a share of the range of the image's values.
         **options: As for `saliency.SampledAttribution`.
     """
@@ -58,7 +58,7 @@ class NoisyAttribution(SampledAttribution):
         elif inner_options or inner not in (VanillaGradient.name, _name_of(wrapped)):
             raise MethodError(
                 f"{type(self).__name__} got the method {wrapped!r} and also inner={inner!r} with inner_options="
-                f"{inner_options!r}; pass either of them"
+                f"{inner_options!r}; pass either a method, or inner and inner_options"
             )
         else:
             values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories") if values[n] is None}
@@ -70,10 +70,10 @@ class NoisyAttribution(SampledAttribution):
         """Return the target that the wrapped method explains."""
         return self._wrapped.explained_target(target)
 
-    def explanation(self, finding: BatchAttribution, selection: ResolvedTarget, batch: Batch) -> Explanation:
-        """Return the checked explanation. The mean of a method has the sign of the method."""
-        result = super().explanation(finding, selection, batch)
-        return replace(result, sign=self._wrapped.sign) if type(self).sign != "positive" else result
+    def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
+        """Return the checked explanation. A mean is drawn with the sign of the wrapped method."""
+        explanation = super().explanation(result, target, batch)
+        return replace(explanation, sign=self._wrapped.sign) if type(self).sign != "positive" else explanation
 
     def noisy(self, passes: PassRunner) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for noisy copies of an image, chunk by chunk."""
@@ -119,7 +119,7 @@ class SmoothGrad(NoisyAttribution):
     Args:
         model: A model, or the method to wrap.
         inner: The name of the wrapped method, if a model is given.
-        inner_options: Its options, if a model is given; a layer by name is among them.
+        inner_options: The options of the wrapped method, if a model is given, including a layer by name.
         noise: The standard deviation of the noise, as a share of the range of the image's values; 0.1 to 0.2 in the
             paper.
         **options: As for `saliency.SampledAttribution`.
@@ -175,8 +175,8 @@ class SmoothGradSquared(NoisyAttribution):
 class VarGrad(NoisyAttribution):
     """The variance of a method's values over noisy copies of the image; by default of the plain gradient.
 
-    High where small changes of the image change the values. Whatever is the same in all copies does not count: on a
-    linear model the map is zero.
+    The map is high where small changes of the image change the values. Values that are the same in all copies have no
+    variance: for a linear model the map is zero.
 
     Args:
         model: As for `SmoothGrad`.

@@ -24,11 +24,11 @@ _BLOCK = 1024  # rows of a kernel matrix that are computed at once, and scores t
 class TotalOrder(ScoreEstimate):
     """Total-order Sobol indices (cells,) by Jansen's estimator; zero if the score does not vary.
 
-    A sample holds the scores of A, of B, and of A with one of its numbers from B, for each of the numbers.
+    A sample holds the scores of A, of B, and, for each number, of A with this number taken from B.
 
     Args:
         cells: The number of cells.
-        rounding: The standard deviation of the scores, as a share of the largest, that counts as none.
+        rounding: The standard deviation, as a share of the largest score, up to which scores count as constant.
 
     Source: Jansen, "Analysis of variance designs for model output" (1999),
         https://doi.org/10.1016/S0010-4655(98)00154-4.
@@ -164,7 +164,7 @@ class GridAttribution(SampledAttribution):
 
 
 class Sobol(GridAttribution):
-    """The share of the score's variance, under random masks, that is lost when a cell is held fixed: its total effect.
+    """The share of the score's variance, under random masks, that involves a cell alone or jointly: its total effect.
 
     Every cell fades out by a random degree, 0 to 1. The total-order Sobol index of a cell counts all of its effects,
     alone and together with other cells. So the indices sum to 1 if the score is a sum over cells, and to more if cells
@@ -182,7 +182,7 @@ class Sobol(GridAttribution):
     even, so the true error tends to be smaller.
 
     Raises:
-        MethodError: Fewer passes than two rows of the design, or a fill that depends on what is hidden.
+        MethodError: Fewer passes than two rows of the design, or the fill "inpaint".
         TargetError: The target does not fit the model's output.
 
     Source: Fel et al., "Look at the Variance! Efficient Black-box Explanations with Sobol-based Sensitivity Analysis"
@@ -194,7 +194,7 @@ class Sobol(GridAttribution):
     cost = "2112 forwards"
     rows: ClassVar[int] = 32
     quick_options: ClassVar = {"grid": 2, "passes": 24}
-    interpolation = "bilinear"  # as by the authors; the model would see hard edges
+    interpolation = "bilinear"  # as in the authors' code; hard edges would change the score
 
     fill: FillOption = FillOption(partial="sobol")
 
@@ -223,11 +223,12 @@ class Sobol(GridAttribution):
 
 
 class HSIC(GridAttribution):
-    """The dependence of the score on whether a cell is shown, of any kind, under random masks.
+    """The statistical dependence of the score on whether a cell is shown, under random masks.
 
-    The Hilbert-Schmidt independence criterion of each cell's bit, which is shown or hidden with equal probability, and
-    the score. The kernel of the bit is delta - 1/2, that of the score a Gaussian whose width is the median distance of
-    scores. Bits come from Latin hypercubes of 64 samples, half of which show each cell.
+    The value of a cell is the Hilbert-Schmidt independence criterion of the score and the cell's bit: shown or hidden,
+    with equal probability. It detects any kind of dependence. The kernel of the bit is delta - 1/2. The kernel of the
+    score is a Gaussian whose width is the median distance of scores. Bits come from Latin hypercubes of 64 samples,
+    half of which show each cell.
 
     Args:
         model: As for every method.
@@ -237,7 +238,7 @@ class HSIC(GridAttribution):
 
     Values: (N, 1, H, W), without a unit: the criterion less its expectation by chance, so it is about 0, of either
     sign, for a cell that does not affect the score. The error is that of a U-statistic, from the first two terms of its
-    Hoeffding decomposition; the width of the kernel counts as known.
+    Hoeffding decomposition; the width of the kernel is treated as known.
 
     Raises:
         MethodError: Fewer than four passes.
@@ -313,7 +314,7 @@ def _rounding(x: Tensor, score: Tensor) -> float:
     """The standard deviation of scores, as a share of the largest, that may be rounding alone.
 
     In half precision, sums run in single precision and each layer's output is rounded once. When the last bit of the
-    input changed, the top scores of four networks varied by up to 0.45 eps there, and by up to 1.8 eps in float32.
+    input changed, the top scores of four networks varied by up to 0.45 eps in half precision, and 1.8 eps in float32.
     """
     coarsest = max(x.dtype, score.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     summed = torch.promote_types(coarsest, torch.float32)

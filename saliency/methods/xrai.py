@@ -15,14 +15,14 @@ from ..validation import check_choice, check_integer
 from .integrated_gradients import RULES, Rule, mean_gradients, wide
 
 AREA = 224 * 224
-"""The number of pixels of the images that the authors' numbers are for. Areas and scales grow with the number of pixels
-of an image, lengths with its root."""
+"""The number of pixels for which the authors give areas, scales and lengths. Areas and scales are proportional to the
+number of pixels of an image, lengths to its square root."""
 SCALES = (50.0, 100.0, 150.0, 250.0, 500.0, 1200.0)
 """Felzenszwalb's scales, from small segments to large ones, for `AREA` pixels."""
 SIGMA = 0.8
 LEAST_SEGMENT = 150
-LEAST_OF_ALL = 9
-"""A region has at least so many pixels, however small the image."""
+MIN_SEGMENT = 9
+"""The minimum number of pixels of a segment in images of any size."""
 LEAST_GAIN = 50
 RADIUS = 5
 
@@ -31,9 +31,9 @@ class XRAI(MultiPassAttribution):
     """The mean integrated gradient of whole regions, from segmentations of the image at six scales.
 
     Integrated gradients start from the darkest and from the brightest value of the image, so that neither black nor
-    white is invisible; the largest channel of their mean counts. Segments, dilated a little to include their edges, are
-    then taken one by one: always the segment whose remaining pixels have the largest mean, which becomes their value. A
-    segment that adds only a few pixels is dropped, and pixels in no segment get their own mean.
+    white is invisible; the map takes the largest channel of their mean. Segments, dilated a little to include their
+    edges, are then taken one by one: always the segment whose remaining pixels have the largest mean, which becomes
+    their value. A segment that adds only a few pixels is dropped, and pixels in no segment get their own mean.
 
     Args:
         model: As for every method.
@@ -66,20 +66,20 @@ class XRAI(MultiPassAttribution):
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
         gradients = mean_gradients(passes, references, self.rule, self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
-        regions = segments(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
+        regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)
         return ImageAttribution(torch.from_numpy(values)[None].to(x.device, wide(x)))
 
 
-class Segments(NamedTuple):
+class Regions(NamedTuple):
     """Regions that may overlap: pixels `pixels[starts[i]:starts[i + 1]]` are those of region i."""
 
     pixels: NDArray[np.int64]  # flat indices in the image
     starts: NDArray[np.int64]
 
 
-def segments(image: NDArray[np.float64]) -> Segments:
+def multiscale_regions(image: NDArray[np.float64]) -> Regions:
     """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels."""
     import cv2
     from scipy.ndimage import find_objects
@@ -92,7 +92,7 @@ def segments(image: NDArray[np.float64]) -> Segments:
     radius = round(RADIUS * ratio**0.5)
     distance = np.arange(-radius, radius + 1)
     disk = (distance[:, None] ** 2 + distance**2 <= radius**2).astype(np.uint8)
-    least = max(LEAST_OF_ALL, round(LEAST_SEGMENT * ratio))
+    least = max(MIN_SEGMENT, round(LEAST_SEGMENT * ratio))
     pixels: list[NDArray[np.int64]] = []
     for scale in SCALES:
         labels = felzenszwalb(image, scale * ratio, SIGMA, least, channel_axis=-1) + 1  # 0 is the background
@@ -101,17 +101,17 @@ def segments(image: NDArray[np.float64]) -> Segments:
             mask = labels[top : down.stop + radius, left : across.stop + radius] == label
             rows, columns = np.nonzero(cv2.dilate(mask.astype(np.uint8), disk))
             pixels.append((rows + top) * width + columns + left)
-    return Segments(np.concatenate(pixels), np.cumsum([0, *map(len, pixels)]))
+    return Regions(np.concatenate(pixels), np.cumsum([0, *map(len, pixels)]))
 
 
-def ranked(values: NDArray[np.float64], regions: Segments, least: float) -> NDArray[np.float64]:
-    """Average values (H, W) over regions: the region with the largest mean comes first, later ones get the rest.
+def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArray[np.float64]:
+    """Average values over regions: first the region with the largest mean, then others by their remaining pixels.
 
     When a pixel is taken, the mean of every region that contains it is updated.
 
     Args:
         values: (H, W).
-        regions: The regions to choose from.
+        regions: The regions, which may overlap.
         least: A region that would add fewer pixels is dropped.
     """
     from scipy.sparse import csr_matrix

@@ -343,11 +343,11 @@ class GoesByAnArray(Small):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (LooksAtValues, "numbers or shapes"),
-        (CutsByValues, "numbers or shapes"),
+        (LooksAtValues, "a number or a shape"),
+        (CutsByValues, "a number or a shape"),
         (ThroughNumpy, "numpy"),
         (GoesByAnArray, "__array__"),
-        (UnderTwoNames, "name that it had before"),
+        (UnderTwoNames, "written to through another tensor"),
         (KnowsItsRows, "not the same for each row"),
         (MixesRows, "an argument is"),
     ],
@@ -369,7 +369,7 @@ def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(SkipAndCat), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, "two", x)
-        assert "do not give what the model gives" in behind.why
+        assert "differs from the model's" in behind.why
         activations = changed(behind.activation, 2)
         same(behind(activations), plain(model, "two", x, activations))
 
@@ -379,9 +379,7 @@ class Draws(Small):
         return self.pooled(F.dropout(self.two(self.one(x)), training=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"), [(Draws, "do not give what the model gives"), (GoesByItsState, "an argument is")]
-)
+@pytest.mark.parametrize(("kind", "why"), [(Draws, "differs from the model's"), (GoesByItsState, "an argument is")])
 def test_a_model_that_is_not_the_same_twice_is_run_each_time(kind: Callable[[], nn.Module], why: str) -> None:
     model = made(kind)
     with prepared_for_attribution(model):

@@ -323,8 +323,8 @@ class AsAList(Branches):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (LooksAtValues, "numbers or shapes"),
-        (UnderTwoNames, "several names"),
+        (LooksAtValues, "a number or a shape"),
+        (UnderTwoNames, "several aliases"),
         (AsAList, "tolist"),
     ],
 )
@@ -375,7 +375,7 @@ def test_a_wrong_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = drawn(Model()), picture()
     with prepared_for_attribution(model), torch.no_grad():
         local = WindowForward(model, x)
-        assert "do not give what the model gives" in local.why
+        assert "differs from the model's" in local.why
         patches, tops, lefts = windows(x, 5, 7)
         same(local(patches, tops, lefts), model(pasted(x, patches, tops, lefts)))
 

@@ -78,7 +78,7 @@ def test_a_given_baseline_is_the_methods_own() -> None:
     ("like", "said"),
     [
         ("blak", 'did you mean "black"'),
-        ("black", "carries no preprocessing"),
+        ("black", "has no preprocessing"),
         ("no/such/file.png", "neither a file"),
         (float("nan"), "finite"),
         (True, "not a finite number"),

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from saliency.methods.integrated_gradients import IntegratedGradients
-from saliency.methods.xrai import AREA, XRAI, Segments, ranked, segments
+from saliency.methods.xrai import AREA, XRAI, Regions, multiscale_regions, ranked
 from saliency.testing import images, tiny_model
 
 Map = NDArray[np.float64]
 
 
-def searched(values: Map, regions: Segments, least: float) -> Map:
+def searched(values: Map, regions: Regions, least: float) -> Map:
     """The definition, word by word: look at all regions again for each that is taken."""
     flat = values.ravel()
     taken, result = np.zeros(flat.size, bool), np.zeros(flat.size)
@@ -33,9 +33,9 @@ def searched(values: Map, regions: Segments, least: float) -> Map:
     return result.reshape(values.shape)
 
 
-def random_regions(generator: np.random.Generator, size: int, count: int) -> Segments:
+def random_regions(generator: np.random.Generator, size: int, count: int) -> Regions:
     parts = [generator.choice(size, generator.integers(1, size // 2), replace=False) for _ in range(count)]
-    return Segments(np.concatenate(parts), np.cumsum([0, *map(len, parts)]))
+    return Regions(np.concatenate(parts), np.cumsum([0, *map(len, parts)]))
 
 
 @pytest.mark.parametrize("least", [0.0, 5.0])
@@ -55,7 +55,7 @@ def test_no_pixel_is_counted_twice_and_the_sum_is_kept() -> None:
 def test_segments_cover_the_picture_at_each_scale_and_are_grown() -> None:
     picture = np.zeros((224, 224, 3))
     picture[:, 100:] = 1
-    found = segments(picture)
+    found = multiscale_regions(picture)
     assert found.starts[-1] == len(found.pixels)
     often = np.bincount(found.pixels, minlength=224 * 224).reshape(224, 224)
     assert often.min() == 6
@@ -65,7 +65,7 @@ def test_segments_cover_the_picture_at_each_scale_and_are_grown() -> None:
 
 
 def test_segments_of_a_flat_picture_are_the_picture() -> None:
-    found = segments(np.full((10, 14, 3), 0.3))
+    found = multiscale_regions(np.full((10, 14, 3), 0.3))
     assert np.diff(found.starts).tolist() == [140] * 6
 
 
