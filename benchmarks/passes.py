@@ -1,7 +1,7 @@
-"""Time of methods of many passes over that of the plain passes, and agreement of their maps with the exact ones.
+"""Measure methods of many passes: their time against plain passes, and the agreement of fast and exact maps.
 
-The baseline is written out by hand: the same number of forwards, or of forwards and backwards to the input, of the
-same network on the same picture, at the chunk size that is the fastest of 1, 2, 4, 8 and 16 in the same run.
+The baseline is a loop over the same number of forward passes, or of forward and backward passes to the input. It uses
+the same network and image, and the fastest of the chunk sizes 1, 2, 4, 8 and 16.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Contender = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A network on a photo, as its input, with a class."""
+class Case:
+    """Network, an input for it, and the class to explain."""
 
     name: str
     model: nn.Module
@@ -41,40 +41,40 @@ class Subject:
     target: int
 
 
-def subject(name: str, *, weights: str | None = None, photo: str = "chelsea") -> Subject:
-    """A network by name; with random weights unless it is the bundled one."""
+def load_case(name: str, *, weights: str | None = None, photo: str = "chelsea") -> Case:
+    """Load a network and a photo. Only the bundled network has trained weights by default."""
     model = saliency.load(name, weights="default" if name == "efficientnet_lite0" else weights)
     x = saliency.VanillaGradient(model).read(f"assets/{photo}.jpg").tensor
     with torch.no_grad():
-        return Subject(name, model, x, int(model(x).argmax()))
+        return Case(name, model, x, int(model(x).argmax()))
 
 
-def plain(on: Subject, count: int, chunk: int, *, backward: bool) -> None:
-    """That many plain passes, in chunks."""
+def plain(case: Case, count: int, chunk: int, *, backward: bool) -> None:
+    """Run `count` plain passes in chunks."""
     for start in range(0, count, chunk):
-        rows = on.x.expand(min(chunk, count - start), -1, -1, -1).clone()
+        rows = case.x.expand(min(chunk, count - start), -1, -1, -1).clone()
         if backward:
             rows.requires_grad_()
-            torch.autograd.grad(on.model(rows)[:, on.target].sum(), rows)
+            torch.autograd.grad(case.model(rows)[:, case.target].sum(), rows)
         else:
             with torch.inference_mode():
-                on.model(rows)
+                case.model(rows)
 
 
 def header(*columns: str) -> str:
-    """The head of a table."""
+    """Return the header lines of a Markdown table."""
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
 def seconds(run: Contender) -> float:
-    """The CPU seconds of one run."""
+    """Return the CPU seconds of one run."""
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
 def once(contenders: dict[str, Contender]) -> dict[str, Timing]:
-    """A single round, for work so long that a first one need not be left out."""
+    """Run each contender once, without warm-up, for runs so long that warm-up does not matter."""
     timings = {}
     for name, run in contenders.items():
         wall = time.perf_counter()
@@ -83,18 +83,18 @@ def once(contenders: dict[str, Contender]) -> dict[str, Timing]:
     return timings
 
 
-def best_chunk(on: Subject, *, backward: bool, passes: int = 16, rounds: int = 3) -> int:
-    """The fastest chunk size of the plain passes, by the minimum over some rounds."""
-    took = {
-        size: min(seconds(lambda size=size: plain(on, passes, size, backward=backward)) for _ in range(rounds))  # type: ignore[misc]
+def best_chunk(case: Case, *, backward: bool, passes: int = 16, rounds: int = 3) -> int:
+    """Return the chunk size with the fastest plain passes, by the minimum over `rounds`."""
+    times = {
+        size: min(seconds(lambda size=size: plain(case, passes, size, backward=backward)) for _ in range(rounds))  # type: ignore[misc]
         for size in SIZES
     }
-    return min(took, key=took.__getitem__)
+    return min(times, key=times.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A method under test: its constructor, its number of plain passes, and its largest time over them."""
+class MethodCase:
+    """A method to measure: its constructor, its number of passes, and the largest accepted ratio to plain passes."""
 
     label: str
     build: Callable[[nn.Module, str], Attribution]
@@ -103,14 +103,14 @@ class Work:
     targets: Mapping[str, float]
 
 
-def works(passes_of_rise: int) -> list[Work]:
-    """The methods under test, at each precision."""
+def method_cases(passes_of_rise: int) -> list[MethodCase]:
+    """Return the methods to measure, with targets for each precision."""
     forwards = {"exact": 1.08, "fast": 0.85, "bf16": 0.50}
     backwards = {"exact": 1.08, "fast": 0.92}
-    made: list[Work] = [
-        Work("IG-50", lambda m, p: saliency.IntegratedGradients(m, steps=50, precision=p), 50, True, backwards),  # type: ignore[arg-type]
-        Work("SmoothGrad-50", lambda m, p: saliency.SmoothGrad(m, passes=50, precision=p), 50, True, backwards),  # type: ignore[arg-type]
-        Work(
+    return [
+        MethodCase("IG-50", lambda m, p: saliency.IntegratedGradients(m, steps=50, precision=p), 50, True, backwards),  # type: ignore[arg-type]
+        MethodCase("SmoothGrad-50", lambda m, p: saliency.SmoothGrad(m, passes=50, precision=p), 50, True, backwards),  # type: ignore[arg-type]
+        MethodCase(
             f"RISE-{passes_of_rise}",
             lambda m, p: saliency.RISE(m, passes=passes_of_rise, precision=p),  # type: ignore[arg-type]
             passes_of_rise,
@@ -118,55 +118,58 @@ def works(passes_of_rise: int) -> list[Work]:
             forwards,
         ),
     ]
-    return made
 
 
 def agreement(values: Tensor, exact: Tensor) -> str:
-    """The cosine and the rank correlation of two maps."""
-    a, b = (each.sum(1).flatten().double() for each in (values, exact))
+    """Return the cosine and the rank correlation of two maps as text."""
+    a, b = (maps.sum(1).flatten().double() for maps in (values, exact))
     cosine = float(a @ b / (a.norm() * b.norm()))
     return f"{cosine:.4f} / {rank_correlation(values.sum(1), exact.sum(1)):.4f}"
 
 
 def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
-    """The rows of the three sampling methods at each precision."""
+    """Yield the rows of three methods at each precision."""
     yield header(
         "network",
         "method",
         "precision",
-        "over the plain passes (CPU)",
+        "ratio to plain passes (CPU)",
         "(wall)",
         "target",
         "cosine / rank",
-        "how the passes ran",
+        "precision used",
     )
     for name in names:
-        on = subject(name)
-        for work in works(passes_of_rise):
-            size = best_chunk(on, backward=work.backward, rounds=min(3, rounds))
-            methods = {p: work.build(on.model, p) for p in ("exact", "fast", "bf16")}
+        case = load_case(name)
+        for entry in method_cases(passes_of_rise):
+            size = best_chunk(case, backward=entry.backward, rounds=min(3, rounds))
+            methods = {p: entry.build(case.model, p) for p in ("exact", "fast", "bf16")}
             contenders: dict[str, Contender] = {
-                "plain": lambda on=on, work=work, size=size: plain(on, work.passes, size, backward=work.backward)  # type: ignore[misc]
+                "plain": lambda case=case, entry=entry, size=size: plain(
+                    case, entry.passes, size, backward=entry.backward
+                )  # type: ignore[misc]
             }
-            contenders |= {p: lambda m=m, on=on: m.attribute(on.x, on.target) for p, m in methods.items()}  # type: ignore[misc]
+            contenders |= {p: lambda m=m, case=case: m.attribute(case.x, case.target) for p, m in methods.items()}  # type: ignore[misc]
             timings = interleaved(contenders, rounds)
-            exact = methods["exact"].attribute(on.x, on.target)
+            exact = methods["exact"].attribute(case.x, case.target)
             for precision, method in methods.items():
-                found = method.attribute(on.x, on.target)
+                found = method.attribute(case.x, case.target)
                 measured = ratio(timings[precision], timings["plain"])
                 walls = wall_ratio(timings[precision], timings["plain"])
                 yield (
-                    f"| {name} | {work.label} | {precision} | {measured:.3f} | {walls:.3f} | "
-                    f"{verdict(measured, work.targets.get(precision))} | {agreement(found.values, exact.values)} | "
+                    f"| {name} | {entry.label} | {precision} | {measured:.3f} | {walls:.3f} | "
+                    f"{verdict(measured, entry.targets.get(precision))} | {agreement(found.values, exact.values)} | "
                     f"{found.effort[0].precision} |"
                 )
-            yield f"| {name} | {work.label} | plain, {size} at once | {timings['plain'].seconds:.2f} s | | | | |"
+            yield f"| {name} | {entry.label} | plain, chunks of {size} | {timings['plain'].seconds:.2f} s | | | | |"
 
 
 def score_cam(photos: list[str]) -> Iterator[str]:
-    """Score-CAM against grad-cam and torchcam, on real photos."""
-    yield "\n### Score-CAM, bundled network, real photos\n"
-    yield header("photo", "of grad-cam's time", "target", "of torchcam's", "target", "largest difference from grad-cam")
+    """Yield the rows of Score-CAM against grad-cam and torchcam on photos."""
+    yield "\n### Score-CAM, bundled network, photos\n"
+    yield header(
+        "photo", "ratio to grad-cam", "target", "ratio to torchcam", "target", "largest difference from grad-cam"
+    )
     try:
         from pytorch_grad_cam import ScoreCAM
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
@@ -175,51 +178,51 @@ def score_cam(photos: list[str]) -> Iterator[str]:
         yield "| grad-cam and torchcam are not installed | | | | | |"
         return
     for photo in photos:
-        on = subject("efficientnet_lite0", photo=photo)
-        net: Any = on.model
-        # That peer lays the centres of the corner cells on the corners of the picture; so does ours where asked to.
-        method = saliency.ScoreCAM(on.model, "bn2", align_corners=True)
+        case = load_case("efficientnet_lite0", photo=photo)
+        net: Any = case.model
+        # grad-cam puts the centres of the corner cells at the image corners; `align_corners` does the same.
+        method = saliency.ScoreCAM(case.model, "bn2", align_corners=True)
         maps: dict[str, Tensor] = {}
 
-        def theirs(on: Subject = on, net: Any = net, maps: dict[str, Tensor] = maps) -> None:
-            with contextlib.redirect_stderr(io.StringIO()), ScoreCAM(model=on.model, target_layers=[net.bn2]) as cam:
-                maps["grad-cam"] = torch.tensor(cam(on.x, [ClassifierOutputTarget(on.target)])[0])
+        def theirs(case: Case = case, net: Any = net, maps: dict[str, Tensor] = maps) -> None:
+            with contextlib.redirect_stderr(io.StringIO()), ScoreCAM(model=case.model, target_layers=[net.bn2]) as cam:
+                maps["grad-cam"] = torch.tensor(cam(case.x, [ClassifierOutputTarget(case.target)])[0])
 
-        def torchcam(on: Subject = on) -> None:
-            with TorchcamScoreCAM(on.model, "bn2") as cam, torch.no_grad():
-                cam(on.target, on.model(on.x))
+        def torchcam(case: Case = case) -> None:
+            with TorchcamScoreCAM(case.model, "bn2") as cam, torch.no_grad():
+                cam(case.target, case.model(case.x))
 
         contenders: dict[str, Contender] = {
-            "ours": partial(method.attribute, on.x, on.target),
+            "ours": partial(method.attribute, case.x, case.target),
             "grad-cam": theirs,
             "torchcam": torchcam,
         }
         timings = once(contenders)
-        values = method.attribute(on.x, on.target).values.clamp(min=0)
-        found = F.interpolate(values, on.x.shape[-2:], mode="bilinear", align_corners=False)[0, 0]
+        values = method.attribute(case.x, case.target).values.clamp(min=0)
+        found = F.interpolate(values, case.x.shape[-2:], mode="bilinear", align_corners=False)[0, 0]
         found = (found - found.min()) / (found.max() - found.min()).clamp(min=1e-12)
-        off = float((found - maps["grad-cam"]).abs().max())
+        difference = float((found - maps["grad-cam"]).abs().max())
         a, b = ratio(timings["ours"], timings["grad-cam"]), ratio(timings["ours"], timings["torchcam"])
-        yield f"| {photo} | {a:.3f} | {verdict(a, 0.35)} | {b:.3f} | {verdict(b, 0.20)} | {off:.1e} |"
+        yield f"| {photo} | {a:.3f} | {verdict(a, 0.35)} | {b:.3f} | {verdict(b, 0.20)} | {difference:.1e} |"
 
 
 def ablation_cam(rounds: int) -> Iterator[str]:
-    """Ablation-CAM over all channels against the part after the layer, run by hand."""
-    yield "\n### Ablation-CAM, all channels, over the part after the layer run by hand\n"
+    """Yield the rows of Ablation-CAM over all channels against a loop over the layers after the CAM layer."""
+    yield "\n### Ablation-CAM, all channels: ratio to a loop over the layers after the CAM layer\n"
     yield header("network", "layer", "ratio", "target")
-    resnet: Any = subject("resnet50")
+    resnet: Any = load_case("resnet50")
     net: Any = resnet.model
-    lite: Any = subject("efficientnet_lite0")
+    lite: Any = load_case("efficientnet_lite0")
     tails: list[tuple[Any, str, Callable[[Tensor], Tensor]]] = [
         (resnet, "layer4", lambda a: net.fc(torch.flatten(net.avgpool(a), 1))),
         (resnet, "layer3", lambda a: net.fc(torch.flatten(net.avgpool(net.layer4(a)), 1))),
         (lite, "bn2", lite.model.forward_head),
     ]
-    for on, layer, tail in tails:
+    for case, layer, tail in tails:
         kept: list[Tensor] = []
-        handle = on.model.get_submodule(layer).register_forward_hook(lambda m, i, o, kept=kept: kept.append(o))
+        handle = case.model.get_submodule(layer).register_forward_hook(lambda m, i, o, kept=kept: kept.append(o))
         with torch.no_grad():
-            on.model(on.x)
+            case.model(case.x)
         handle.remove()
         activation = kept[0].detach()
 
@@ -232,30 +235,33 @@ def ablation_cam(rounds: int) -> Iterator[str]:
                     rows[torch.arange(stop - start), torch.arange(start, stop)] = 0
                     tail(rows)
 
-        took = {size: seconds(lambda size=size: by_hand(size)) for size in (4, 8, 16, 32)}  # type: ignore[misc]
-        size = min(took, key=took.__getitem__)
-        method = saliency.AblationCAM(on.model, layer)
+        times = {size: seconds(lambda size=size: by_hand(size)) for size in (4, 8, 16, 32)}  # type: ignore[misc]
+        size = min(times, key=times.__getitem__)
+        method = saliency.AblationCAM(case.model, layer)
         timings = interleaved(
-            {"hand": lambda size=size: by_hand(size), "ours": lambda m=method, on=on: m.attribute(on.x, on.target)},  # type: ignore[misc]
+            {
+                "hand": lambda size=size: by_hand(size),  # type: ignore[misc]
+                "ours": lambda m=method, case=case: m.attribute(case.x, case.target),  # type: ignore[misc]
+            },
             rounds,
         )
         measured = ratio(timings["ours"], timings["hand"])
-        yield f"| {on.name} | {layer} | {measured:.3f} | {verdict(measured, 1.3)} |"
+        yield f"| {case.name} | {layer} | {measured:.3f} | {verdict(measured, 1.3)} |"
 
 
 def occlusion() -> Iterator[str]:
-    """Occlusion, window 32 and stride 16, over that many plain forwards."""
-    yield "\n### Occlusion 32/16, over that many plain forwards\n"
+    """Yield the rows of Occlusion, window 32 and stride 16, against the same number of forward passes."""
+    yield "\n### Occlusion 32/16: ratio to the same number of plain forward passes\n"
     yield header("network", "forwards", "ratio", "target")
     for name, goal in (("vgg16", 0.40), ("resnet50", 0.70), ("efficientnet_lite0", None)):
-        on = subject(name)
-        method = saliency.Occlusion(on.model, window=32, stride=16)
-        count = method.attribute(on.x, on.target).effort[0].passes
-        size = best_chunk(on, backward=False, rounds=1)
+        case = load_case(name)
+        method = saliency.Occlusion(case.model, window=32, stride=16)
+        count = method.attribute(case.x, case.target).effort[0].passes
+        size = best_chunk(case, backward=False, rounds=1)
         timings = once(
             {
-                "plain": lambda on=on, count=count, size=size: plain(on, count, size, backward=False),  # type: ignore[misc]
-                "ours": lambda m=method, on=on: m.attribute(on.x, on.target),  # type: ignore[misc]
+                "plain": lambda case=case, count=count, size=size: plain(case, count, size, backward=False),  # type: ignore[misc]
+                "ours": lambda m=method, case=case: m.attribute(case.x, case.target),  # type: ignore[misc]
             }
         )
         measured = ratio(timings["ours"], timings["plain"])
@@ -263,12 +269,12 @@ def occlusion() -> Iterator[str]:
 
 
 def tolerance() -> Iterator[str]:
-    """The passes of integrated gradients with a tolerance of 1 %, on the five photos."""
+    """Yield the passes of integrated gradients with a tolerance of 1 % on five photos."""
     yield "\n### Integrated gradients with tolerance 1 %, bundled network\n"
-    yield header("photo", "passes", "relative residual", "of a fixed 50", "target")
+    yield header("photo", "passes", "relative residual", "ratio to 50 passes", "target")
     for photo in PHOTOS:
-        on = subject("efficientnet_lite0", photo=photo)
-        found = saliency.IntegratedGradients(on.model, tolerance=0.01).attribute(on.x, on.target)
+        case = load_case("efficientnet_lite0", photo=photo)
+        found = saliency.IntegratedGradients(case.model, tolerance=0.01).attribute(case.x, case.target)
         assert found.residual is not None
         total = float(found.values.sum())
         passes = found.effort[0].passes
@@ -277,36 +283,36 @@ def tolerance() -> Iterator[str]:
 
 
 def peers(rounds: int) -> Iterator[str]:
-    """Time of other toolkits for the same passes, over the plain passes."""
-    yield "\n### Other toolkits, over the plain passes (bundled network, one image)\n"
+    """Yield the time of other toolkits against the same number of plain passes."""
+    yield "\n### Other toolkits: ratio to plain passes (bundled network, one image)\n"
     yield header("", "ratio")
-    on = subject("efficientnet_lite0")
+    case = load_case("efficientnet_lite0")
     with contextlib.suppress(ImportError):
         from captum.attr import IntegratedGradients, NoiseTunnel, Occlusion, Saliency
 
-        tunnel, saliency_map = NoiseTunnel(Saliency(on.model)), IntegratedGradients(on.model)
-        windows = Occlusion(on.model)
+        tunnel, saliency_map = NoiseTunnel(Saliency(case.model)), IntegratedGradients(case.model)
+        windows = Occlusion(case.model)
         jobs: dict[str, tuple[Contender, int, bool]] = {
             "captum IntegratedGradients, 50 steps, default": (
-                lambda: saliency_map.attribute(on.x, target=on.target),
+                lambda: saliency_map.attribute(case.x, target=case.target),
                 50,
                 True,
             ),
             "captum NoiseTunnel, 50 samples, default": (
-                lambda: tunnel.attribute(on.x, target=on.target, nt_samples=50, stdevs=0.3, abs=False),
+                lambda: tunnel.attribute(case.x, target=case.target, nt_samples=50, stdevs=0.3, abs=False),
                 50,
                 True,
             ),
             "captum Occlusion 32/16, default": (
-                lambda: windows.attribute(on.x, (3, 32, 32), strides=(3, 16, 16), target=on.target),
+                lambda: windows.attribute(case.x, (3, 32, 32), strides=(3, 16, 16), target=case.target),
                 169,
                 False,
             ),
         }
         for name, (run, count, backward) in jobs.items():
-            size = best_chunk(on, backward=backward, rounds=1)
+            size = best_chunk(case, backward=backward, rounds=1)
             timings = interleaved(
-                {"plain": lambda c=count, s=size, b=backward: plain(on, c, s, backward=b), "theirs": run},  # type: ignore[misc]
+                {"plain": lambda c=count, s=size, b=backward: plain(case, c, s, backward=b), "theirs": run},  # type: ignore[misc]
                 rounds,
             )
             yield f"| {name} | {ratio(timings['theirs'], timings['plain']):.2f} |"
@@ -314,16 +320,16 @@ def peers(rounds: int) -> Iterator[str]:
         from zennit.attribution import IntegratedGradients as ZennitIG
         from zennit.attribution import SmoothGrad as ZennitSmoothGrad
 
-        eye = torch.eye(1000)[[on.target]]
+        eye = torch.eye(1000)[[case.target]]
         for label, attributor in (
-            ("zennit IntegratedGradients, 50", ZennitIG(on.model, n_iter=50)),
-            ("zennit SmoothGrad, 50", ZennitSmoothGrad(on.model, n_iter=50, noise_level=0.15)),
+            ("zennit IntegratedGradients, 50", ZennitIG(case.model, n_iter=50)),
+            ("zennit SmoothGrad, 50", ZennitSmoothGrad(case.model, n_iter=50, noise_level=0.15)),
         ):
-            size = best_chunk(on, backward=True, rounds=1)
+            size = best_chunk(case, backward=True, rounds=1)
             timings = interleaved(
                 {
-                    "plain": lambda s=size: plain(on, 50, s, backward=True),  # type: ignore[misc]
-                    "theirs": lambda a=attributor: a(on.x.clone(), eye),  # type: ignore[misc]
+                    "plain": lambda s=size: plain(case, 50, s, backward=True),  # type: ignore[misc]
+                    "theirs": lambda a=attributor: a(case.x.clone(), eye),  # type: ignore[misc]
                 },
                 rounds,
             )
@@ -335,8 +341,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--networks", nargs="+", default=["resnet50", "efficientnet_lite0"])
-    parser.add_argument("--rise", type=int, default=512, help="passes of RISE")
-    parser.add_argument("--photos", nargs="+", default=list(PHOTOS), help="for Score-CAM")
+    parser.add_argument("--rise", type=int, default=512, help="number of passes of RISE")
+    parser.add_argument("--photos", nargs="+", default=list(PHOTOS), help="photos for Score-CAM")
     parser.add_argument(
         "--parts", nargs="+", default=["engine", "score", "ablation", "occlusion", "tolerance", "peers"]
     )
@@ -351,7 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
         "tolerance": tolerance,
         "peers": lambda: peers(1),
     }
-    print("## Methods of many passes: one thread, contenders in turn, medians of the ratios of each round\n")
+    print("## Methods of many passes: one thread, contenders in turn, median of the ratios per round\n")
     for part in options.parts:
         for line in parts[part]():
             print(line, flush=True)

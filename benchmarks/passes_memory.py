@@ -1,7 +1,7 @@
-"""Peak memory of methods of many passes: a thousand passes must take no more than fifty.
+"""Measure the peak memory of methods of many passes: 1000 passes must need about as much as 50.
 
-Each figure comes from a process of its own: the resident set's high-water mark over the size of the process with the
-network loaded. Linux only, since it reads /proc.
+Each method runs in its own process. The result is the peak of the resident set during the call, minus the resident set
+with the loaded network. Linux only, since it reads /proc.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 import saliency
 from benchmarks.memory import status
-from benchmarks.passes import header, subject
+from benchmarks.passes import header, load_case
 from benchmarks.timing import verdict
 from saliency.attribution.base import Attribution
 
@@ -38,19 +38,19 @@ METHODS: dict[str, Callable[[nn.Module, int], Attribution]] = {
 
 
 def child(name: str, count: int) -> None:
-    """Print the growth of this process by one call, in MiB."""
+    """Print how much one call increases the peak memory of this process, in MiB."""
     torch.set_num_threads(1)
-    on = subject("efficientnet_lite0")
-    method = METHODS[name](on.model, count)
+    case = load_case("efficientnet_lite0")
+    method = METHODS[name](case.model, count)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    method.attribute(on.x, on.target)
+    method.attribute(case.x, case.target)
     print(f"{(status('VmHWM') - before) / 1024:.1f}")
 
 
 def growth(name: str, count: int) -> float:
-    """The growth of a process of its own, in MiB."""
+    """Return how much one call increases the peak memory of a new process, in MiB."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.passes_memory", "--child", name, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     return float(done.stdout.split()[-1])
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.child:
         child(options.child[0], int(options.child[1]))
         return
-    print("## Memory of many passes: growth over the loaded network, EfficientNet-Lite0, one image\n")
+    print("## Memory of many passes: peak beyond the loaded network, EfficientNet-Lite0, one image\n")
     print(header("method", f"{FEW} passes, MiB", f"{MANY} passes, MiB", "ratio", "target"))
     for name in METHODS:
         few, many = growth(name, FEW), growth(name, MANY)

@@ -1,4 +1,4 @@
-"""What a recorder on every layer costs: time over the same passes without one, and memory after many of them."""
+"""Measure a recorder on every layer: time against the same passes without it, and memory after many passes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CALLS = 200
 
 
 def forward(model: nn.Module, x: Tensor) -> None:
-    """A plain forward, as it is run for a result only."""
+    """Run a forward pass without a graph."""
     with torch.no_grad():
         model(x)
 
 
 def forward_and_backward(model: nn.Module, x: Tensor) -> None:
-    """A forward and a backward to all parameters, as in training."""
+    """Run a forward pass and a backward pass to all parameters, as in training."""
     model.zero_grad(set_to_none=True)
     torch.autograd.backward(model(x).square().mean())
 
@@ -34,13 +34,13 @@ def forward_and_backward(model: nn.Module, x: Tensor) -> None:
 def recorded(
     run: Callable[[nn.Module, Tensor], None], model: nn.Module, x: Tensor, keep: Keep, parts: tuple[str, ...]
 ) -> None:
-    """The same with a recorder on every layer, put up and taken away again."""
+    """Run a pass with a recorder on every layer, including its attachment and removal."""
     with record(model, keep=keep, parts=parts):
         run(model, x)
 
 
 def nothing(tensor: Tensor) -> None:
-    """Keep nothing: what is left is the price of the hooks."""
+    """Keep nothing, so that only the time of the hooks is measured."""
 
 
 RECORDERS: dict[str, tuple[Keep, tuple[str, ...], bool]] = {
@@ -52,7 +52,7 @@ RECORDERS: dict[str, tuple[Keep, tuple[str, ...], bool]] = {
 
 
 def print_times(model: nn.Module, batch: int, rounds: int) -> None:
-    """One row for each kind of pass and each recorder."""
+    """Print one row for each kind of pass and each recorder."""
     x = torch.randn(batch, 3, 224, 224)
     for run, target in ((forward, FORWARD), (forward_and_backward, BOTH)):
         contenders: dict[str, Callable[[], object]] = {"plain": partial(run, model, x)}
@@ -69,17 +69,19 @@ def print_times(model: nn.Module, batch: int, rounds: int) -> None:
 
 
 def print_growth(model: nn.Module) -> None:
-    """The resident set after some calls and after `CALLS` more."""
+    """Print the resident set after 20 passes and after `CALLS` more."""
     x = torch.randn(1, 3, 224, 224)
 
-    def grown(times: int) -> float:
-        for _ in range(times):
+    def memory_after(passes: int) -> float:
+        for _ in range(passes):
             recorded(forward_and_backward, model, x, "statistics", PARTS)
         gc.collect()
         return status("VmRSS") / 1024
 
-    before = grown(20)
-    print(f"\nResident set after 20 recorded passes {before:.0f} MiB, after {CALLS} more {grown(CALLS):.0f} MiB.")
+    before = memory_after(20)
+    print(
+        f"\nResident set after 20 recorded passes {before:.0f} MiB, after {CALLS} more {memory_after(CALLS):.0f} MiB."
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -89,7 +91,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     model = saliency.load("resnet50", weights=None)
     layers = sum(1 for _ in model.modules()) - 1
-    print(f"A recorder on all {layers} layers of resnet50, put up and taken away for each pass, one thread.\n")
+    print(f"A recorder on all {layers} layers of resnet50, attached and removed for each pass, one thread.\n")
     print("| batch | pass | kept | plain | recorded | ratio of CPU time | of wall time | target |")
     print("|---|---|---|---|---|---|---|---|")
     for batch in (1, 16):

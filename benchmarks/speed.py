@@ -1,7 +1,7 @@
-"""What a method costs over the least that its arithmetic costs, and what the peers cost, in one run.
+"""Measure the time of methods of this and other toolkits against the passes that they need at least.
 
-The limit of a gradient method is one forward and one backward to the input; of a CAM, one forward and a backward down
-to the layer only; of Eigen-CAM, one forward. Each is written out by hand below. Parameters are not frozen.
+This lower limit is one forward and one backward pass to the input for a gradient method. For a CAM, it is one forward
+pass and a backward pass to the layer only; for Eigen-CAM, one forward pass. Parameters are not frozen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Contender = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network, split by hand at the layer of its CAM."""
+    """Network that is split at the layer of its CAM."""
 
     name: str
     model: nn.Module
@@ -33,7 +33,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """ResNet-50 with random weights, and the bundled network."""
+    """Return ResNet-50 with random weights and the bundled network."""
     resnet: Any = saliency.load("resnet50", weights=None)
 
     def body(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def cases() -> list[Case]:
 
 
 def gradient_limit(case: Case, x: Tensor, target: Tensor) -> Contender:
-    """One forward, one backward to the input."""
+    """Return a function that runs one forward pass and one backward pass to the input."""
 
     def run() -> Tensor:
         leaf = x.detach().requires_grad_()
@@ -64,7 +64,7 @@ def gradient_limit(case: Case, x: Tensor, target: Tensor) -> Contender:
 
 
 def cam_limit(case: Case, x: Tensor, target: Tensor) -> Contender:
-    """One forward, one backward down to the layer, one weighted sum."""
+    """Return a function that runs one forward pass, one backward pass to the layer, and one weighted sum."""
 
     def run() -> Tensor:
         with torch.no_grad():
@@ -79,7 +79,7 @@ def cam_limit(case: Case, x: Tensor, target: Tensor) -> Contender:
 
 
 def forward_limit(case: Case, x: Tensor) -> Contender:
-    """One forward without a graph."""
+    """Return a function that runs one forward pass without a graph."""
 
     def run() -> Tensor:
         with torch.no_grad():
@@ -91,7 +91,7 @@ def forward_limit(case: Case, x: Tensor) -> Contender:
 
 FIVE = ("grad_cam", "grad_cam_plus_plus", "xgrad_cam", "hires_cam", "layer_cam")
 
-# What is measured, against which limit, and the target of the project.
+# Measured methods, each with its limit and the target ratio to it.
 OURS: dict[str, tuple[str, float | None]] = {
     "vanilla_gradient": ("gradient", 1.03),
     "input_x_gradient": ("gradient", None),
@@ -106,17 +106,17 @@ OURS: dict[str, tuple[str, float | None]] = {
 
 
 def ours(case: Case, x: Tensor, target: Tensor) -> dict[str, Contender]:
-    """This project's methods."""
+    """Return functions that run the methods of this project."""
     labels = target.tolist()
     built = {name: saliency.METHODS[name](case.model) for name in (*OURS, *FIVE)}
-    found: dict[str, Contender] = {name: lambda name=name: built[name].attribute(x, labels) for name in OURS}  # type: ignore[misc]
+    functions: dict[str, Contender] = {name: lambda name=name: built[name].attribute(x, labels) for name in OURS}  # type: ignore[misc]
     together = [built[name] for name in FIVE]
-    found["five CAMs together"] = lambda: saliency.explain_together(together, x, labels)
-    return found
+    functions["five CAMs together"] = lambda: saliency.explain_together(together, x, labels)
+    return functions
 
 
 def peers(case: Case, x: Tensor, target: Tensor) -> Iterator[tuple[str, str, Contender]]:
-    """(name, limit, contender) of every peer that is installed."""
+    """Yield the name, the limit and the function of each method of the installed other toolkits."""
     layer = case.model.get_submodule(case.layer)
     try:
         from captum.attr import GuidedBackprop, LayerGradCam, Saliency
@@ -130,7 +130,7 @@ def peers(case: Case, x: Tensor, target: Tensor) -> Iterator[tuple[str, str, Con
         from pytorch_grad_cam import EigenCAM, GradCAM
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-        targets = [ClassifierOutputTarget(int(each)) for each in target]
+        targets = [ClassifierOutputTarget(int(index)) for index in target]
 
         def grad_cam() -> object:
             with GradCAM(model=case.model, target_layers=[layer]) as cam:
@@ -141,7 +141,7 @@ def peers(case: Case, x: Tensor, target: Tensor) -> Iterator[tuple[str, str, Con
                 return cam(input_tensor=x, targets=targets)
 
         yield "grad-cam GradCAM", "cam", grad_cam
-        if len(x) == 1:  # seconds for each image
+        if len(x) == 1:  # it takes seconds per image
             yield "grad-cam EigenCAM", "forward", eigen_cam
     except ImportError:
         pass
@@ -158,7 +158,7 @@ def peers(case: Case, x: Tensor, target: Tensor) -> Iterator[tuple[str, str, Con
 
 
 def measure(case: Case, batch: int, rounds: int) -> list[str]:
-    """The rows of one network at one batch size."""
+    """Return the lines of the table of one network at one batch size."""
     x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     target = torch.arange(batch) % 1000
     limits = {
@@ -169,7 +169,7 @@ def measure(case: Case, batch: int, rounds: int) -> list[str]:
     others = list(peers(case, x, target))
     contenders = limits | ours(case, x, target) | {name: contender for name, _, contender in others}
     timings = interleaved(contenders, rounds)
-    rows = [f"\n### {case.name}, batch {batch}\n", "| method | limit | time over limit (CPU) | (wall) | target |"]
+    rows = [f"\n### {case.name}, batch {batch}\n", "| method | limit | ratio to limit (CPU) | (wall) | target |"]
     rows.append("|---|---|---|---|---|")
     baselines = {name: (limit, goal) for name, (limit, goal) in OURS.items()}
     baselines["five CAMs together"] = ("grad_cam", 1.08)
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    print("## Speed: one thread, contenders in turn, medians of the ratios of each round")
+    print("## Speed: one thread, contenders in turn, median of the ratios per round")
     for case in cases():
         for batch in options.batches:
             rounds = options.rounds if batch > 1 else 3 * options.rounds

@@ -1,4 +1,4 @@
-"""Times that can be compared: contenders take turns in one process on one thread, with ratios per round."""
+"""Measure comparable times: contenders run in turn, in one process and on one thread, and ratios are per round."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The rounds of one contender: CPU and wall seconds."""
+    """CPU and wall seconds of each round of one contender."""
 
     cpu: tuple[float, ...]
     wall: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """The median wall time."""
+        """Median wall time."""
         return statistics.median(self.wall)
 
 
 def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Run every contender once per round, after one round that does not count; the order turns by one each round."""
+    """Run every contender once per round, in rotating order. The first round is warm-up and is ignored."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
@@ -44,17 +44,17 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 
 def ratio(timing: Timing, baseline: Timing) -> float:
-    """The median over the rounds of CPU time over the baseline's CPU time in the same round."""
+    """Return the median over the rounds of the CPU time divided by that of the baseline in the same round."""
     return statistics.median(a / b for a, b in zip(timing.cpu, baseline.cpu, strict=True))
 
 
 def wall_ratio(timing: Timing, baseline: Timing) -> float:
-    """The same for wall time."""
+    """Return the median over the rounds of the wall time divided by that of the baseline in the same round."""
     return statistics.median(a / b for a, b in zip(timing.wall, baseline.wall, strict=True))
 
 
 def verdict(measured: float, target: float | None) -> str:
-    """`<= 1.05 holds`, `<= 1.05 MISSED`, or nothing where there is no target."""
+    """Return "<= 1.05 holds" or "<= 1.05 MISSED", or "" without a target."""
     if target is None:
         return ""
     return f"<= {target:.2f} {'holds' if measured <= target else 'MISSED'}"

@@ -1,10 +1,10 @@
-"""Every torchvision classifier and one timm network of each family: is guided backpropagation exact, or refused?
+"""Check guided backpropagation and Grad-CAM on every torchvision classifier and one network of each timm family.
 
-Random weights, one image. For each network: guided backpropagation against the independent reference of the tests, the
-layer that Grad-CAM finds by itself and whether its map is finite and varies, and whether the model is left as it was.
+The networks have random weights, and explain one image. Guided backpropagation must equal the reference of the tests,
+or be refused. Grad-CAM must find a layer, and its map must be finite and vary. The model must not change.
 
-    python -m benchmarks.zoo                    all of them; the table goes to benchmarks/results/zoo.md
-    python -m benchmarks.zoo resnet18 beit      some of them, printed
+    python -m benchmarks.zoo                    check all networks, and write benchmarks/results/zoo.md
+    python -m benchmarks.zoo resnet18 beit      check some networks, and print the table
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.reference import error, reference
 
 RESULTS = Path(__file__).parent / "results" / "zoo.md"
 
-# A network of each family that is quick to build, told by the size in its name.
+# Parts of names of small networks, which are quick to build.
 SMALL = ("atto", "femto", "pico", "nano", "xxs", "xxtiny", "_xs", "tiny", "_t", "mini", "_s", "small", "_0", "18", "26")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one network."""
+    """Results of one network."""
 
     name: str
     guided: str
@@ -47,19 +47,19 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether every promise was kept: exact or refused with a reason, a map that varies, an untouched model."""
+        """Whether guided backpropagation is exact or refused, the map varies, and the model is unchanged."""
         return (
             self.guided.startswith(("exact", "refused", "warned")) and self.cam.startswith("varies") and self.untouched
         )
 
 
 def torchvision_names() -> list[str]:
-    """Every classifier of torchvision."""
+    """Return the names of all classifiers of torchvision."""
     return [f"torchvision/{name}" for name in torchvision.models.list_models(module=torchvision.models)]
 
 
 def timm_names() -> list[str]:
-    """One network of each of timm's families."""
+    """Return the name of one network of each timm family, a small one if possible."""
     names = []
     for family in timm.list_modules():
         members = timm.list_models(module=family)
@@ -70,36 +70,36 @@ def timm_names() -> list[str]:
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
-    """A network with random weights that carry signal, and an image for it."""
+    """Build a network with usable random weights, and an input for it."""
     library, _, bare = name.partition("/")
     model: Any
     torch.manual_seed(0)
     if library == "torchvision":
         options = {"init_weights": False} if bare in ("googlenet", "inception_v3") else {}
         model = torchvision.models.get_model(bare, weights=None, **options)
-        whole = (3, 224, 224)
+        full_size = (3, 224, 224)
     else:
         model = timm.create_model(bare, pretrained=False)
-        whole = tuple(model.pretrained_cfg["input_size"])
+        full_size = tuple(model.pretrained_cfg["input_size"])
     model.eval()
-    x = torch.randn(1, *smallest(model, whole), generator=torch.Generator().manual_seed(1))
-    awaken(model, x)
+    x = torch.randn(1, *smallest(model, full_size), generator=torch.Generator().manual_seed(1))
+    make_usable(model, x)
     return model.eval(), x
 
 
-def smallest(model: nn.Module, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """128 pixels, where the network takes them; else its own input size."""
-    small = (whole[0], min(whole[1], 128), min(whole[2], 128))
+def smallest(model: nn.Module, full_size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the input size with edges of at most 128 pixels if the network accepts it, else `full_size`."""
+    small = (full_size[0], min(full_size[1], 128), min(full_size[2], 128))
     try:
         with torch.no_grad():
             model(torch.zeros(1, *small))
     except (AssertionError, RuntimeError, ValueError):
-        return whole
+        return full_size
     return small
 
 
-def awaken(model: nn.Module, x: Tensor) -> None:
-    """Give zero heads weights and batch norms the statistics of noise: else random networks are silent or burst."""
+def make_usable(model: nn.Module, x: Tensor) -> None:
+    """Replace zero weights and set the statistics of batch norms, so that outputs neither vanish nor explode."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, nn.Linear | nn.Conv2d) and isinstance(weight, Tensor) and not weight.any():
@@ -116,26 +116,26 @@ def awaken(model: nn.Module, x: Tensor) -> None:
                 norm.train()
             model(torch.randn(4, *x.shape[1:], generator=torch.Generator().manual_seed(2)))
     except (RuntimeError, ValueError):
-        pass  # a norm over single values cannot be given statistics; the network is judged as it is
+        pass  # a norm over single values has no statistics; the network is checked unchanged
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
 
 
 def fingerprint(model: nn.Module) -> list[object]:
-    """Everything of a model that a call could leave changed."""
-    marks: list[object] = []
+    """Return the state of a model that a call might change."""
+    state: list[object] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         data = tensor.detach().contiguous().view(-1).numpy().tobytes()
-        marks.append((name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad is None, zlib.crc32(data)))
+        state.append((name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad is None, zlib.crc32(data)))
     for name, module in model.named_modules():
         hooks = [len(value) for key, value in vars(module).items() if "hook" in key and hasattr(value, "__len__")]
-        marks.append((name, module.training, hooks))
-    return marks
+        state.append((name, module.training, hooks))
+    return state
 
 
 def judge(name: str) -> Row:
-    """The row of one network."""
+    """Check one network."""
     start = time.perf_counter()
     model, x = build(name)
     before = fingerprint(model)
@@ -145,7 +145,7 @@ def judge(name: str) -> Row:
 
 
 def judge_guided(model: nn.Module, x: Tensor) -> tuple[str, str]:
-    """Exact, warned and exact, refused with the reason, or WRONG."""
+    """Return "exact", "warned", "refused" or "WRONG" with details, and the coverage."""
     target = int(model(x).argmax())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", saliency.SaliencyWarning)
@@ -155,20 +155,22 @@ def judge_guided(model: nn.Module, x: Tensor) -> tuple[str, str]:
             return f"refused: {refusal}", ""
     expected = reference(model, x, target, "guided_backprop")
     assert explanation.coverage is not None
-    told = "; ".join(str(each.message) for each in caught if issubclass(each.category, saliency.SaliencyWarning))
+    messages = "; ".join(str(entry.message) for entry in caught if issubclass(entry.category, saliency.SaliencyWarning))
     counted = sum(explanation.coverage.rewritten.values()) == sum(expected.calls.values())
-    off = error(explanation.values, expected.values)
+    difference = error(explanation.values, expected.values)
     if torch.equal(explanation.values, expected.values) and counted:
         word = "exact"
-    elif off < 1e-5 and counted:
-        word = f"exact to {off:.0e}"
+    elif difference < 1e-5 and counted:
+        word = f"exact to {difference:.0e}"
     else:
-        word = f"WRONG by {off:.1e}, {sum(expected.calls.values())} calls"
-    return (f"warned ({told}), {word}" if told and word.startswith("exact") else word), str(explanation.coverage)
+        word = f"WRONG by {difference:.1e}, {sum(expected.calls.values())} calls"
+    return (f"warned ({messages}), {word}" if messages and word.startswith("exact") else word), str(
+        explanation.coverage
+    )
 
 
 def judge_cam(model: nn.Module, x: Tensor) -> tuple[str, str]:
-    """The layer that is found, and whether the map varies."""
+    """Return the default layer, and whether the map varies."""
     try:
         explanation = saliency.GradCAM(model).attribute(x)
     except saliency.SaliencyError as refusal:
@@ -179,29 +181,29 @@ def judge_cam(model: nn.Module, x: Tensor) -> tuple[str, str]:
 
 
 def rows(names: list[str]) -> Iterator[Row]:
-    """A row per network, as they come; a network that fails is a row too."""
+    """Yield a row per network, also if it fails."""
     for name in names:
         try:
             yield judge(name)
-        except Exception as error:  # noqa: BLE001 - the table must hold every network, whatever it does
+        except Exception as error:  # noqa: BLE001 - the table has every network, whatever it raises
             yield Row(name, f"FAILED: {type(error).__name__}: {error}"[:300].replace("\n", " "), "", "", "", False, 0.0)
         gc.collect()
 
 
 def table(found: list[Row]) -> str:
-    """The rows in Markdown."""
+    """Return the Markdown page with all rows."""
     exact = sum(row.guided.startswith(("exact", "warned")) for row in found)
     refused = sum(row.guided.startswith("refused") for row in found)
     head = [
         "# Guided backpropagation and Grad-CAM on every architecture",
         "",
-        f"Made by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__},",
+        f"Generated by `make zoo` with torch {torch.__version__}, torchvision {torchvision.__version__},",
         f"timm {timm.__version__}.",
         f"{len(found)} networks with random weights: guided backpropagation is exact on {exact}, refused with the",
         f"reason on {refused}, wrong or failed on {len(found) - exact - refused}.",
-        f"Every promise is kept on {sum(row.passed for row in found)}.",
+        f"All checks pass on {sum(row.passed for row in found)}.",
         "",
-        "| network | guided backpropagation | coverage | layer found | map | untouched |",
+        "| network | guided backpropagation | coverage | default layer | map | model unchanged |",
         "|---|---|---|---|---|---|",
     ]
     body = [
@@ -212,13 +214,13 @@ def table(found: list[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Judge the networks and write or print the table."""
+    """Check the networks, and write or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="names, or parts of names; all by default")
+    parser.add_argument("names", nargs="*", help="names or parts of names (default: all networks)")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     everything = torchvision_names() + timm_names()
-    names = [name for name in everything if not options.names or any(each in name for each in options.names)]
+    names = [name for name in everything if not options.names or any(part in name for part in options.names)]
     found = []
     for row in rows(names):
         found.append(row)
