@@ -150,7 +150,7 @@ class Attribution(HasOptions, ABC):
             targets: Several targets, as for `attribute`.
         """
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
-            raise MethodError(f"expected a list of targets, got {targets!r}; for a single one use attribute")
+            raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
         batch = self.read(image)
         resolved = [
             self.explained_target(ResolvedTarget(target, len(batch.tensor), self.categories)) for target in targets

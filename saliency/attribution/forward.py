@@ -72,7 +72,7 @@ class SharedForward:
             self._backwards_left -= 1
             if self._backwards_left < 0:
                 raise RuntimeError(
-                    "more backward passes than the methods' class attribute `backwards` declares; raise it there"
+                    "more backward passes than the methods' class attribute `backwards` declares; increase it there"
                 )
         tensors = [tensor for tensor in inputs if tensor.requires_grad]
         retain = self._backwards_left != 0

@@ -283,7 +283,7 @@ def redraw(
     files = list(_map_files([maps] if isinstance(maps, str | os.PathLike) else maps))
     present = {path.stem.rpartition(".")[2] for path, _ in files}
     if methods and not present & set(methods):
-        raise BatchError(f"no maps of {', '.join(methods)} were saved; there are {', '.join(sorted(present))}")
+        raise BatchError(f"no maps of {', '.join(methods)} were saved; there are maps of {', '.join(sorted(present))}")
     first: dict[Path, Path] = {}  # the map of each overlay
     for path, name in files:
         if not methods or path.stem.rpartition(".")[2] in methods:

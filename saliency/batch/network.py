@@ -207,7 +207,7 @@ class Network:
         if is_out_of_memory(error) and x.is_cuda:
             torch.cuda.empty_cache()
         if is_too_large and not may_split:
-            raise BatchTooLargeError(f"{len(x)} images at once")
+            raise BatchTooLargeError(f"a batch of {len(x)} images does not fit into memory")
         if len(methods) > 1 and not is_too_large:
             return {k: v for method in methods for k, v in self._attempt([method], x, targets, may_split).items()}
         if isinstance(error, NotApplicableError | LayerError | MethodError):

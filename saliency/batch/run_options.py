@@ -150,7 +150,7 @@ class RunOptions:
         if not self.methods:
             raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
         if len(set(self.methods)) < len(self.methods):
-            raise BatchError(f"methods={list(self.methods)}: a method is named twice")
+            raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
         for name in ("batch_size", "limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), error=BatchError)

@@ -60,7 +60,7 @@ class Rows:
             IndexError: There is no such row.
         """
         if isinstance(index, tuple | bool):
-            raise IndexError(f"rows take one index; got {index}")
+            raise IndexError(f"expected one index for the rows; got {index}")
         positions = np.arange(len(self))[index]
         wanted = np.atleast_1d(positions)
         rows = torch.empty((len(wanted), *self.shape[1:]), dtype=self.dtype, device="cpu")

@@ -531,7 +531,7 @@ def test_a_second_ctrl_c_does_not_wait_and_keeps_reported_images(source: Path, t
     ("options", "reason"),
     [
         ({"methods": ()}, "expected a list of names"),
-        ({"methods": ("grad_cam", "grad_cam")}, "named twice"),
+        ({"methods": ("grad_cam", "grad_cam")}, "occurs twice"),
         ({"methods": ("grad_cm",)}, 'did you mean "grad_cam"'),
         ({"layer": "nothing"}, 'no layer "nothing"'),
         ({"options": {"smoth": 1}}, 'no option "smoth"'),

@@ -323,7 +323,9 @@ def test_what_holds_no_maps_says_so(render: Run, source: Path, tmp_path: Path) -
 
 def test_a_method_that_was_not_kept_is_told_with_those_that_were(render: Run, source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "run", maps=True, methods=["grad_cam", "layer_cam"])
-    with pytest.raises(saliency.SaliencyError, match=r"no maps of layercam were saved; there are grad_cam, layer_cam"):
+    with pytest.raises(
+        saliency.SaliencyError, match=r"no maps of layercam were saved; there are maps of grad_cam, layer_cam"
+    ):
         render(tmp_path / "run", "-m", "layercam", "--out", tmp_path / "again")
 
 
