@@ -196,9 +196,8 @@ class Resources:
         most = gpus if on_gpu else cpus
         if (workers or 1) > most:
             raise BatchError(f"{workers or 1} workers: the Ray cluster has {cpus} CPU cores and {gpus} GPUs")
-        if not on_gpu:
-            return cls(actors=workers or most)
-        return cls(actors=workers or most, cpus=max(1, min(MAX_CPUS, cpus // gpus)), gpus=1)
+        cores = max(1, min(MAX_CPUS, cpus // gpus)) if on_gpu else 1
+        return cls(actors=workers or most, cpus=cores, gpus=int(on_gpu))
 
 
 @contextmanager

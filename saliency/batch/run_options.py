@@ -82,6 +82,10 @@ class OverlayStyle:
         colormap: Name of a matplotlib colormap; None for inferno, or RdBu_r for signed maps.
         sign: "positive", "signed" or "absolute"; None for the method's default.
         percentile: Percentile of the values at which colours saturate.
+
+    Raises:
+        BatchError: A value is outside its range.
+        RenderError: The colormap does not exist.
     """
 
     format: Format = "png"
