@@ -31,12 +31,14 @@ def plain(model: torch.nn.Module, x: Tensor) -> None:
 
 def full_graph(model: torch.nn.Module, x: Tensor) -> None:
     """Run Grad-CAM in the usual way: with a hook on the layer, and a graph that starts at the input."""
-    kept: list[Tensor] = []
-    handle = model.get_submodule("layer4").register_forward_hook(lambda module, inputs, output: kept.append(output))
+    activations: list[Tensor] = []
+    handle = model.get_submodule("layer4").register_forward_hook(
+        lambda module, inputs, output: activations.append(output)
+    )
     score = model(x.detach().requires_grad_())[:, 0].sum()
     handle.remove()
-    (gradient,) = torch.autograd.grad(score, kept)
-    (gradient.mean((2, 3), keepdim=True) * kept[0]).sum(1)
+    (gradient,) = torch.autograd.grad(score, activations)
+    (gradient.mean((2, 3), keepdim=True) * activations[0]).sum(1)
 
 
 def ours(model: torch.nn.Module, x: Tensor) -> None:

@@ -153,13 +153,13 @@ def engine(names: list[str], rounds: int, passes_of_rise: int) -> Iterator[str]:
             timings = interleaved(contenders, rounds)
             exact = methods["exact"].attribute(case.x, case.target)
             for precision, method in methods.items():
-                found = method.attribute(case.x, case.target)
+                explanation = method.attribute(case.x, case.target)
                 measured = ratio(timings[precision], timings["plain"])
                 walls = wall_ratio(timings[precision], timings["plain"])
                 yield (
                     f"| {name} | {entry.label} | {precision} | {measured:.3f} | {walls:.3f} | "
-                    f"{verdict(measured, entry.targets.get(precision))} | {agreement(found.values, exact.values)} | "
-                    f"{found.effort[0].precision} |"
+                    f"{verdict(measured, entry.targets.get(precision))} | "
+                    f"{agreement(explanation.values, exact.values)} | {explanation.effort[0].precision} |"
                 )
             yield f"| {name} | {entry.label} | plain, chunks of {size} | {timings['plain'].seconds:.2f} s | | | | |"
 
@@ -199,9 +199,9 @@ def score_cam(photos: list[str]) -> Iterator[str]:
         }
         timings = once(contenders)
         values = method.attribute(case.x, case.target).values.clamp(min=0)
-        found = F.interpolate(values, case.x.shape[-2:], mode="bilinear", align_corners=False)[0, 0]
-        found = (found - found.min()) / (found.max() - found.min()).clamp(min=1e-12)
-        difference = float((found - maps["grad-cam"]).abs().max())
+        heatmap = F.interpolate(values, case.x.shape[-2:], mode="bilinear", align_corners=False)[0, 0]
+        heatmap = (heatmap - heatmap.min()) / (heatmap.max() - heatmap.min()).clamp(min=1e-12)
+        difference = float((heatmap - maps["grad-cam"]).abs().max())
         a, b = ratio(timings["ours"], timings["grad-cam"]), ratio(timings["ours"], timings["torchcam"])
         yield f"| {photo} | {a:.3f} | {verdict(a, 0.35)} | {b:.3f} | {verdict(b, 0.20)} | {difference:.1e} |"
 
@@ -219,12 +219,14 @@ def ablation_cam(rounds: int) -> Iterator[str]:
         (lite, "bn2", lite.model.forward_head),
     ]
     for case, layer, tail in tails:
-        kept: list[Tensor] = []
-        handle = case.model.get_submodule(layer).register_forward_hook(lambda m, i, o, kept=kept: kept.append(o))
+        outputs: list[Tensor] = []
+        handle = case.model.get_submodule(layer).register_forward_hook(
+            lambda m, i, o, outputs=outputs: outputs.append(o)
+        )
         with torch.no_grad():
             case.model(case.x)
         handle.remove()
-        activation = kept[0].detach()
+        activation = outputs[0].detach()
 
         def by_hand(size: int, activation: Tensor = activation, tail: Callable[[Tensor], Tensor] = tail) -> None:
             channels = activation.shape[1]
@@ -274,11 +276,11 @@ def tolerance() -> Iterator[str]:
     yield header("photo", "passes", "relative residual", "ratio to 50 passes", "target")
     for photo in PHOTOS:
         case = load_case("efficientnet_lite0", photo=photo)
-        found = saliency.IntegratedGradients(case.model, tolerance=0.01).attribute(case.x, case.target)
-        assert found.residual is not None
-        total = float(found.values.sum())
-        passes = found.effort[0].passes
-        share = float(found.residual.abs()) / max(abs(total), 1e-12)
+        explanation = saliency.IntegratedGradients(case.model, tolerance=0.01).attribute(case.x, case.target)
+        assert explanation.residual is not None
+        total = float(explanation.values.sum())
+        passes = explanation.effort[0].passes
+        share = float(explanation.residual.abs()) / max(abs(total), 1e-12)
         yield f"| {photo} | {passes} | {share:.2e} | {passes / 50:.2f} | {verdict(passes / 50, 0.5)} |"
 
 

@@ -174,7 +174,7 @@ def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
         raise ImageError(
             f"an array of shape {array.shape} and type {array.dtype} is not an image; expected uint8 in 0..255 or "
             "uint16 in 0..65535, of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4). Move the channels with "
-            "array.transpose(1, 2, 0), pass several images as list(array), scale and round other types, or pass the "
+            "array.transpose(1, 2, 0), pass several images as list(array), scale and round other types. Or pass the "
             "model's own normalised input as a float tensor (C, H, W)"
         )
     array = _scale_16_to_8_bits(array) if array.dtype == np.uint16 else array
@@ -187,7 +187,7 @@ def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
         raise ImageError(
             f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is not an image; expected uint8 in 0..255, of "
             "shape (1, H, W), (3, H, W) or (4, H, W). Move the channels with tensor.permute(2, 0, 1), convert other "
-            "types, or pass the model's own normalised input as a float tensor"
+            "types. Or pass the model's own normalised input as a float tensor"
         )
     array: np.ndarray[Any, Any] = tensor.detach().cpu().permute(1, 2, 0).numpy()
     return array

@@ -54,8 +54,8 @@ def load(
         categories: Replaces the library's own class names.
 
     Raises:
-        ModelError: No such model or weights, no network to download them, a checkpoint that is missing, damaged, unsafe
-            or of another model, a library that cannot be imported, the wrong number of categories.
+        ModelError: The model or its weights do not exist or cannot be downloaded. The checkpoint is missing, damaged,
+            unsafe or of another model. The library cannot be imported, or the number of categories is wrong.
 
     Example:
         >>> import saliency
