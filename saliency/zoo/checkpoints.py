@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,10 @@ def _read_safetensors(path: Path) -> object:
 
 def _read_pickle(path: Path) -> object:
     try:
-        content: object = torch.load(path, map_location="cpu", weights_only=True)
-        return content
+        with warnings.catch_warnings():  # torch warns about a pickle of an unusual protocol, then refuses it
+            warnings.simplefilter("ignore")
+            content: object = torch.load(path, map_location="cpu", weights_only=True)
+            return content
     except pickle.UnpicklingError as error:
         raise ModelError(_why_refused(path, error)) from error
     except Exception as error:
