@@ -138,9 +138,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         image = _to_8_bits(image)
     if image.mode == "F":
-        raise ImageError(
-            "floating-point pixels have no agreed range; save the image with 8 bits, or pass a uint8 array"
-        )
+        raise ImageError("floating-point pixels have no agreed range; save it with 8 bits, or pass a uint8 array")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         colour = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", colour.size, "white"), colour)
