@@ -4,7 +4,7 @@ This is the only file with private names of PyTorch (`tests/test_architecture.py
 the test that fails first when PyTorch changes it:
 
 - `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
-  operations: `methods/test_rectified.py`.
+  operations: `methods/test_gradient.py`.
 - `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call;
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
   `inspection/test_edit.py`.

@@ -113,7 +113,7 @@ class _LayerFusion(TracedAttribution):
         return BatchAttribution(self.combine(torch.stack(resized)), grads.scores, layer=", ".join(layers))
 
     def scaled(self, shares: Tensor) -> Tensor:
-        """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum; by default not at all."""
+        """Scale the map of a layer, given as shares (N, 1, h, w) of its maximum; unchanged by default."""
         return shares
 
     @abstractmethod

@@ -182,8 +182,8 @@ class DeconvNet(RectifiedGradient):
 class RectGrad(RectifiedGradient):
     """Backpropagation that passes each ReLU only where activation times gradient is among the largest of its layer.
 
-    A unit with activation a and incoming gradient R passes R if a * R exceeds the layer's `percentile`, the nearest
-    rank over all of its units, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6
+    A unit with activation a and incoming gradient R passes R if a * R exceeds the `percentile` (nearest rank) of
+    all units of the layer, image by image. The gradient at the input is multiplied by the input. A saturated ReLU6
     passes nothing. The authors also set the border to zero at padded convolutions; this class does not.
 
     The map does not depend on the class: it highlights the same object for every target, and changes little when the

@@ -17,9 +17,9 @@ from ..targets.targets import ClassScore, OutputTarget, Probability, class_score
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
 
-Rule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
+QuadratureRule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
 
-RULES: tuple[Rule, ...] = get_args(Rule)
+RULES: tuple[QuadratureRule, ...] = get_args(QuadratureRule)
 
 MOST_NODES = 256
 """The maximum number of nodes of an adaptive integral. All their gradients are kept in memory."""
@@ -76,7 +76,7 @@ class IntegratedGradients(MultiPassAttribution):
     quick_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
-    rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
+    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(50, check_integer)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
 
@@ -342,7 +342,7 @@ class BlurIG(MultiPassAttribution):
     quick_options: ClassVar = {"steps": 3}
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
-    rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
+    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(100, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -376,7 +376,7 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], 
     return make
 
 
-def mean_gradients(passes: PassRunner, references: Tensor, rule: Rule, steps: int) -> Tensor:
+def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule, steps: int) -> Tensor:
     """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes.
 
     After an interrupt, the mean over the passes that were run.
@@ -409,7 +409,7 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def quadrature(rule: Rule, count: int) -> tuple[Tensor, Tensor]:
+def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
     """Return the ascending nodes (n,) and the weights (n,), of sum 1, of a rule for integrals over 0..1.
 
     Both are in float64 on the CPU.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
 from ..validation import check_choice, check_integer
-from .integrated_gradients import RULES, Rule, mean_gradients, wide
+from .integrated_gradients import RULES, QuadratureRule, mean_gradients, wide
 
 AREA = 224 * 224
 """The number of pixels for which the authors give areas, scales and lengths. Areas and scales are proportional to the
@@ -57,7 +57,7 @@ class XRAI(MultiPassAttribution):
     sign = "positive"
     quick_options: ClassVar = {"steps": 2}
 
-    rule: Option[Rule] = Option("gauss_legendre", check_choice, RULES)
+    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(50, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:

@@ -1,4 +1,4 @@
-"""The C library keeps what is freed, where it is told to, and nowhere else."""
+"""`keep_memory` makes glibc keep freed memory, and changes nothing on other systems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only gl
 
 
 def faults(first: str = "") -> int:
-    """How many pages a second run of allocations faults in, in a fresh process."""
+    """Return the number of page faults of a second run of allocations, in a fresh process."""
     code = FAULTS.format(first=first)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     count, with_torch = result.stdout.split()
@@ -53,7 +53,7 @@ def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
 
 
 class Library:
-    """A C library that writes down what it is told."""
+    """A fake C library that records its calls."""
 
     def __init__(self, *refuses: int) -> None:
         self.told: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Running moments against those of all samples at once, and what they claim against what happens."""
+"""Running moments compared with those of all samples at once, and standard errors with observed errors."""
 
 from __future__ import annotations
 

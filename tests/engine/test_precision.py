@@ -1,4 +1,4 @@
-"""Private copies that run faster: exact where they say so, dropped where they lose, and gone when they are done."""
+"""Faster private copies: they meet their tolerances, are not used if slower, and are freed after the call."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_subclass_that_only_pads_is_folded_and_one_that_reworks_its_weights_is
 
 
 class Shaped(nn.Module):
-    """A convolution and a batch norm, put together as a test wants it."""
+    """A convolution and a batch norm, combined as a test needs."""
 
     def __init__(self, way: Callable[[Shaped, Tensor], Any], **norm: Any) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_a_batch_norm_with_two_names_is_left_alone() -> None:
 
 
 class Collector:
-    """A user's hook that collects in itself."""
+    """A user's hook that collects outputs in its own list."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -235,7 +235,7 @@ def test_the_users_hooks_on_a_copy_are_the_users_own_and_see_the_same(way: str) 
 
 def test_modules_with_hooks_of_any_kind_are_left_alone() -> None:
     def idle(*given: Any) -> None:
-        """Reads nothing, so that only its being there can be seen."""
+        """Reads nothing, so that only its registration has an effect."""
 
     for at, register in (
         ("3", nn.Module.register_forward_hook),
@@ -271,7 +271,7 @@ def test_error_and_cosine_are_those_of_the_worst_tensor() -> None:
 
 @pytest.fixture
 def pace(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The ratios that trials will find, the last one for ever; what is found is popped."""
+    """The time ratios that trials return, in order; the last one repeats."""
     ratios = [0.4]
 
     def ratio(*given: Any, **options: Any) -> float:
@@ -342,7 +342,7 @@ def test_times_are_measured_on_the_model_itself() -> None:
 
 
 class Picky(nn.Module):
-    """A model whose values depend on how its input lies in memory."""
+    """A model whose values depend on the memory layout of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Picky(nn.Module):
 
 
 class Single(nn.Module):
-    """A model that insists on its own type."""
+    """A model that accepts only inputs of its own dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("nchw,chw->n", x, torch.ones_like(x[0], dtype=torch.float32))

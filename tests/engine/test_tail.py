@@ -1,4 +1,4 @@
-"""Behind a layer: the same as whole forwards, of only what lies behind it."""
+"""Forwards from a layer on equal whole forwards, and run only what follows the layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from saliency.hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations that are really done."""
+    """Counts the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Small(nn.Module):
-    """Convolutions of which a subclass makes something."""
+    """Convolutions that a subclass combines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FrontIsOverwritten(Small):
 
 
 class SizesTakenBefore(Small):
-    """The number of rows is taken before the cut, and tensors are made for it."""
+    """The number of rows is read before the cut, and tensors of that size are created after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         n, _, h, w = x.shape
@@ -401,7 +401,7 @@ def test_values_before_the_layer_may_be_looked_at() -> None:
 
 
 class GivesItAll(Small):
-    """The layer's output, what lies before it and a weight are given out as they are."""
+    """The layer's output, an earlier tensor and a weight are returned as they are."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         front = self.one(x)

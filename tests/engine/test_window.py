@@ -1,4 +1,4 @@
-"""Windows of a picture, recomputed only where they reach: the same as whole forwards."""
+"""Forwards of changed windows, computed only where they have an effect, equal whole forwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pasted(x: Tensor, patches: Tensor, tops: list[int], lefts: list[int]) -> Ten
 
 
 def windows(x: Tensor, height: int, width: int) -> tuple[Tensor, list[int], list[int]]:
-    """Windows in all corners, at the borders and inside, with something else in each."""
+    """Windows in all corners, at the borders and inside, with different content in each."""
     down, across = x.shape[-2] - height, x.shape[-1] - width
     places = [(0, 0), (0, across), (down, 0), (down, across), (down // 2, across // 3), (down // 3, across), (1, 2)]
     patches = torch.randn(len(places), x.shape[1], height, width, dtype=x.dtype)
@@ -69,7 +69,7 @@ def picture(height: int = 40, width: int = 52) -> Tensor:
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The multiply-adds that are really done."""
+    """Counts the multiply-adds that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -181,7 +181,7 @@ class Branches(nn.Module):
 
 
 class Gated(Branches):
-    """Squeeze and excitation: each place depends on all others from there on."""
+    """Squeeze and excitation: from there on each location depends on all others."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.branches(x)

@@ -1,4 +1,4 @@
-"""Captures: what a layer gave, whatever comes behind it, and nothing left behind."""
+"""Captures hold the output of a layer regardless of later operations, and leave no hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _seed() -> None:
 
 
 class Cut(nn.Module):
-    """A body, what the subclass makes of its output, and a head."""
+    """A body, an operation of the subclass on its output, and a head."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model is borrowed: evaluated whatever its state, by anybody at any time, and given back as it was."""
+"""A call evaluates the model in any state and from any thread, and restores its state."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ def test_a_quantised_head_is_not_said_to_be_independent_of_the_input(name: str) 
 
 
 class Tagged(Tensor):
-    """A tensor as data loaders of other libraries give it."""
+    """A tensor subclass as data loaders of other libraries return it."""
 
 
 class Wrapper(Tensor):
@@ -494,7 +494,7 @@ def test_the_model_runs_on_a_clone() -> None:
 
 
 def test_a_call_inside_the_forward_of_another_is_not_captured_by_it() -> None:
-    """A model that looks at one of its own explanations while it runs."""
+    """A model that computes one of its own explanations in its forward."""
     model, x, other = tiny_model(), noise(2, 3, 16, 16), noise(1, 3, 16, 16) + 1
     outer, inner = GradCAM(model, "relu").attribute(x, 0), GradCAM(model, "relu").attribute(other, 1)
     inside: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""FullGrad: the terms make up the score on any network, and the map is what the paper makes of them."""
+"""FullGrad: the terms sum to the score on any network, and the map follows the paper."""
 
 from __future__ import annotations
 

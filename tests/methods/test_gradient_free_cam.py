@@ -418,7 +418,7 @@ def test_fewer_channels_leave_the_others_at_zero(small: Tensor) -> None:
 
 
 class Nested(nn.Module):
-    """A network whose scores stand where only a target finds them."""
+    """A network whose scores can be read only by a target."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from saliency.methods.integrated_gradients import (
     ExpectedGradients,
     GuidedIG,
     IntegratedGradients,
-    Rule,
+    QuadratureRule,
     quadrature,
 )
 from saliency.testing import tiny_model
@@ -58,7 +58,7 @@ def linear(seed: int = 5) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("count", [2, 3, 8, 50, 301])
-def test_the_weights_of_a_rule_sum_to_one(name: Rule, count: int) -> None:
+def test_the_weights_of_a_rule_sum_to_one(name: QuadratureRule, count: int) -> None:
     nodes, weights = quadrature(name, count)
     assert nodes.shape == weights.shape == (count,)
     assert float(weights.sum()) == pytest.approx(1, abs=1e-14)
@@ -75,7 +75,7 @@ def test_gauss_and_legendre_are_exact_to_degree_2n_minus_1_and_no_further(count:
 
 
 @pytest.mark.parametrize(("name", "degree"), [("midpoint", 1), ("trapezoid", 1)])
-def test_midpoints_and_trapezoids_are_exact_for_straight_lines(name: Rule, degree: int) -> None:
+def test_midpoints_and_trapezoids_are_exact_for_straight_lines(name: QuadratureRule, degree: int) -> None:
     nodes, weights = quadrature(name, 7)
     assert float(weights @ nodes**degree) == pytest.approx(1 / (degree + 1), abs=1e-14)
 
@@ -166,7 +166,7 @@ def test_a_polynomial_along_the_path_needs_half_its_degree_in_nodes(degree: int)
         ("riemann_middle", "midpoint"),
     ],
 )
-def test_it_is_captums(method: str, rule: Rule) -> None:
+def test_it_is_captums(method: str, rule: QuadratureRule) -> None:
     model, x, baseline = tiny_model().double(), image(count=2), image(7)
     peer = pytest.importorskip("captum.attr")
     expected = peer.IntegratedGradients(model).attribute(

@@ -1,4 +1,4 @@
-"""Optimised masks find what a model reads, keep to the area that is asked for, and stop when they are told to."""
+"""Optimised masks find the pixels that a model reads, keep the requested area, and stop at limits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_several_areas_are_the_mean_of_their_masks() -> None:
     both = ExtremalPerturbation(model, areas=(0.1, 0.4), steps=20).attribute(x, 1)
     each = [ExtremalPerturbation(model, areas=[area], steps=20).attribute(x, 1).values for area in (0.1, 0.4)]
     assert torch.allclose(both.values, (each[0] + each[1]) / 2)
-    assert both.effort[0].passes == 41  # one that tells what is at stake, and 20 for each area
+    assert both.effort[0].passes == 41  # one for the range of the score, and 20 for each area
 
 
 @pytest.mark.parametrize("cls", BOTH)
@@ -222,7 +222,7 @@ def test_the_smooth_mask_is_a_disc_around_a_single_number() -> None:
 
 
 def test_no_place_of_the_smooth_mask_comes_first_by_itself() -> None:
-    """A border that did would draw every mask to it."""
+    """If the border were preferred, every mask would move to it."""
     for level in (0.0, 0.5, 1.0):
         mask = smooth_mask(torch.full((21, 15), level, dtype=torch.float64))
         assert float(mask.max() - mask.min()) < 1e-12

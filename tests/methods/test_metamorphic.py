@@ -1,4 +1,4 @@
-"""What must follow when the picture, the model or the batch is changed in a known way."""
+"""Known changes of the image, the model or the batch change the map in a known way."""
 
 from __future__ import annotations
 

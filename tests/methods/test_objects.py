@@ -136,7 +136,7 @@ def test_the_default_layer_is_not_signed_and_the_last_block_is(name: str) -> Non
     [("coffee.jpg", "espresso", (200, 95, 370, 195)), ("camera.jpg", "tripod", (225, 130, 410, 512))],
 )
 def test_a_network_that_learned_nothing_finds_less(photo: str, target: str, box: Box) -> None:
-    """The control: what random weights put into the box by the mere look of the picture."""
+    """The control: the share in the box for random weights, which depends only on the image."""
     untrained = saliency.load("efficientnet_lite0", weights=None)
     mass, _ = shares(saliency.GradCAM(untrained).attribute(ASSETS / photo, target), box)
     learned, _ = shares(explanations(photo, target)["grad_cam"], box)

@@ -1,4 +1,4 @@
-"""Occlusion, and what stands where pixels are hidden."""
+"""Occlusion, and the values of hidden pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RISE: its masks, its two forms, and how far its standard errors can be trusted."""
+"""RISE: its masks, its two forms, and the accuracy of its standard errors."""
 
 from __future__ import annotations
 
