@@ -289,7 +289,7 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in options.options:
         if name not in known:
-            hint = did_you_mean(name, known) or (f"; there are {', '.join(known)}" if known else "")
+            hint = did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "")
             raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{hint}')
     layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
     if layers and not any(layers.keys() & cls.parameters() for cls in classes):
