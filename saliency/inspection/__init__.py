@@ -13,49 +13,29 @@
 The model and the `.grad` of its parameters are left unchanged.
 """
 
-from . import rules
-from .edit import Editing, edit_activations, edit_gradients
-from .features import Features, extract_features
-from .jacobian import jacobian_vector_product, vector_jacobian_product
-from .layer_table import LayerRow, LayerTable, layer_table
-from .moments import Moments, TensorStatistics, moments
-from .record import Call, Recording, record
-from .statistics import (
-    ActivationStatistics,
-    GradientStatistics,
-    LayerActivations,
-    LayerGradients,
-    ParameterGradients,
-    activation_statistics,
-    gradient_statistics,
-)
-from .tables import Column, Table
-
-__all__ = [
-    "ActivationStatistics",
-    "Call",
-    "Column",
-    "Editing",
-    "Features",
-    "GradientStatistics",
-    "LayerActivations",
-    "LayerGradients",
-    "LayerRow",
-    "LayerTable",
-    "Moments",
-    "ParameterGradients",
-    "Recording",
-    "Table",
-    "TensorStatistics",
-    "activation_statistics",
-    "edit_activations",
-    "edit_gradients",
-    "extract_features",
-    "gradient_statistics",
-    "jacobian_vector_product",
-    "layer_table",
-    "moments",
-    "record",
-    "rules",
-    "vector_jacobian_product",
-]
+from . import rules as rules
+from .edit import Editing as Editing
+from .edit import edit_activations as edit_activations
+from .edit import edit_gradients as edit_gradients
+from .features import Features as Features
+from .features import extract_features as extract_features
+from .jacobian import jacobian_vector_product as jacobian_vector_product
+from .jacobian import vector_jacobian_product as vector_jacobian_product
+from .layer_table import LayerRow as LayerRow
+from .layer_table import LayerTable as LayerTable
+from .layer_table import layer_table as layer_table
+from .moments import Moments as Moments
+from .moments import TensorStatistics as TensorStatistics
+from .moments import moments as moments
+from .record import Call as Call
+from .record import Recording as Recording
+from .record import record as record
+from .statistics import ActivationStatistics as ActivationStatistics
+from .statistics import GradientStatistics as GradientStatistics
+from .statistics import LayerActivations as LayerActivations
+from .statistics import LayerGradients as LayerGradients
+from .statistics import ParameterGradients as ParameterGradients
+from .statistics import activation_statistics as activation_statistics
+from .statistics import gradient_statistics as gradient_statistics
+from .tables import Column as Column
+from .tables import Table as Table

@@ -22,8 +22,6 @@ from ...render.blending import color_table
 from ..manifest import MANIFEST, Row, read_rows
 from ..output_folder import ABOUT, PAGE, OutputFolder
 
-__all__ = ["report"]
-
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "main.js")
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
