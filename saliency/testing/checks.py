@@ -164,7 +164,7 @@ def signed_layer(case: MethodCase) -> None:
 
 
 def _works(call: Callable[[], Any], *errors: type[Exception]) -> bool:
-    """Return whether a call succeeds, as opposed to raising one of these errors."""
+    """Return False if a call raises one of these errors, else True."""
     try:
         call()
     except errors:
