@@ -37,7 +37,7 @@ from saliency.batch.output_folder import LISTING
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
 from saliency.engine.allocator import keep_memory
-from saliency.io.image_io import open_picture
+from saliency.io.inputs import open_picture
 
 ASSETS = Path(__file__).parent.parent / "assets"
 SIZE = (1000, 750)

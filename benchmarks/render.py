@@ -15,7 +15,7 @@ from PIL import Image
 
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 from saliency import Explanation, Preprocess, overlay
-from saliency.io.image_io import open_picture
+from saliency.io.inputs import open_picture
 from saliency.io.preprocess import Frame
 from saliency.render.overlay import save_picture
 

@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["PIL", "saliency"]):
     from PIL import Image
 
     from saliency.errors import ImageError
-    from saliency.io.image_io import decode
+    from saliency.io.inputs import decode
 
 MODES = {
     "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),

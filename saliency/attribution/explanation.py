@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import save_tensors
-from ..io.image_io import decode
+from ..io.inputs import decode
 from ..io.preprocess import Box, Frame
 from .options import RunStats
 

@@ -26,7 +26,7 @@ from safetensors.numpy import save
 from ..attribution.explanation import Explanation
 from ..errors import ExplanationError, ImageError
 from ..io.atomic_write import atomic_write
-from ..io.image_io import open_picture
+from ..io.inputs import open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, paint, scale_map, units
 from ..render.overlay import save_picture

@@ -73,7 +73,7 @@ class ImageEntry:
     def open(self) -> Image.Image:
         """Open the image, upright and in RGB. Raises ImageError if it cannot be read."""
         from ..errors import ImageError
-        from ..io.image_io import decode, open_picture
+        from ..io.inputs import decode, open_picture
 
         if self.problem:
             raise ImageError(self.problem)

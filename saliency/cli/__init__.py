@@ -168,7 +168,7 @@ files:
         "redraw the overlays of a batch in other colours, without the model",
         "MAPS... [options]",
         f"MAPS --quiet --method --out --format {_STYLE}",
-        "render:render",
+        "batch:render",
         """\
 examples:
   saliency batch photos/ --out maps --maps
@@ -176,7 +176,7 @@ examples:
   saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
 """,
     ),
-    "report": Command("rewrite the gallery page of a batch folder", "DIR", "DIR", "render:report"),
+    "report": Command("rewrite the gallery page of a batch folder", "DIR", "DIR", "batch:report"),
     "methods": Command("list the methods, with their papers and costs", "", "", "lists:methods"),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..attribution.options import ConvertedOption
 from ..engine.estimates import generator
 from ..errors import MethodError, did_you_mean
-from ..io.image_io import ImageLike
-from ..io.inputs import Prepare, read
+from ..io.inputs import ImageLike, Prepare, read
 from ..validation import check_number, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError, did_you_mean, warn
-from ..io.image_io import ImageLike, open_picture
+from ..io.inputs import ImageLike, open_picture
 from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..validation import check_number

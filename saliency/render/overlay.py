@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
 from ..io.atomic_write import atomic_write
-from ..io.image_io import ImageLike
+from ..io.inputs import ImageLike
 from ..validation import check_number
 from .blending import Area, Opacity, Plane, box_pixels, frame_of, paint, require_one, resize_to_pixels, scale_map
 from .heatmap import Percentile, significance

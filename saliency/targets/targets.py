@@ -369,8 +369,16 @@ def output_tensor(output: Any) -> Tensor:
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
     raise TargetError(
         f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores; "
-        'pass a function as the target, such as target=lambda output: output["scores"].sum(1)'
+        f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
     )
+
+
+def _example_target(output: Any) -> str:
+    """Return the code of a target that sums the scores of each image."""
+    if isinstance(output, list | tuple) and output and isinstance(output[0], Mapping):  # one entry per image
+        return 'torch.stack([image["scores"].sum() for image in output])'
+    key = 0 if isinstance(output, list | tuple) else "scores"
+    return f"output[{key!r}].flatten(1).sum(1)"
 
 
 def as_categories(like: Any) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import write_parquet
 from saliency.cli import batch as batching
 from saliency.cli import command_parser, main
-from saliency.cli import render as rendering
 from saliency.cli.console import Screen
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import started
@@ -55,7 +54,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def render(capsys: pytest.CaptureFixture[str]) -> Run:
     def go(*words: object) -> tuple[int, str, str]:
-        code = rendering.render(command_parser("render").parse([str(word) for word in words]), Screen())
+        code = batching.render(command_parser("render").parse([str(word) for word in words]), Screen())
         return code, *capsys.readouterr()
 
     return go

@@ -20,8 +20,7 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from saliency.errors import ImageError, NonFiniteError, SaliencyWarning
-from saliency.io.image_io import open_picture
-from saliency.io.inputs import read
+from saliency.io.inputs import open_picture, read
 from saliency.io.preprocess import Preprocess
 
 Path = pathlib.Path

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saliency.errors import MethodError
-from saliency.io.image_io import open_picture
+from saliency.io.inputs import open_picture
 from saliency.io.preprocess import Preprocess
 from saliency.methods.segments import FeatureAblation, resolve_segments, segmented
 from saliency.testing import tiny_model
