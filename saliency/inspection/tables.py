@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
 
 from ..errors import LayerError, SaliencyError, did_you_mean, plural, visible
@@ -131,8 +132,9 @@ class Table(Sequence[Row]):
         body = "".join(f"<tr>{''.join(_cell(column, row) for column in self.columns)}</tr>" for row in self.rows)
         caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
         notes = "".join(f"<p>{escaped(note)}</p>" for note in self.notes)
+        style = files(__package__).joinpath("tables.css").read_text()
         return (
-            f'<div class="saliency-table"><style>{_STYLE}</style>\n<div><table>{caption}'
+            f'<div class="saliency-table"><style>{style}</style>\n<div><table>{caption}'
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>{notes}</div>"
         )
 
@@ -225,30 +227,3 @@ def _cell(column: Column[Row], row: Row) -> str:
     classes = f"{column.align}{' alert' if is_alert else ''}{' bar' if is_bar else ''}"
     style = f' style="--part:{100 * min(max(part or 0.0, 0.0), 1.0):.1f}%"' if is_bar else ""
     return f'<td class="{classes}"{style}>{escaped(column.text(row))}</td>'
-
-
-# Most colours are the text colour of the page with some transparency, which suits light and dark backgrounds. Only the
-# header has a background colour, since rows scroll below it: the colour of JupyterLab, VS Code or our own page.
-_STYLE = """
-.saliency-table { color: inherit; margin: .5em 0 1em; }
-.saliency-table > div { max-height: min(44rem, 85vh); overflow: auto; width: fit-content; max-width: 100%; }
-.saliency-table table { border-collapse: collapse; border: 0; margin: 0; font-size: 13px; line-height: 1.35;
-  color: inherit; background: none; font-variant-numeric: tabular-nums; }
-.saliency-table caption { text-align: left; font-weight: 600; padding: .3em .6em; white-space: nowrap;
-  color: inherit; caption-side: top; }
-.saliency-table th, .saliency-table td { padding: .22em .7em; white-space: pre; border: 0; color: inherit;
-  background: none; text-align: right; vertical-align: baseline; max-width: none; }
-.saliency-table th.left, .saliency-table td.left { text-align: left; }
-.saliency-table thead th { position: sticky; top: 0; font-weight: 600; backdrop-filter: blur(1rem);
-  background: var(--jp-layout-color0, var(--vscode-editor-background, var(--saliency-ground, transparent)));
-  box-shadow: inset 0 -1px color-mix(in srgb, currentColor 45%, transparent); }
-.saliency-table thead th[title] { cursor: help; text-decoration: underline dotted; }
-.saliency-table tbody tr { background: none; }
-.saliency-table tbody tr + tr td { box-shadow: inset 0 1px color-mix(in srgb, currentColor 9%, transparent); }
-.saliency-table td.left { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-.saliency-table td.bar { min-width: 5.5em; background-origin: content-box; background-clip: content-box;
-  background-image: linear-gradient(to right,
-  color-mix(in srgb, #2f81f7 35%, transparent) var(--part), transparent var(--part)); }
-.saliency-table td.alert { font-weight: 600; background-color: color-mix(in srgb, #e5534b 30%, transparent); }
-.saliency-table p { margin: .35em .6em; font-size: 13px; max-width: 60rem; color: inherit; }
-"""
