@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from saliency.cli.render import report as report_command
 
 from saliency.batch import BatchError
 from saliency.batch import report as page_of
 from saliency.batch.manifest import make_row
 from saliency.batch.report import report
+from saliency.cli.batch import report as report_command
 from saliency.cli.console import Screen, UsageError
 from saliency.errors import ExplanationError
 from saliency.render.blending import color_table
