@@ -263,7 +263,7 @@ def test_a_tag_lets_a_cell_warn_or_raise() -> None:
 def test_a_changed_and_a_missing_cell_make_a_notebook_stale() -> None:
     changed = sample()
     changed.cells[1].source = "draw(2)"
-    assert checks.stale(changed, sample()) == ["cell 2 (draw(2)) is another in the notebook"]
+    assert checks.stale(changed, sample()) == ["cell 2 (draw(2)) differs in the notebook"]
     shorter = sample()
     del shorter.cells[1]
     assert checks.stale(sample(), shorter) == ["the script has 2 cells, the notebook 1"]

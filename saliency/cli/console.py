@@ -7,6 +7,7 @@ so that `grep` and `cut` work.
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -114,8 +115,9 @@ class Screen:
 
 
 def one_line(message: object) -> str:
-    """Return a message as one printable line."""
-    return visible(" ".join(str(message).split()))
+    """Return a message as one printable line, with options of methods as the command line takes them."""
+    text = visible(" ".join(str(message).split()))
+    return re.sub(r'\bpass (\w+)="(\w+)"', r"use --set \1=\2", text)
 
 
 def _console(stream: TextIO) -> Console:

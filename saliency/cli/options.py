@@ -187,7 +187,7 @@ OPTIONS: dict[str, list[Option]] = {
     "overlay style": [
         _option("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
         _option(
-            "--opacity NUMBER", "0 to 1, or map for the magnitude of the map (default: 0.5)", type=_number, default=0.5
+            "--opacity NUMBER", "0 to 1, or map: opacity follows the map (default: 0.5)", type=_number, default=0.5
         ),
         _option("--colormap NAME", "any matplotlib colormap (default: inferno, or RdBu_r if signed)"),
         _option("--sign SIGN", f"{', '.join(SIGNS)} (default: that of the method)", choices=SIGNS),

@@ -117,8 +117,7 @@ def _make_eager(holder: int) -> None:
         _eager_holders.add(holder)
         if not _eager_stance:
             # Python handles Ctrl-C after a call returns. `extend` stores the old stance before that; `append` not.
-            names: list[Literal["force_eager"]] = ["force_eager"]
-            _eager_stance.extend(map(torch.compiler.set_stance, names))
+            _eager_stance.extend(map(torch.compiler.set_stance, ["force_eager"]))  # type: ignore[arg-type]
 
 
 def _end_eager(holder: int) -> None:

@@ -132,7 +132,7 @@ class Table(Sequence[Row]):
         body = "".join(f"<tr>{''.join(_cell(column, row) for column in self.columns)}</tr>" for row in self.rows)
         caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
         notes = "".join(f"<p>{escaped(note)}</p>" for note in self.notes)
-        style = files(__package__).joinpath("tables.css").read_text()
+        style = files(__package__).joinpath("tables.css").read_text("utf-8")
         return (
             f'<div class="saliency-table"><style>{style}</style>\n<div><table>{caption}'
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>{notes}</div>"

@@ -240,7 +240,7 @@ def test_the_large_view_shows_all_methods_side_by_side(opened: Visit, run: Path)
     page = opened.go(run)
     page.locator(".card a").first.click()
     panels = page.locator(".panel")
-    assert panels.locator("h3").all_inner_texts() == ["Photo", *METHODS]
+    assert panels.locator("h3").all_inner_texts() == ["Image", *METHODS]
     tops = {round(each["y"]) for at in range(4) if (each := panels.nth(at).bounding_box())}
     assert len(tops) == 1
     for at in range(1, 4):

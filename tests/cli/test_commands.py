@@ -485,7 +485,7 @@ def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable
     ("words", "code", "answer"),
     [
         (["--help"], 0, "saliency explain photo.jpg"),
-        (["explain", "--help"], 0, "cat.jpg.grad_cam.png"),
+        (["explain", "--help"], 0, "cat-2.grad_cam.png"),
         (["--version"], 0, "saliency 0."),
         ([], 2, "usage: saliency COMMAND"),
         (["explain", "--metod", "x"], 2, "--method"),
