@@ -21,6 +21,7 @@ from saliency import METHODS, MethodError, SaliencyError
 from saliency.attribution.options import Option
 from saliency.errors import RenderError
 from saliency.validation import check_choice, check_integer, check_number, is_integer
+from tests.models import PooledNet
 
 NO_NUMBERS: list[Any] = [
     "many", None, [None], math.nan, math.inf, True, np.True_, object(), torch.tensor(1), np.array([1.0])
@@ -74,7 +75,7 @@ def test_the_bounds_and_the_error_are_the_callers() -> None:
             check_number("limit", 0, **bounds, error=RenderError)
 
 
-SMALL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
+SMALL = PooledNet().eval()
 COUNTED = {"passes", "seconds", "tolerance", "chunk", "channels"}  # by default none, or found by trying
 
 
@@ -115,7 +116,7 @@ MADE: dict[str, Callable[[nn.Module], saliency.Attribution]] = {
 @pytest.mark.parametrize("made", MADE)
 def test_numbers_of_numpy_count_as_pythons_do(made: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
+    model = PooledNet().eval()
     found = MADE[made](model).attribute(torch.rand(1, 3, 16, 16), 2)
     assert found.values.isfinite().all()
     assert torch.equal(saliency.Explanation.load(found.save(tmp_path / "kept")).values, found.values)

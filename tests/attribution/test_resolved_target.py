@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,20 +13,10 @@ import saliency
 from saliency import METHODS, SaliencyWarning, TargetError
 from saliency.attribution.resolved_target import cached_serial_reason, output_rows
 from saliency.testing import tiny_model
+from tests.models import Packed
 
 named: dict[str, Any] = dict(METHODS)
 SHAPE = (1, 3, 16, 16)
-
-
-class Packed(nn.Module):
-    """The small classifier with its scores packed into some output."""
-
-    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.inner, self.pack = tiny_model(), pack
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pack(self.inner(x))
 
 
 def one_image() -> Tensor:

@@ -25,6 +25,7 @@ from saliency.hooks.autograd_graph import (
     this_backward,
 )
 from saliency.hooks.manager import HookManager
+from tests.models import Fork
 
 
 class Layer(nn.Module):
@@ -199,15 +200,11 @@ def test_the_gradient_that_one_layer_passes_on_is_rewritten_and_no_other() -> No
 
 
 def test_only_the_operations_that_take_part_are_waited_for() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 2, x * 3
-
     x = torch.ones(2, requires_grad=True)
     shared = x * 1
     with HookManager() as hooks:
         inputs, since = [edge(shared)], current_sequence_nr()
-        one, two = Two()(shared)
+        one, two = Fork()(shared)
         hooks.rewrite_input(shared, input_edges([one, two], inputs, since)[0], lambda whole: whole * 10)
         (first,) = torch.autograd.grad(one.sum(), x, retain_graph=True)
         (both,) = torch.autograd.grad(one.sum() + two.sum(), x, retain_graph=True)

@@ -35,6 +35,7 @@ from saliency.engine.multi_pass import (
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
 from saliency.testing import images, tiny_model
+from tests.models import Interrupting, Packed
 
 named: dict[str, Any] = {**METHODS}
 
@@ -315,18 +316,6 @@ def test_a_processor_never_runs_more_at_once_than_it_gains_from() -> None:
 # Targets.
 
 
-class Segments(nn.Module):
-    """Scores per pixel (N, 2, H, W)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x)
-        return out
-
-
 @pytest.mark.parametrize(
     "target",
     [
@@ -351,7 +340,7 @@ def test_any_target_means_the_same_in_passes_as_in_the_batch(target: Any) -> Non
 
 
 def test_a_region_of_each_image_is_its_own_in_passes_too() -> None:
-    model, x = Segments(), images(2)
+    model, x = nn.Conv2d(3, 2, 1), images(2)
     where = torch.zeros(2, 16, 16, dtype=torch.bool)
     where[0, :4], where[1, 8:] = True, True
     found = Noisy(model, passes=4, level=0.0).attribute(x, region(1, where))
@@ -387,19 +376,8 @@ def test_what_a_model_keeps_for_a_batch_size_can_be_trained_on_afterwards(name: 
     assert not any(each.is_inference() for each in model.kept.values())
 
 
-class Aside(nn.Module):
-    """A dictionary of logits, with a number of the whole batch before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny_model()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": torch.zeros(()), "logits": self.inner(x)}
-
-
 def test_a_number_that_stands_before_the_scores_in_the_output_is_not_taken_for_them() -> None:
-    model, x = Aside(), images(2)
+    model, x = Packed(lambda scores: {"loss": torch.zeros(()), "logits": scores}), images(2)
     found = Noisy(model, passes=6, chunk=4).attribute(x, lambda output: output["logits"][:, 1])
     assert torch.equal(found.values, Noisy(model.inner, passes=6, chunk=4).attribute(x, 1).values)
 
@@ -422,23 +400,6 @@ def test_the_callers_autocast_is_for_the_model_alone(name: str) -> None:
 
 
 # Interrupts.
-
-
-class Interrupting(nn.Module):
-    """A model in which Ctrl-C is pressed at one of its forwards."""
-
-    def __init__(self, at: int, *, by_signal: bool) -> None:
-        super().__init__()
-        self.inner, self.left, self.by_signal = tiny_model(), at, by_signal
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if self.left == 0:
-            if not self.by_signal:
-                raise KeyboardInterrupt
-            signal.raise_signal(signal.SIGINT)
-        out: Tensor = self.inner(x)
-        return out
 
 
 @pytest.mark.parametrize("by_signal", [True, False])

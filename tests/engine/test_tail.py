@@ -20,6 +20,7 @@ from saliency.errors import LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import prepared_for_attribution
 from saliency.hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
+from tests.models import small_vit
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -219,7 +220,7 @@ LARGER: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         ("features.1", "features.3.0.block.0"),
     ),
     "vit": (
-        lambda: torchvision.models.VisionTransformer(64, 16, 2, 2, 16, 32, num_classes=7),
+        lambda: small_vit(7, 64, 16),
         ("conv_proj", "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1.ln_1"),
     ),
     "swin": (

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from saliency.engine.window import PATCH_RULES, Kernel, WindowForward, pointwise
 from saliency.hooks.model_state import prepared_for_attribution
 from saliency.hooks.pytree import tree_tensors
+from tests.models import small_vit
 
 
 def pasted(x: Tensor, patches: Tensor, tops: list[int], lefts: list[int]) -> Tensor:
@@ -281,8 +282,7 @@ def test_the_places_that_a_stretch_reaches_hold_all_that_depends_on_it(
 
 
 def test_vision_transformers_are_right() -> None:
-    model = drawn(torchvision.models.VisionTransformer(64, 16, 2, 2, 16, 32, num_classes=7))
-    nn.init.normal_(next(each for name, each in model.named_parameters() if name == "heads.head.weight"))
+    model = drawn(small_vit(7, 64, 16))
     x = picture(64, 64)
     with prepared_for_attribution(model), torch.no_grad():
         local = WindowForward(model, x)

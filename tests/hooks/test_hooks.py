@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -14,12 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
 from saliency.attribution.forward import SharedForward, TargetGradients
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import prepared_for_attribution
+from tests.models import Checkpointed, OwnForward, Packed
 
 
 @pytest.fixture(autouse=True)
@@ -46,24 +47,12 @@ class Pair(NamedTuple):
     right: Tensor
 
 
-class Packed(nn.Module):
-    """A convolution whose output comes in a container."""
-
-    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3)
-        self.pack = pack
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pack(self.conv(x))
-
-
 class Unpacked(nn.Module):
     """A layer that returns a container, and a model that takes its tensor out of it."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.layer = Packed(pack)
+        self.layer = Packed(pack, nn.Conv2d(3, 6, 3))
         self.unpack = unpack
         self.head = nn.Linear(6, 4)
         self.seen: list[type] = []
@@ -148,7 +137,7 @@ PACKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 def test_a_layer_that_returns_a_container_is_read_and_its_container_keeps_its_type(name: str) -> None:
     pack, unpack = PACKS[name]
     model, x = Unpacked(pack, unpack).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    activation = model.layer.conv(x).detach().requires_grad_()
+    activation = model.layer.inner(x).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model.head(activation.relu().mean((2, 3)))[:, 1].sum(), activation)
     wanted = (gradient * activation.detach()).sum(1, keepdim=True)
     model(x)
@@ -168,17 +157,11 @@ def test_a_layer_of_whole_numbers_is_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.round(x * 100).long()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.conv = Rounded(), nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = (self.conv(x) + self.layer(x).sum()).mean((2, 3))
-            return out
-
+    model = OwnForward(
+        lambda model, x: (model.conv(x) + model.layer(x).sum()).mean((2, 3)), layer=Rounded(), conv=nn.Conv2d(3, 4, 3)
+    )
     with pytest.raises(LayerError, match=r"torch\.int64"):
-        GradCAM(Model(), "layer").attribute(torch.randn(1, 3, 8, 8), 1)
+        GradCAM(model, "layer").attribute(torch.randn(1, 3, 8, 8), 1)
 
 
 # Threads.
@@ -385,18 +368,12 @@ def test_a_model_that_keeps_its_own_part_off_the_graph_is_told_so() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_layer_inside_a_checkpoint_is_read(frozen: bool) -> None:
-    class Checkpointed(Cut):
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-            return out
-
-    model = Checkpointed().double()
-    model.requires_grad_(not frozen)
     plain = Cut().double()
-    plain.load_state_dict(model.state_dict())
+    model = Checkpointed(copy.deepcopy(plain)).requires_grad_(not frozen)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     for method in (GradCAM, HiResCAM, GuidedGradCAM):
-        assert torch.equal(method(model, "body").attribute(x, 1).values, method(plain, "body").attribute(x, 1).values)
+        found = method(model, "inner.body").attribute(x, 1)
+        assert torch.equal(found.values, method(plain, "body").attribute(x, 1).values)
     assert torch.equal(GuidedBackprop(model).attribute(x, 1).values, GuidedBackprop(plain).attribute(x, 1).values)
 
 

@@ -19,6 +19,7 @@ from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import evaluating, leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
 from saliency.testing import tiny_model
+from tests.models import PooledNet, Raises
 
 
 def flags(model: nn.Module) -> list[bool]:
@@ -385,9 +386,9 @@ def test_an_input_that_the_model_refuses_is_an_error_that_says_what_went_in(name
     "name", ["vanilla_gradient", "guided_backprop", "integrated_gradients", "full_grad", "grad_cam"]
 )
 def test_a_quantised_head_is_not_said_to_be_independent_of_the_input(name: str) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    model = PooledNet().eval()
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})  # type: ignore[no-untyped-call]
-    options: dict[str, Any] = {"layer": "0"} if name == "grad_cam" else {}
+    options: dict[str, Any] = {"layer": "features"} if name == "grad_cam" else {}
     with pytest.raises(
         (TargetError, LayerError), match=r"or the gradient is cut in between, for example by a quantised layer"
     ):
@@ -430,23 +431,15 @@ class OwnError(ValueError):
     "error", [OwnError("mine"), ZeroDivisionError(), MemoryError(), RuntimeError("can't allocate memory"), KeyError(3)]
 )
 def test_other_errors_in_the_model_come_out_as_they_are_with_a_note(error: Exception) -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise error
-
     with pytest.raises(type(error)) as caught:
-        VanillaGradient(Fails()).attribute(noise(2, 3, 4, 4), 0)
+        VanillaGradient(Raises(error)).attribute(noise(2, 3, 4, 4), 0)
     assert caught.value is error
-    assert error.__notes__ == ["saliency ran Fails on an input of 2x3x4x4 (float32 on cpu)"]
+    assert error.__notes__ == ["saliency ran Raises on an input of 2x3x4x4 (float32 on cpu)"]
 
 
 def test_an_interrupt_in_the_model_comes_out_as_it_is() -> None:
-    class Interrupted(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        VanillaGradient(Interrupted()).attribute(noise(2, 3, 4, 4), 0)
+        VanillaGradient(Raises(KeyboardInterrupt())).attribute(noise(2, 3, 4, 4), 0)
 
 
 def test_the_input_takes_the_models_type() -> None:

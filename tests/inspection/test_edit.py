@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import saliency
 from saliency import GuidedBackprop
@@ -24,6 +23,7 @@ from saliency.errors import LayerError, MethodError, NotApplicableError, Salienc
 from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations, edit_gradients
 from saliency.testing import Snapshot
+from tests.models import Argmax, Checkpointed, Fork, OwnForward
 
 
 class Plain(nn.Module):
@@ -259,32 +259,16 @@ def test_a_zero_at_the_first_convolution_ends_the_gradient_in_networks_with_in_p
 
 
 def test_only_the_layers_own_branch_is_edited() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branch = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x * 2 + self.branch(x) + x.sin()
-            return out
-
-    model, x = Residual(), torch.randn(2, 3, requires_grad=True)
+    model = OwnForward(lambda model, x: x * 2 + model.branch(x) + x.sin(), branch=nn.Linear(3, 3))
+    x = torch.randn(2, 3, requires_grad=True)
     with edit_gradients(model, "branch", rules.scale(0)):
         (got,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.allclose(got, 2 + x.cos())
 
 
 def test_a_layer_that_uses_its_input_several_times_is_edited_once_with_the_sum() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.a(x) + self.b(x) * 2 + x
-            return out
-
-    block = Block()
+    a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    block = OwnForward(lambda model, x: model.a(x) + model.b(x) * 2 + x, a=a, b=b)
     x = torch.randn(4, 3, requires_grad=True)
     h = x * 1
     seen: list[Tensor] = []
@@ -297,16 +281,8 @@ def test_a_layer_that_uses_its_input_several_times_is_edited_once_with_the_sum()
 
 
 def test_a_backward_pass_that_failed_midway_leaves_nothing_to_the_next() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.first(x * 2) + x * 3 + x * 4
-            return out
-
-    block, x = Block(), torch.ones(2, requires_grad=True)
+    block = OwnForward(lambda model, x: model.first(x * 2) + x * 3 + x * 4, first=nn.Identity())
+    x = torch.ones(2, requires_grad=True)
     failing = [True]
 
     def fail(gradient: Tensor) -> None:
@@ -337,10 +313,6 @@ def test_at_the_output_arrives_what_others_make_of_it_and_not_the_layer_itself()
 
 
 def test_a_partial_backward_pass_edits_what_comes_by() -> None:
-    class Fork(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 2, x * 3
-
     model, x = nn.Sequential(Fork()), torch.randn(4, requires_grad=True)
     with edit_gradients(model, "0", lambda g: g + 10):
         left, right = model(x)
@@ -350,16 +322,8 @@ def test_a_partial_backward_pass_edits_what_comes_by() -> None:
 
 
 def test_each_call_of_a_module_that_is_called_several_times_is_edited() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.ReLU(inplace=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.act(self.act(x * 1) * 3)
-            return out
-
-    model, x = Twice(), torch.ones(2, requires_grad=True)
+    model = OwnForward(lambda model, x: model.act(model.act(x * 1) * 3), act=nn.ReLU(inplace=True))
+    x = torch.ones(2, requires_grad=True)
     with edit_gradients(model, "act", rules.scale(10)) as editing:
         (got,) = torch.autograd.grad(model(x).sum(), x)
     assert got.tolist() == [300, 300]
@@ -497,11 +461,7 @@ def test_what_cannot_be_edited_is_refused_with_the_reason() -> None:
     ):
         model(index)
 
-    class Index(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.argmax(1)
-
-    whole = nn.Sequential(nn.Linear(3, 2), Index())
+    whole = nn.Sequential(nn.Linear(3, 2), Argmax())
     with (
         pytest.raises(NotApplicableError, match="no gradient at its output"),
         edit_gradients(whole, "1", double, at="output"),
@@ -670,22 +630,15 @@ def test_activations_keep_their_nest_and_what_is_no_number() -> None:
     assert editing.edits == {"0": 1}
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x * 1, use_reentrant=self.reentrant)
-        return out
+def linear_and_tanh() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("layer", ["inner.1", "inner.2", "inner"])
 @pytest.mark.parametrize("at", ["input", "output", "activation"])
 def test_checkpointed_parts_are_edited_like_any_other(reentrant: bool, layer: str, at: Any) -> None:
-    model, x = Checkpointed(reentrant), torch.randn(2, 3, requires_grad=True)
+    model, x = Checkpointed(linear_and_tanh(), reentrant=reentrant), torch.randn(2, 3, requires_grad=True)
 
     def edit() -> Any:
         if at == "activation":
@@ -701,11 +654,11 @@ def test_checkpointed_parts_are_edited_like_any_other(reentrant: bool, layer: st
         return [each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None]
 
     if not (reentrant and layer == "inner" and at == "activation"):
-        assert same(run(model), run(lambda x: model.inner(x * 1)))
+        assert same(run(lambda x: model(x * 1)), run(lambda x: model.inner(x * 1)))
 
 
 def test_noise_in_a_checkpointed_part_is_refused_since_it_would_be_drawn_again() -> None:
-    model, x = Checkpointed(reentrant=False), torch.randn(2, 3, requires_grad=True)
+    model, x = Checkpointed(linear_and_tanh()), torch.randn(2, 3, requires_grad=True)
     with (
         pytest.raises(NotApplicableError, match=r"add_noise\(1.0, seed=0\) would draw different noise"),
         edit_activations(model, "inner.0", rules.add_noise(1)),
@@ -857,17 +810,13 @@ def test_a_transformation_without_gradients_of_its_own_is_the_reason_given(at: A
 
 
 def test_a_layer_whose_gradient_cannot_be_followed_is_refused_with_the_reason() -> None:
-    class Index(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.argmax(1)
-
     class Opaque(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return type("Box", (), {"value": x * 2})()
 
     x = torch.randn(2, 3, requires_grad=True)
     for layer, reason in (
-        (Index(), "returns no floating-point tensor"),
+        (Argmax(), "returns no floating-point tensor"),
         (Opaque(), "returns no floating-point tensor"),
     ):
         model = nn.Sequential(nn.Linear(3, 3), layer)

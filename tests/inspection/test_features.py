@@ -20,6 +20,7 @@ from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations
 from saliency.inspection.features import Features, extract_features
 from saliency.testing import Snapshot
+from tests.models import Argmax
 
 
 class Net(nn.Module):
@@ -223,11 +224,6 @@ def test_what_does_not_fit_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         extract_features(model, x, "fc", out=tmp_path / "file")
-
-
-class Argmax(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.argmax(1)
 
 
 def test_a_folder_without_features_or_with_damaged_ones_is_an_error(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import saliency
 from saliency.errors import ImageError, LayerError, ModelError, NotApplicableError, TargetError
@@ -18,6 +17,7 @@ from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations
 from saliency.inspection.jacobian import jacobian_vector_product, vector_jacobian_product
 from saliency.testing import Snapshot
+from tests.models import Argmax, Checkpointed, OwnForward, small_vit
 
 vjp, jvp = vector_jacobian_product, jacobian_vector_product
 
@@ -94,12 +94,6 @@ def test_a_vector_jacobian_product_is_the_gradient_of_autograd(layer: str | None
     assert not product.requires_grad
 
 
-def vit() -> nn.Module:
-    model: nn.Module = torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5)
-    nn.init.normal_(model.get_parameter("heads.head.weight"))
-    return model
-
-
 def lite0() -> nn.Module:
     model: nn.Module = saliency.load("efficientnet_lite0")
     return model
@@ -112,7 +106,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, list[str | None]]] = {
         [None, "layer2.0.downsample", "layer1.0.relu", "layer4"],
     ),
     "lite0": (lite0, 64, [None, "blocks.4", "bn1"]),
-    "vit": (vit, 32, [None, "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1.self_attention"]),
+    "vit": (small_vit, 32, [None, "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1.self_attention"]),
 }
 
 
@@ -278,15 +272,11 @@ def test_a_derivative_that_is_zero_is_zero(between: Callable[[Tensor], Tensor]) 
 
 
 def test_integers_as_the_output_are_refused() -> None:
-    class Best(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.argmax(1)
-
     x = torch.randn(2, 3)
     with pytest.raises(NotApplicableError, match="integers"):
-        vjp(Best(), x, torch.ones(2))
+        vjp(Argmax(), x, torch.ones(2))
     with pytest.raises(NotApplicableError, match="integers"):
-        jvp(Best(), x, x)
+        jvp(Argmax(), x, x)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
@@ -303,14 +293,9 @@ def test_layers_inside_torchscript_and_things_that_are_no_model_are_refused() ->
 
 
 def test_a_checkpointed_part_is_differentiated() -> None:
-    class Checkpointed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(torch.sin, x, use_reentrant=False)
-            return out
-
-    x = torch.randn(1, 2)
-    assert torch.allclose(vjp(Checkpointed(), x, torch.ones(1, 2)), x.cos())
-    assert torch.allclose(jvp(Checkpointed(), x, torch.ones(1, 2)), x.cos())
+    model, x = Checkpointed(OwnForward(lambda model, x: x.sin())), torch.randn(1, 2)
+    assert torch.allclose(vjp(model, x, torch.ones(1, 2)), x.cos())
+    assert torch.allclose(jvp(model, x, torch.ones(1, 2)), x.cos())
 
 
 def test_a_true_zero_of_a_complex_output_is_zero() -> None:

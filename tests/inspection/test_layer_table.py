@@ -24,19 +24,7 @@ from saliency.hooks.manager import HookManager
 from saliency.inspection.layer_table import LayerTable, MultiplyAdds, layer_table
 from saliency.testing import Snapshot
 from tests.commandline import COFFEE
-
-
-class Net(nn.Module):
-    """Modules of one's own choice, and a forward of one's own."""
-
-    def __init__(self, forward: Callable[[Any, Any], Any], **modules: nn.Module) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(self, *args, **kwargs)
+from tests.models import OwnForward, small_vit
 
 
 class Sleep(nn.Module):
@@ -54,7 +42,7 @@ def table(model: Any, example: Any, **options: Any) -> LayerTable:
 
 
 def of_the_model(forward: Callable[..., Any], example: Any, **modules: nn.Module) -> int:
-    return table(Net(forward, **modules), example).model.multiply_adds
+    return table(OwnForward(forward, **modules), example).model.multiply_adds
 
 
 # The networks everyone knows -----------------------------------------------------------------------------------
@@ -109,17 +97,13 @@ def test_the_rows_of_resnet50_are_its_tree_in_the_order_of_the_calls() -> None:
     assert lines[10].startswith("    layer1.0.conv1  ")
 
 
-def vision_transformer() -> Any:
-    return torchvision.models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32)
-
-
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {
     "resnet18": (lambda: torchvision.models.resnet18(weights=None), 64),
     "googlenet": (lambda: torchvision.models.googlenet(weights=None, init_weights=False), 64),
     "densenet121": (lambda: torchvision.models.densenet121(weights=None), 64),
     "swin_t": (lambda: torchvision.models.swin_t(weights=None), 64),
     "swin_v2_t": (lambda: torchvision.models.swin_v2_t(weights=None), 64),
-    "vision transformer": (vision_transformer, 32),
+    "vision transformer": (small_vit, 32),
     "efficientnet_lite0": (lambda: saliency.load("efficientnet_lite0"), 64),
     "timm vit": (lambda: saliency.load("timm/vit_tiny_patch16_224", weights=None), 224),
     "fcn": (lambda: torchvision.models.segmentation.fcn_resnet50(weights=None, weights_backbone=None), 64),
@@ -262,9 +246,9 @@ def test_recurrent_layers_with_hooks_are_watched_and_counted_alike(kind: type[nn
 
 
 def test_functions_belong_to_the_innermost_layer_that_calls_them_and_to_all_around_it() -> None:
-    inner = Net(lambda m, x: m.f(x) @ torch.ones(5, 2), f=nn.Linear(4, 5))
-    outer = Net(lambda m, x: F.linear(m.inner(x), torch.ones(3, 2)), inner=inner)
-    found = table(Net(lambda m, x: m.outer(x).relu(), outer=outer), (7, 4))
+    inner = OwnForward(lambda m, x: m.f(x) @ torch.ones(5, 2), f=nn.Linear(4, 5))
+    outer = OwnForward(lambda m, x: F.linear(m.inner(x), torch.ones(3, 2)), inner=inner)
+    found = table(OwnForward(lambda m, x: m.outer(x).relu(), outer=outer), (7, 4))
     assert [(row.name, row.multiply_adds) for row in found] == [
         ("outer", 7 * (4 * 5 + 5 * 2 + 2 * 3)),
         ("outer.inner", 7 * (4 * 5 + 5 * 2)),
@@ -286,7 +270,7 @@ def test_a_subclass_with_a_forward_of_its_own_and_a_module_with_hooks_are_watche
     hooked = nn.Linear(4, 5)
     hooked.register_forward_pre_hook(lambda module, args: (args[0][:2],))
     hooked.register_forward_hook(lambda module, args, output: output.sum())
-    found = table(Net(lambda m, x: m.f(x), f=hooked), (3, 4))
+    found = table(OwnForward(lambda m, x: m.f(x), f=hooked), (3, 4))
     assert (found["f"].multiply_adds, found["f"].output) == (2 * 4 * 5, ())
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
     assert of_the_model(lambda m, x: m.f(x), (3, 4), f=normed) == 3 * 4 * 5
@@ -294,7 +278,7 @@ def test_a_subclass_with_a_forward_of_its_own_and_a_module_with_hooks_are_watche
 
 def test_attention_is_counted_whole() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    found = table(Net(lambda m, x: m.a(x, x, x)[0], a=attention), (2, 6, 8))
+    found = table(OwnForward(lambda m, x: m.a(x, x, x)[0], a=attention), (2, 6, 8))
     assert found["a"].multiply_adds == 2 * 6 * 8 * 8 * 4 + 2 * 2 * (2 * 6 * 6 * 4)
     assert found["a"].output == ((2, 6, 8), (2, 6, 6))
     assert found.not_called == ()
@@ -325,7 +309,7 @@ def test_functions_are_named_however_they_are_spelled() -> None:
         y.requires_grad_()
         return y @ y
 
-    found = table(Net(forward, i=nn.Identity()), (2, 3, 4, 4))
+    found = table(OwnForward(forward, i=nn.Identity()), (2, 3, 4, 4))
     assert found.model.functional == {
         "add": 5,
         "relu": 3,
@@ -359,7 +343,7 @@ def test_questions_are_no_functions() -> None:
         out: Tensor = model.i(x)
         return out
 
-    assert table(Net(forward, i=nn.Identity()), (2, 3, 4, 4)).model.functional == {}
+    assert table(OwnForward(forward, i=nn.Identity()), (2, 3, 4, 4)).model.functional == {}
 
 
 def test_what_the_layers_of_torch_do_inside_is_themselves() -> None:
@@ -381,7 +365,7 @@ def test_what_the_layers_of_torch_do_inside_is_themselves() -> None:
 
 
 def test_functions_of_the_users_own_hooks_and_of_recordings_are_not_those_of_the_layers_around() -> None:
-    model = Net(lambda m, x: m.r(m.f(x)), f=nn.Linear(4, 4), r=nn.ReLU())
+    model = OwnForward(lambda m, x: m.r(m.f(x)), f=nn.Linear(4, 4), r=nn.ReLU())
     expected = table(model, (2, 4)).rows
     with HookManager(persistent=True) as hooks:
         seen: list[Tensor] = []
@@ -395,7 +379,7 @@ def test_functions_of_the_users_own_hooks_and_of_recordings_are_not_those_of_the
 
 
 def test_a_module_that_is_called_many_times_is_one_row_with_its_last_output() -> None:
-    model = Net(lambda m, x: m.f(m.f(x)[:1]), f=nn.Linear(4, 4), unused=nn.Linear(1, 1))
+    model = OwnForward(lambda m, x: m.f(m.f(x)[:1]), f=nn.Linear(4, 4), unused=nn.Linear(1, 1))
     found = table(model, (3, 4))
     assert [(row.name, row.calls, row.output, row.multiply_adds) for row in found] == [("f", 2, (1, 4), 4 * 16)]
     assert "not called: unused" in found.notes
@@ -411,16 +395,18 @@ def test_the_layers_that_are_not_called_are_named_by_the_outermost() -> None:
     assert not [row for row in found if row.name.startswith("aux")]
 
     blocks = nn.ModuleList([nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)]), nn.ModuleList([nn.Tanh()])])
-    found = table(Net(lambda m, x: m.blocks[0][0](x), blocks=blocks, spare=nn.ModuleDict({"a": nn.ReLU()})), (1, 2))
+    found = table(
+        OwnForward(lambda m, x: m.blocks[0][0](x), blocks=blocks, spare=nn.ModuleDict({"a": nn.ReLU()})), (1, 2)
+    )
     assert found.not_called == ("blocks.0.1", "blocks.1", "spare")
-    many = nn.ModuleList([Net(lambda m, x: x, drop=nn.ReLU()) for _ in range(5)])
-    found = table(Net(lambda m, x: [each(x) for each in m.many], many=many), (1, 2))
+    many = nn.ModuleList([OwnForward(lambda m, x: x, drop=nn.ReLU()) for _ in range(5)])
+    found = table(OwnForward(lambda m, x: [each(x) for each in m.many], many=many), (1, 2))
     assert "not called: many.*.drop (5)" in found.notes
 
 
 def test_containers_that_are_not_called_do_not_count_as_depth() -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU())])
-    model = Net(lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=blocks)
+    model = OwnForward(lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=blocks)
     assert [(row.name, row.depth) for row in table(model, (1, 2))] == [
         ("blocks.0", 1),
         ("blocks.0.0", 2),
@@ -432,7 +418,7 @@ def test_containers_that_are_not_called_do_not_count_as_depth() -> None:
 
 def test_order_is_that_of_the_first_call_and_a_shared_layer_has_one_row() -> None:
     shared = nn.Linear(3, 3)
-    model = Net(lambda m, x: m.a(m.b(x)), a=nn.Sequential(shared, nn.ReLU()), b=nn.Sequential(shared))
+    model = OwnForward(lambda m, x: m.a(m.b(x)), a=nn.Sequential(shared, nn.ReLU()), b=nn.Sequential(shared))
     found = table(model, (2, 3))
     assert [row.name for row in found] == ["b", "a.0", "a", "a.1"]
     assert [row.parameters for row in found] == [12, 12, 12, 0]
@@ -445,7 +431,9 @@ def test_a_module_that_calls_itself_is_counted_once() -> None:
         y: Tensor = model.f(x)
         return model(y, left - 1) if left else y
 
-    model = Net(lambda m, x: m.again(x), again=Net(forward, f=nn.Sequential(nn.Linear(4, 4), Sleep(0.01))))
+    model = OwnForward(
+        lambda m, x: m.again(x), again=OwnForward(forward, f=nn.Sequential(nn.Linear(4, 4), Sleep(0.01)))
+    )
     found = layer_table(model, (1, 4))
     assert [(row.name, row.calls, row.multiply_adds) for row in found[:3]] == [
         ("again", 3, 48),
@@ -456,7 +444,7 @@ def test_a_module_that_calls_itself_is_counted_once() -> None:
 
 
 def test_parameters_are_counted_once_and_frozen_ones_are_not_trainable() -> None:
-    tied: Any = Net(lambda m, x: m.b(m.a(x)), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    tied: Any = OwnForward(lambda m, x: m.b(m.a(x)), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     tied.b.weight = tied.a.weight
     tied.a.bias.requires_grad_(False)
     found = table(tied, (1, 3))
@@ -482,8 +470,8 @@ def test_outputs_of_any_nesting() -> None:
         "scalar": (lambda m, x: x.sum(), (), "scalar"),
         "many": (lambda m, x: [x] * 9, [(2, 3)] * 9, "[2x3, 2x3, 2x3, 2x3, ... 9 in all]"),
     }
-    modules: dict[str, nn.Module] = {name: Net(forward) for name, (forward, _, _) in outputs.items()}
-    found = table(Net(lambda m, x: [getattr(m, name)(x) for name in outputs], **modules), (2, 3))
+    modules: dict[str, nn.Module] = {name: OwnForward(forward) for name, (forward, _, _) in outputs.items()}
+    found = table(OwnForward(lambda m, x: [getattr(m, name)(x) for name in outputs], **modules), (2, 3))
     for name, (_, shapes, text) in outputs.items():
         assert found[name].output == shapes
         assert text in str(found)
@@ -492,9 +480,9 @@ def test_outputs_of_any_nesting() -> None:
 def test_a_model_without_layers_is_its_own_row() -> None:
     (row,) = table(nn.Linear(3, 4), (2, 3))
     assert (row.name, row.kind, row.depth, row.output, row.multiply_adds) == ("", "Linear", 0, (2, 4), 24)
-    found = table(Net(lambda m, x: x @ x.T), (2, 3))
+    found = table(OwnForward(lambda m, x: x @ x.T), (2, 3))
     assert found[0].functional == {"matmul": 1}
-    assert "Net  " in str(found)
+    assert "OwnForward  " in str(found)
 
 
 # What is shown -------------------------------------------------------------------------------------------------
@@ -532,11 +520,11 @@ def scaled(model: Any, x: Tensor, scale: Any = 1) -> Any:
 
 @pytest.mark.slow
 def test_wrapped_models_and_examples_of_several_kinds() -> None:
-    inner = Net(scaled, f=nn.Linear(3, 4))
+    inner = OwnForward(scaled, f=nn.Linear(3, 4))
     expected = table(inner, (2, 3)).rows
     assert table(nn.DataParallel(inner), torch.randn(2, 3)).rows == expected
     assert table(torch.compile(inner), {"x": torch.randn(2, 3)}).rows == expected
-    assert table(inner, (torch.randn(2, 3), torch.ones(4))).title == "Net on 2x3, 4"
+    assert table(inner, (torch.randn(2, 3), torch.ones(4))).title == "OwnForward on 2x3, 4"
     photo = layer_table(saliency.load("efficientnet_lite0"), COFFEE, depth=1, times=False)
     assert photo.title == "EfficientNet on 1x3x224x224"
 
@@ -631,7 +619,7 @@ def test_the_forwards_are_as_many_as_were_asked_for() -> None:
         calls.append(len(x))
         return model.f(x)
 
-    model = Net(forward, f=nn.ReLU())
+    model = OwnForward(forward, f=nn.ReLU())
     for times, expected in ((False, 1), (0, 1), (1, 2), (5, 6), (True, 4)):
         calls.clear()
         found = layer_table(model, (2, 3), times=times)
@@ -689,9 +677,9 @@ def test_the_model_is_left_bit_for_bit_when_its_forward_raises(times: int) -> No
         return out
 
     calls: list[Tensor] = []
-    model, x = Net(forward, f=nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))).train(), torch.randn(2, 3)
+    model, x = OwnForward(forward, f=nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))).train(), torch.randn(2, 3)
     before = Snapshot(model=model, x=x)
-    with pytest.raises(ModelError, match=r"Net\) refused an input of 2x3 .*: no more"):
+    with pytest.raises(ModelError, match=r"OwnForward\) refused an input of 2x3 .*: no more"):
         layer_table(model, x, times=times)
     assert before.changes() == []
     assert torch.overrides._len_torch_function_stack() == 0  # type: ignore[attr-defined]
@@ -710,7 +698,7 @@ def test_a_part_that_raises_what_the_model_catches_upsets_no_count() -> None:
         y: Tensor = model.g(x)
         return y + 1
 
-    model = Net(forward, risky=Net(risky, f=nn.Linear(3, 3)), g=nn.Linear(3, 5))
+    model = OwnForward(forward, risky=OwnForward(risky, f=nn.Linear(3, 3)), g=nn.Linear(3, 5))
     found = table(model, (2, 3))
     assert [(row.name, row.multiply_adds) for row in found] == [("risky.f", 18), ("g", 30)]
     assert found.model.multiply_adds == 48
@@ -719,7 +707,7 @@ def test_a_part_that_raises_what_the_model_catches_upsets_no_count() -> None:
 def test_an_input_that_the_model_overwrites_stays_the_users() -> None:
     x = torch.randn(2, 3)
     before = x.clone()
-    layer_table(Net(lambda m, x: m.r(x).zero_(), r=nn.ReLU(inplace=True)), x)
+    layer_table(OwnForward(lambda m, x: m.r(x).zero_(), r=nn.ReLU(inplace=True)), x)
     assert torch.equal(x, before)
 
 
@@ -733,7 +721,7 @@ def test_other_threads_are_neither_seen_nor_disturbed() -> None:
         out: Tensor = model.r(model.f(x)) @ torch.ones(3, 2)
         return out
 
-    model = Net(forward, f=nn.Linear(3, 3), r=nn.ReLU()).eval()
+    model = OwnForward(forward, f=nn.Linear(3, 3), r=nn.ReLU()).eval()
     x = torch.randn(2, 3)
 
     def others() -> None:
@@ -761,7 +749,7 @@ def test_other_threads_are_neither_seen_nor_disturbed() -> None:
 
 @pytest.mark.slow
 def test_many_tables_leave_nothing_behind() -> None:
-    model, x = Net(lambda m, x: m.r(m.f(x)) + 1, f=nn.Linear(3, 3), r=nn.ReLU()), torch.randn(2, 3)
+    model, x = OwnForward(lambda m, x: m.r(m.f(x)) + 1, f=nn.Linear(3, 3), r=nn.ReLU()), torch.randn(2, 3)
 
     def tensors() -> Iterator[Tensor]:
         import gc

@@ -18,31 +18,18 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from saliency import GradCAM, LayerError, MethodError, NotApplicableError
 from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import Call, Recording, TensorStatistics
 from saliency.inspection.record import record
 from saliency.testing import Snapshot
+from tests.models import Checkpointed, OwnForward, PooledNet, Raises, sigmoid_net
 
 
 def near(found: Any, expected: list[Any], digits: int = 4) -> bool:
     """Whether numbers agree as far as they were printed."""
     return torch.allclose(torch.as_tensor(found), torch.tensor(expected), rtol=0, atol=0.5 * 10**-digits + 1e-9)
-
-
-def two_sigmoid_layers() -> nn.Sequential:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), nn.Linear(2, 2), nn.Sigmoid())
-    for layer, weight, bias in (
-        (net[0], [[0.15, 0.25], [0.20, 0.30]], 0.35),
-        (net[2], [[0.40, 0.50], [0.45, 0.55]], 0.6),
-    ):
-        assert isinstance(layer, nn.Linear)
-        with torch.no_grad():
-            layer.weight.copy_(torch.tensor(weight))
-            layer.bias.fill_(bias)
-    return net
 
 
 def only(calls: list[Call]) -> Call:
@@ -54,7 +41,7 @@ def only(calls: list[Call]) -> Call:
 
 
 def test_the_sigmoid_network_of_the_textbook_shows_its_known_numbers() -> None:
-    net = two_sigmoid_layers()
+    net = sigmoid_net()
     x = torch.tensor([[0.05, 0.1]], requires_grad=True)
     with record(net) as recording:
         net(x).backward(torch.ones(1, 2))
@@ -76,7 +63,7 @@ def test_the_sigmoid_network_of_the_textbook_shows_its_known_numbers() -> None:
 
 
 def test_the_recorded_gradients_are_the_products_derived_by_hand() -> None:
-    net = two_sigmoid_layers()
+    net = sigmoid_net()
     x = torch.tensor([[0.05, 0.1]], requires_grad=True)
     with record(net) as recording:
         net(x).backward(torch.ones(1, 2))
@@ -98,7 +85,7 @@ def test_the_recorded_gradients_are_the_products_derived_by_hand() -> None:
 
 
 def test_a_second_backward_doubles_what_the_first_accumulated_and_is_recorded_as_a_second() -> None:
-    net = two_sigmoid_layers()
+    net = sigmoid_net()
     with record(net) as recording:
         out = net(torch.tensor([[0.05, 0.1]])).sum()
         out.backward(retain_graph=True)
@@ -169,14 +156,14 @@ class Reused(nn.Module):
         return out
 
 
-def small_vit() -> nn.Module:
+def vit_with_a_head_of_zeros() -> nn.Module:
     model: nn.Module = torchvision.models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24)
     return model
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "reused": Reused,
-    "vit": small_vit,
+    "vit": vit_with_a_head_of_zeros,
     "resnet18": lambda: torchvision.models.resnet18(),
     "mobilenet_v3_small": lambda: torchvision.models.mobilenet_v3_small(),
     "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(),
@@ -249,18 +236,6 @@ def test_a_recorded_run_computes_what_it_would_without(name: str) -> None:
 # Where the graph is odd.
 
 
-class Around(nn.Module):
-    """A layer with something before and after it that its subclass writes."""
-
-    def __init__(self, layer: nn.Module, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer = layer
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self.layer, x * 1)
-
-
 USES: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
     # the layer, how the model uses it, and from x: (what the layer passes on, what arrives at it)
     "an identity that others pass by": (
@@ -295,7 +270,7 @@ USES: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Callable
 def test_identities_and_operations_in_place_around_a_layer_hide_nothing(use: str) -> None:
     layer, forward, expected = USES[use]
     x = torch.randn(3, 4, requires_grad=True)
-    model = Around(layer, forward)
+    model = OwnForward(lambda model, x: forward(model.layer, x * 1), layer=layer)
     with record(model) as recording:
         model(x).sum().backward()
     passed_on, arrived = expected(x.detach())
@@ -307,7 +282,7 @@ def test_identities_and_operations_in_place_around_a_layer_hide_nothing(use: str
 def test_a_result_that_is_overwritten_has_the_gradient_of_what_it_was() -> None:
     layer, forward, _ = USES["a result that is overwritten"]
     x = torch.randn(3, 4, requires_grad=True)
-    model = Around(layer, forward)
+    model = OwnForward(lambda model, x: forward(model.layer, x * 1), layer=layer)
     with record(model) as recording:
         out = model(x)
         out.sum().backward()
@@ -486,12 +461,8 @@ class Bundle:
     ],
 )
 def test_containers_keep_their_type(pack: Callable[[Tensor], Any]) -> None:
-    class Packs(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return pack(x)
-
     x = torch.randn(2, requires_grad=True)
-    layer = Packs()
+    layer = OwnForward(lambda model, x: pack(x))
     with record(layer, keep="cpu") as recording:
         returned = layer(x)
     assert type(returned) is type(pack(x))
@@ -529,21 +500,12 @@ def test_a_gradient_to_an_inner_tensor_brings_what_came_that_far() -> None:
 
 
 def test_a_checkpointed_layer_is_recorded_once_and_with_its_gradient() -> None:
-    class Saves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.layer, x, use_reentrant=False)
-            return out
-
-    model = Saves()
+    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     x = torch.randn(2, 4, requires_grad=True)
     with record(model) as recording:
         model(x).sum().backward()
     assert x.grad is not None
-    assert torch.equal(only(recording["layer.0"]).grad_inputs[0], x.grad)
+    assert torch.equal(only(recording["inner.0"]).grad_inputs[0], x.grad)
     assert len(recording) == 3
 
 
@@ -695,11 +657,7 @@ def test_nothing_is_left_on_the_model_nor_on_a_graph_that_lives_on(network: nn.M
 def test_an_error_in_the_block_or_in_a_layer_leaves_nothing(
     network: nn.Sequential, raised: type[BaseException]
 ) -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise raised("no")
-
-    network.append(Fails()).eval()
+    network.append(Raises(raised("no"))).eval()
     x = torch.randn(1, 3, 8, 8)
     before = Snapshot(model=network)
     recording = record(network)
@@ -731,18 +689,17 @@ def test_without_gradients_the_forward_is_recorded(network: nn.Module, mode: Cal
 
 
 def test_an_explanation_inside_is_recorded_without_the_search_for_its_layer() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-    x = torch.randn(1, 3, 8, 8)
+    model, x = PooledNet(), torch.randn(1, 3, 8, 8)
     expected = GradCAM(model).attribute(x, 2)
     fresh = copy.deepcopy(model)
     with record(fresh) as recording:
         found = GradCAM(fresh).attribute(x, 2)
     assert torch.equal(found.values, expected.values)
-    assert len(recording["0"]) == 1
-    assert only(recording["0"]).inputs is not None
-    assert torch.equal(recording["0"][0].inputs[0], x)  # type: ignore[index]
-    gradient = only(recording["1"]).grad_outputs[0]
-    assert torch.allclose(gradient, model.get_parameter("4.weight")[2].view(1, 4, 1, 1).expand(1, 4, 6, 6) / 36)
+    assert len(recording["features.0"]) == 1
+    assert only(recording["features.0"]).inputs is not None
+    assert torch.equal(recording["features.0"][0].inputs[0], x)  # type: ignore[index]
+    gradient = only(recording["features"]).grad_outputs[0]
+    assert torch.allclose(gradient, model.head.weight[2].view(1, 8, 1, 1).expand(1, 8, 6, 6) / 36)
 
 
 def test_recordings_stand_inside_each_other_and_go_on_where_they_stopped() -> None:

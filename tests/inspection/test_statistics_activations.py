@@ -37,6 +37,7 @@ from saliency.inspection.statistics import (
     gradient_statistics,
 )
 from saliency.testing import Snapshot, images, tiny_model
+from tests.models import OwnForward, Raises
 from tests.threads import in_threads
 
 
@@ -313,15 +314,7 @@ def test_dead_channels_are_counted_once_where_they_die() -> None:
 
 
 def test_a_functional_relu_dies_in_the_layer_around_it_or_is_said_to_be_no_layer() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(self.conv(x))
-
-    inner = Inner()
+    inner = OwnForward(lambda model, x: F.relu(model.conv(x)), conv=nn.Conv2d(3, 4, 1))
     with torch.no_grad():
         inner.get_parameter("conv.bias")[0] = -1e3
     table = activation_statistics(nn.Sequential(inner, nn.Sigmoid()), images(2))
@@ -435,18 +428,11 @@ def test_a_list_of_modules_is_not_missed_for_it_cannot_be_called() -> None:
 
 
 def test_many_layers_that_are_not_called_are_noted_as_one_pattern() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act, self.spare = nn.ReLU(), nn.ModuleList(nn.Identity() for _ in range(9))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.act(x)
-            return out
-
+    spare = nn.ModuleList(nn.Identity() for _ in range(9))
+    model = OwnForward(lambda model, x: model.act(x), act=nn.ReLU(), spare=spare)
     note = "never called, or without a tensor in the output: spare.* (9)"
-    assert note in activation_statistics(Model(), images(1)).notes
-    assert note in gradient_statistics(Model(), images(1), lambda output: output.sum()).layers.notes
+    assert note in activation_statistics(model, images(1)).notes
+    assert note in gradient_statistics(model, images(1), lambda output: output.sum()).layers.notes
 
 
 # NaN and infinity ----------------------------------------------------------------------------------------------------
@@ -473,16 +459,8 @@ def test_the_first_layer_with_nan_in_the_order_of_execution_is_named() -> None:
 def test_the_first_batch_with_nan_decides_and_is_named() -> None:
     fine, bad = images(2).abs() + 0.1, -images(2).abs()
 
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.early, self.late = nn.Identity(), Breaks()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.late(self.early(x))
-            return out
-
-    table = activation_statistics(Late(), [fine, bad, bad * math.nan])
+    model = OwnForward(lambda model, x: model.late(model.early(x)), early=nn.Identity(), late=Breaks())
+    table = activation_statistics(model, [fine, bad, bad * math.nan])
     assert table.first_nonfinite == "late"
     assert 'NaN first in the output of "late" in batch 2' in table.notes
     assert table["early"].nan == 2 * 768
@@ -512,16 +490,8 @@ def test_a_weight_that_is_nan_is_named() -> None:
 
 
 def test_nan_from_a_function_behind_all_layers_is_not_silent() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(x)
-            return out * math.inf
-
-    table = activation_statistics(Model(), torch.randn(2, 4))
+    model = OwnForward(lambda model, x: model.head(x) * math.inf, head=nn.Linear(4, 4))
+    table = activation_statistics(model, torch.randn(2, 4))
     assert table.first_nonfinite is None
     assert any("NaN or infinity in the model's output" in note for note in table.notes)
 
@@ -638,17 +608,12 @@ def test_between_batches_the_model_is_the_users_own() -> None:
     assert changed == []
 
 
-class Raises(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("on purpose")
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_model_the_data_and_the_random_states_are_left_bit_for_bit(mode: Callable[[], Any], training: bool) -> None:
     model, x = tiny_model().train(), images(3)
     model.add_module("spare", nn.Linear(3, 3))
-    broken = nn.Sequential(tiny_model(), Raises()).train()
+    broken = nn.Sequential(tiny_model(), Raises(RuntimeError("on purpose"))).train()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     model.get_parameter("stem.weight").requires_grad_(False)
@@ -810,14 +775,6 @@ class Beside(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("kind", ["sparse", "csr", "meta"])
 def test_tensors_of_any_kind_may_stand_behind_the_first(kind: str) -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.beside = Beside(kind)
-
-        def forward(self, x: Tensor) -> Tensor:
-            first: Tensor = self.beside(x)[0]
-            return first
-
-    found = activation_statistics(Whole(), torch.randn(4, 3), layers="beside")
+    model = OwnForward(lambda model, x: model.beside(x)[0], beside=Beside(kind))
+    found = activation_statistics(model, torch.randn(4, 3), layers="beside")
     assert [row.name for row in found] == ["beside"]

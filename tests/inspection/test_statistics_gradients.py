@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import saliency
 from saliency import ImageError, LayerError, MethodError, ModelError, NotApplicableError, TargetError
@@ -30,6 +29,7 @@ from saliency.inspection.statistics import (
     gradient_statistics,
 )
 from saliency.testing import Snapshot, images, tiny_model
+from tests.models import Checkpointed, OwnForward, sigmoid_net
 from tests.threads import in_threads
 
 LABELS = torch.tensor([3, 0, 4, 1, 1, 2])
@@ -90,44 +90,26 @@ def plain_model() -> nn.Module:
 # The numbers ---------------------------------------------------------------------------------------------------------
 
 
-class Sigmoids(nn.Module):
-    """The network of the textbooks: two inputs, two hidden units, two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.first = nn.Linear(2, 2), nn.Sigmoid()
-        self.output, self.second = nn.Linear(2, 2), nn.Sigmoid()
-        weights = [[[0.15, 0.25], [0.20, 0.30]], [[0.40, 0.50], [0.45, 0.55]]]
-        with torch.no_grad():
-            for layer, weight, bias in zip((self.hidden, self.output), weights, (0.35, 0.6), strict=True):
-                layer.weight.copy_(torch.tensor(weight))
-                layer.bias.fill_(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.output(self.first(self.hidden(x))))
-        return out
-
-
 def test_the_two_layer_sigmoid_network_has_the_gradients_that_are_derived_by_hand() -> None:
-    found = gradient_statistics(Sigmoids(), torch.tensor([[0.05, 0.10]]), lambda output: output.sum())
+    found = gradient_statistics(sigmoid_net(), torch.tensor([[0.05, 0.10]]), lambda output: output.sum())
 
     def extremes(row: LayerGradients | ParameterGradients) -> tuple[float | None, ...]:
         return row.min, row.max
 
     layers, parameters = found.layers, found.parameters
     assert found.loss == pytest.approx(0.7569 + 0.7677, abs=1e-4)
-    assert extremes(layers["second"]) == (1.0, 1.0)
-    assert extremes(layers["output"]) == pytest.approx((0.1783, 0.1840), abs=5e-5)
-    assert extremes(layers["first"]) == pytest.approx((0.1538, 0.1901), abs=5e-5)
-    assert extremes(layers["hidden"]) == pytest.approx((0.0371, 0.0458), abs=5e-5)
-    assert extremes(parameters["output.weight"]) == pytest.approx((0.1060, 0.1097), abs=5e-5)
-    assert extremes(parameters["hidden.weight"]) == pytest.approx((0.0019, 0.0046), abs=5e-5)
-    assert parameters["output.weight"].norm == pytest.approx(
+    assert extremes(layers["3"]) == (1.0, 1.0)
+    assert extremes(layers["2"]) == pytest.approx((0.1783, 0.1840), abs=5e-5)
+    assert extremes(layers["1"]) == pytest.approx((0.1538, 0.1901), abs=5e-5)
+    assert extremes(layers["0"]) == pytest.approx((0.0371, 0.0458), abs=5e-5)
+    assert extremes(parameters["2.weight"]) == pytest.approx((0.1060, 0.1097), abs=5e-5)
+    assert extremes(parameters["0.weight"]) == pytest.approx((0.0019, 0.0046), abs=5e-5)
+    assert parameters["2.weight"].norm == pytest.approx(
         math.sqrt(0.1094**2 + 0.1097**2 + 0.1060**2 + 0.1063**2), abs=2e-4
     )
-    assert extremes(parameters["output.bias"]) == extremes(layers["output"])
-    assert parameters["hidden.weight"].weight_norm == pytest.approx(math.sqrt(0.15**2 + 0.25**2 + 0.2**2 + 0.3**2))
-    assert [row.name for row in layers] == ["hidden", "first", "output", "second"]
+    assert extremes(parameters["2.bias"]) == extremes(layers["2"])
+    assert parameters["0.weight"].weight_norm == pytest.approx(math.sqrt(0.15**2 + 0.25**2 + 0.2**2 + 0.3**2))
+    assert [row.name for row in layers] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("model", [precise, plain_model])
@@ -257,16 +239,8 @@ def test_a_row_is_of_what_flows_on_behind_the_users_own_hooks() -> None:
 
 
 def test_a_skip_around_a_layer_is_not_counted_at_its_output() -> None:
-    class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = 5 * x + 2 * self.inner(x)
-            return out
-
-    found = gradient_statistics(Skip(), torch.randn(2, 3), lambda output: output.sum()).layers
+    skip = OwnForward(lambda model, x: 5 * x + 2 * model.inner(x), inner=nn.Identity())
+    found = gradient_statistics(skip, torch.randn(2, 3), lambda output: output.sum()).layers
     assert (found["inner"].min, found["inner"].max) == (2.0, 2.0)
 
 
@@ -637,31 +611,25 @@ def test_training_mode_differentiates_through_the_batchs_own_normalisation() -> 
     assert stem != pytest.approx(found.parameters["stem.weight"].norm, rel=1e-3)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
-        self.head = nn.Linear(4, 5)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.body, x, use_reentrant=self.reentrant) if self.reentrant is not None else self.body(x)
-        out: Tensor = self.head(x.mean((2, 3)))
-        return out
+def two_convolutions() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
 
 
 def test_a_checkpointed_part_is_counted_once_and_exactly() -> None:
-    model, x = Checkpointed(reentrant=False), images(2)
+    body, x = Checkpointed(two_convolutions()), images(2)
+    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     found = gradient_statistics(model, x, 0)
-    model.reentrant = None
+    body.reentrant = None
     wanted = gradient_statistics(model, x, 0)
     assert found.layers.rows == wanted.layers.rows
     assert found.parameters.rows == wanted.parameters.rows
 
 
 def test_a_part_that_is_checkpointed_reentrantly_is_refused_with_the_cure() -> None:
+    body = Checkpointed(two_convolutions(), reentrant=True)
+    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     with pytest.raises(NotApplicableError, match="use_reentrant"):
-        gradient_statistics(Checkpointed(reentrant=True), images(2), 0)
+        gradient_statistics(model, images(2), 0)
 
 
 def test_a_loss_that_takes_gradients_of_its_own_is_counted_once() -> None:

@@ -33,22 +33,9 @@ from saliency import (
     probability,
 )
 from saliency.methods.cam import principal_map
+from tests.models import OwnForward, PooledNet, small_vit
 
 CLASSES = [3, 0]
-
-
-class Pooled(nn.Module):
-    """Features, global average pooling, one linear layer."""
-
-    def __init__(self, *, rectified: bool = True) -> None:
-        super().__init__()
-        last = [nn.ReLU()] if rectified else []
-        self.features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), *last)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.features(x).mean((2, 3)))
-        return out
 
 
 class Flattened(nn.Module):
@@ -124,7 +111,7 @@ def test_grad_cam_is_the_mean_gradient_times_the_activation(x: Tensor) -> None:
 
 
 def test_behind_pooling_and_a_linear_head_grad_cam_is_cam_over_the_number_of_places(x: Tensor) -> None:
-    model = Pooled().double()
+    model = PooledNet().double()
     cam = CAM(model, "features").attribute(x, CLASSES).values
     grad_cam = GradCAM(model, "features").attribute(x, CLASSES).values
     places = 7 * 5
@@ -134,7 +121,7 @@ def test_behind_pooling_and_a_linear_head_grad_cam_is_cam_over_the_number_of_pla
 
 
 def test_the_mean_of_a_cam_and_the_bias_are_the_logit(x: Tensor) -> None:
-    model = Pooled().double()
+    model = PooledNet().double()
     found = CAM(model, "features").attribute(x, CLASSES)
     assert torch.allclose(found.values.mean((1, 2, 3)) + model.head.bias[CLASSES], found.scores, rtol=1e-12)
 
@@ -162,7 +149,7 @@ def test_cam_reads_a_head_that_is_a_convolution_of_single_points(x: Tensor) -> N
 def test_cam_reads_the_head_in_half_precision(
     method: type[CAM | AblationCAM], dtype: torch.dtype, autocast: bool, x: Tensor
 ) -> None:
-    model, x = Pooled(), x.float()
+    model, x = PooledNet(), x.float()
     expected = method(model, "features").attribute(x, CLASSES).values
     with torch.autocast("cpu", dtype, enabled=autocast):
         given = (model, x) if autocast else (model.to(dtype), x.to(dtype))
@@ -180,7 +167,7 @@ def test_cam_refuses_another_head(make: type[nn.Module]) -> None:
 
 def test_cam_refuses_a_head_whose_output_goes_on(x: Tensor) -> None:
     model = nn.Sequential()
-    model.add_module("body", Pooled().double())
+    model.add_module("body", PooledNet().double())
     model.add_module("scale", nn.Softmax(1))
     with pytest.raises(NotApplicableError):
         CAM(model, "body.features").attribute(x, 1)
@@ -188,7 +175,7 @@ def test_cam_refuses_a_head_whose_output_goes_on(x: Tensor) -> None:
 
 def test_cam_refuses_what_is_no_class(x: Tensor) -> None:
     with pytest.raises(NotApplicableError, match="explains classes"):
-        CAM(Pooled().double(), "features").attribute(x, lambda output: output.sum(1))
+        CAM(PooledNet().double(), "features").attribute(x, lambda output: output.sum(1))
 
 
 def test_hires_cam_and_the_bias_sum_to_the_logit_with_a_flattened_linear_head(x: Tensor) -> None:
@@ -199,7 +186,7 @@ def test_hires_cam_and_the_bias_sum_to_the_logit_with_a_flattened_linear_head(x:
 
 
 def test_behind_pooling_and_a_linear_head_hires_cam_is_grad_cam(x: Tensor) -> None:
-    model = Pooled().double()
+    model = PooledNet().double()
     hires = HiResCAM(model, "features").attribute(x, CLASSES).values
     assert torch.allclose(hires, GradCAM(model, "features").attribute(x, CLASSES).values, rtol=1e-12, atol=1e-16)
 
@@ -265,20 +252,11 @@ SMALL: dict[str, dict[str, Any]] = {"score_cam": {}, "is_cam": {"steps": 2}, "ss
 SMALL |= {"ablation_cam": {}, "xgrad_cam": {}, "grad_cam_plus_plus": {}, "smooth_grad_cam_plus_plus": {"passes": 2}}
 
 
-def transformer() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    model = VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5)
-    nn.init.normal_(model.heads[0].weight)
-    made: nn.Module = model.eval()
-    return made
-
-
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("layer", ["encoder.layers.encoder_layer_0", None])
 def test_what_takes_activations_for_evidence_warns_at_the_tokens_of_a_transformer(name: str, layer: str | None) -> None:
     with pytest.warns(SaliencyWarning, match=rf"^{name}: .*signed.*use grad_cam") as caught:
-        found = METHODS[name](transformer(), layer=layer, **SMALL[name]).attribute(torch.randn(1, 3, 32, 32), 1)
+        found = METHODS[name](small_vit().eval(), layer=layer, **SMALL[name]).attribute(torch.randn(1, 3, 32, 32), 1)
     assert len(caught) == 1
     assert found.values.isfinite().all()
 
@@ -309,20 +287,12 @@ def test_xgrad_cam_is_the_gradient_weighted_by_the_share_of_the_activation(x: Te
 
 @pytest.mark.filterwarnings("ignore:.*activations of this layer are signed")
 def test_xgrad_cam_does_not_explode_where_the_activations_of_a_channel_cancel() -> None:
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = (self.layer(x) * weight).sum((1, 2, 3))
-            return out[:, None]
-
     a = torch.tensor([[1.0, -1.0], [2.0, -2.0 + 1e-9]], dtype=torch.float64)
     b = torch.tensor([[1.0, -2.0], [3.0, -2.0 - 1e-9]], dtype=torch.float64)
     weight = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[7.0, 0.0], [1.0, 5.0]], [[1.0, 1.0], [1.0, 1.0]]]).double()
     x = torch.stack([a, b, torch.zeros_like(a)])[None]
-    found = XGradCAM(Weighted(), "layer").attribute(x, 0).values[0, 0]
+    model = OwnForward(lambda model, x: (model.layer(x) * weight).sum((1, 2, 3))[:, None], layer=nn.Identity())
+    found = XGradCAM(model, "layer").attribute(x, 0).values[0, 0]
     # Sums of +1e-9 and -1e-9 are taken for +1 % and -1 % of the sum of magnitudes; a channel of zeros counts nothing.
     for_a = (a * weight[0]).sum() / (0.01 * a.abs().sum())
     for_b = (b * weight[1]).sum() / (-0.01 * b.abs().sum())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import NotApplicableError, SaliencyWarning, TargetError
 from saliency.methods.full_grad import BiasRecorder, FullGrad
+from tests.models import small_vit
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_the_terms_make_up_the_score(act: str) -> None:
         lambda: torchvision.models.DenseNet(4, (2, 2), 6, num_classes=5),
         lambda: torchvision.models.googlenet(num_classes=5, aux_logits=False, init_weights=False),
         lambda: torchvision.models.mobilenet_v3_small(num_classes=5),
-        lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 12, 24, num_classes=5),
+        small_vit,
         lambda: torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=5),
     ],
     ids=["resnet18", "densenet", "googlenet", "mobilenet_v3", "vit", "swin"],

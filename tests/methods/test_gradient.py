@@ -33,6 +33,7 @@ from saliency import (
 )
 from saliency.attribution.base import TracedAttribution
 from saliency.io.preprocess import as_preprocess
+from tests.models import FunctionModel
 from tests.reference import RULES, error, reference
 
 
@@ -561,16 +562,9 @@ def test_torchvision_networks_raise_no_false_alarm(name: str) -> None:
 # Only the rectifier's own branch ---------------------------------------------------------------------------------
 
 
-class Toy(nn.Module):
-    """The sum of a function of the first three inputs, as two classes: itself and its negative."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.function(x.flatten(1)).sum(1)
-        return torch.stack([y, -y], 1)
+def summed(function: Callable[[Tensor], Tensor]) -> FunctionModel:
+    """The sum of a function of the first three inputs."""
+    return FunctionModel(lambda x: function(x.flatten(1)).sum(1))
 
 
 def vector(*values: float) -> Tensor:
@@ -582,7 +576,7 @@ def vector(*values: float) -> Tensor:
 def test_a_skip_around_a_rectifier_keeps_its_gradient(form: Form) -> None:
     """y = w relu(x) + v x: guided is max(w, 0) where x > 0, DeconvNet max(w, 0) everywhere, and both plus v."""
     w, v = torch.tensor([2.0, -3.0, 5.0], dtype=torch.float64), torch.tensor([-1.0, -1.0, -7.0], dtype=torch.float64)
-    model, x = Toy(lambda t: w * form(t) + v * t), vector(1.0, 2.0, -3.0)
+    model, x = summed(lambda t: w * form(t) + v * t), vector(1.0, 2.0, -3.0)
     assert explained(model, x, "guided_backprop", target=0).values.flatten().tolist() == [1.0, -1.0, -7.0]
     assert explained(model, x, "deconvnet", target=0).values.flatten().tolist() == [1.0, -1.0, -2.0]
 
@@ -842,7 +836,7 @@ def test_rectgrad_on_two_layers_equals_the_closed_form() -> None:
     """
     upper = torch.tensor([[1.0, 2.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
     weights = torch.tensor([2.0, 3.0, -4.0], dtype=torch.float64)
-    model, x = Toy(lambda t: F.relu(t @ upper.T) * weights), vector(1.0, 2.0, 3.0)
+    model, x = summed(lambda t: F.relu(t @ upper.T) * weights), vector(1.0, 2.0, 3.0)
     at_half = explained(model, x, "rectgrad", 50, target=0).values.flatten()
     assert at_half.tolist() == [1.0 * (1 * 2), 2.0 * (2 * 2), 0.0]
     at_0 = explained(model, x, "rectgrad", 0, target=0).values.flatten()
@@ -857,7 +851,7 @@ def test_the_threshold_is_the_nearest_rank_of_each_image(units: int, percentile:
     random = torch.Generator().manual_seed(units)
     x = torch.rand(3, 3, 1, 7, generator=random, dtype=torch.float64) * torch.tensor([1.0, 10.0, 0.1]).view(3, 1, 1, 1)
     weights = torch.randn(21, generator=random, dtype=torch.float64)[:units]
-    model = Toy(lambda t: F.relu(t[:, :units]) * weights)
+    model = summed(lambda t: F.relu(t[:, :units]) * weights)
     found = explained(model, x, "rectgrad", percentile, target=0).values.flatten(1)
     product = x.flatten(1)[:, :units] * weights
     tau = np.percentile(product.numpy(), percentile, axis=1, method="nearest")
@@ -869,5 +863,5 @@ def test_the_threshold_is_the_nearest_rank_of_each_image(units: int, percentile:
 
 
 def test_rectgrad_passes_nothing_at_a_saturated_relu6() -> None:
-    model = Toy(lambda t: F.relu6(t) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    model = summed(lambda t: F.relu6(t) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
     assert explained(model, vector(5.0, 4.0, 7.0), "rectgrad", 0, target=0).values.flatten().tolist() == [0.0, 8.0, 0.0]

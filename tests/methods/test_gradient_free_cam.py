@@ -21,7 +21,7 @@ from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
 from saliency.layers.find import layout_of
 from saliency.methods.gradient_free_cam import ISCAM, SSCAM, AblationCAM, ReciproCAM, ScoreCAM
-from saliency.testing import tiny_model
+from tests.models import Packed, PooledNet, small_vit
 
 
 @pytest.fixture(autouse=True)
@@ -218,19 +218,6 @@ def test_options_that_are_none_are_refused(model: Net) -> None:
             make()
 
 
-class Pooled(nn.Module):
-    """Nine channels, mean pooling, and one linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 9, 3, padding=1), nn.ReLU())
-        self.head = nn.Linear(9, 5)
-
-    def forward(self, small: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(small).mean((2, 3)))
-        return out
-
-
 @pytest.fixture
 def small() -> Tensor:
     return torch.randn(2, 3, 6, 8, dtype=torch.float64)
@@ -261,10 +248,10 @@ def plainly(model: nn.Module, layer: str, small: Tensor, factors: Tensor, target
 
 
 def test_behind_pooling_and_a_linear_layer_the_drop_is_weight_times_mean_activation(small: Tensor) -> None:
-    model = Pooled().double()
-    found = AblationCAM(model, "body").attribute(small, [4, 1])
+    model = PooledNet().double()
+    found = AblationCAM(model, "features").attribute(small, [4, 1])
     with torch.no_grad():
-        activation = model.body(small)
+        activation = model.features(small)
         drops = model.head.weight[[4, 1]] * activation.mean((2, 3))
     torch.testing.assert_close(found.values[:, 0], torch.einsum("nk,nkhw->nhw", drops, activation))
     assert all(each.passes == 1 and "closed form" in each.note for each in found.effort)
@@ -272,9 +259,9 @@ def test_behind_pooling_and_a_linear_layer_the_drop_is_weight_times_mean_activat
 
 @pytest.mark.parametrize("target", [2, saliency.probability(1), lambda output: output[:, 0].square()])
 def test_the_closed_form_is_what_running_each_channel_gives(target: Any, small: Tensor) -> None:
-    model = Pooled().double()
-    found = AblationCAM(model, "body").attribute(small, target)
-    measured = AblationCAM(Hidden(model), "body").attribute(small, target)
+    model = PooledNet().double()
+    found = AblationCAM(model, "features").attribute(small, target)
+    measured = AblationCAM(Hidden(model), "features").attribute(small, target)
     assert "closed form" in found.effort[0].note
     assert "closed form" not in measured.effort[0].note
     torch.testing.assert_close(found.values, measured.values)
@@ -283,19 +270,19 @@ def test_the_closed_form_is_what_running_each_channel_gives(target: Any, small: 
 class Hidden(nn.Module):
     """The same function, with a head that is no layer."""
 
-    def __init__(self, of: Pooled) -> None:
+    def __init__(self, of: PooledNet) -> None:
         super().__init__()
-        self.body, self.matrix, self.shift = of.body, of.head.weight, of.head.bias
+        self.features, self.matrix, self.shift = of.features, of.head.weight, of.head.bias
 
     def forward(self, small: Tensor) -> Tensor:
-        out: Tensor = self.body(small).mean((2, 3)) @ self.matrix.T + self.shift
+        out: Tensor = self.features(small).mean((2, 3)) @ self.matrix.T + self.shift
         return out
 
 
 def test_a_head_that_only_seems_linear_is_run(small: Tensor) -> None:
-    class Gated(Pooled):
+    class Gated(PooledNet):
         def forward(self, small: Tensor) -> Tensor:
-            maps = self.body(small)
+            maps = self.features(small)
             # The very same output, until some channel is taken away.
             gate = (maps.flatten(2).amax(2).amin(1) > 0).to(maps)
             out: Tensor = self.head(maps.mean((2, 3))) * gate[:, None]
@@ -303,22 +290,22 @@ def test_a_head_that_only_seems_linear_is_run(small: Tensor) -> None:
 
     model = Gated().double()
     with torch.no_grad():
-        model.body[0].bias.fill_(1)  # type: ignore[operator]
-    found = AblationCAM(model, "body").attribute(small[:1], 2)
+        model.features[2].bias.fill_(1)  # type: ignore[operator]
+    found = AblationCAM(model, "features").attribute(small[:1], 2)
     assert "closed form" not in found.effort[0].note
     assert found.scores.abs() > 0
-    expected = found.scores * model.body(small[:1]).sum(1)  # all of the score is lost with each channel
+    expected = found.scores * model.features(small[:1]).sum(1)  # all of the score is lost with each channel
     torch.testing.assert_close(found.values[:, 0], expected.detach())
 
 
 def test_a_channel_that_speaks_for_the_class_has_a_positive_weight_also_for_a_negative_score(
     small: Tensor,
 ) -> None:
-    model = Pooled().double()
+    model = PooledNet().double()
     with torch.no_grad():
         model.head.weight.abs_()
         model.head.bias.fill_(-100)
-    found = AblationCAM(model, "body").attribute(small, 0)
+    found = AblationCAM(model, "features").attribute(small, 0)
     assert (found.scores < 0).all()
     assert (found.values >= 0).all()
 
@@ -332,9 +319,7 @@ def torchvision_case(name: str) -> tuple[nn.Module, str, Tensor]:
         model = torchvision.models.DenseNet(8, (2, 2, 2), 8, num_classes=7)
         layer = "features.denseblock2"
     elif name == "vit":
-        model = torchvision.models.VisionTransformer(32, 8, 2, 2, 12, 24, num_classes=7)
-        nn.init.normal_(model.heads[0].weight)
-        layer = "encoder.layers.encoder_layer_0"
+        model, layer = small_vit(7), "encoder.layers.encoder_layer_0"
     else:
         model = torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=7)
         layer = "features.2"
@@ -368,23 +353,23 @@ def test_both_are_one_changed_forward_after_the_other(name: str) -> None:
 
 
 def test_each_place_alone_is_cam_over_the_number_of_places(small: Tensor) -> None:
-    model = Pooled().double()
+    model = PooledNet().double()
     found, cam = (
-        ReciproCAM(model, "body", alone=True).attribute(small, 3),
-        CAM(model, "body").attribute(small, 3),
+        ReciproCAM(model, "features", alone=True).attribute(small, 3),
+        CAM(model, "features").attribute(small, 3),
     )
-    torch.testing.assert_close(found.values, cam.values / 48)
+    torch.testing.assert_close(found.values, cam.values / 24)
 
 
 def test_with_neighbours_a_place_stands_for_its_surroundings(small: Tensor) -> None:
-    model = Pooled().double()
+    model = PooledNet().double()
     found, cam = (
-        ReciproCAM(model, "body").attribute(small, 3),
-        CAM(model, "body").attribute(small, 3),
+        ReciproCAM(model, "features").attribute(small, 3),
+        CAM(model, "features").attribute(small, 3),
     )
     kernel = torch.tensor([[1, 2, 1], [2, 4, 2], [1, 2, 1]], dtype=torch.float64) / 16
     around = nn.functional.conv2d(cam.values, kernel[None, None], padding=1)
-    torch.testing.assert_close(found.values, around / 48)
+    torch.testing.assert_close(found.values, around / 24)
 
 
 def test_a_layer_that_is_called_many_times_is_changed_in_its_last_call(small: Tensor) -> None:
@@ -408,28 +393,18 @@ def test_a_layer_that_is_called_many_times_is_changed_in_its_last_call(small: Te
 
 
 def test_fewer_channels_leave_the_others_at_zero(small: Tensor) -> None:
-    model = Pooled().double()
-    found = AblationCAM(model, "body", channels=1).attribute(small[:1], 1)
-    maps = model.body(small[:1])[0].detach()
+    model = PooledNet().double()
+    found = AblationCAM(model, "features", channels=1).attribute(small[:1], 1)
+    maps = model.features(small[:1])[0].detach()
     best = int(maps.square().sum((1, 2)).argmax())
     torch.testing.assert_close(found.values[0, 0], maps[best] * maps[best].mean() * model.head.weight[1, best].detach())
     with pytest.raises(MethodError, match="channels=-1"):
         AblationCAM(model, channels=-1)
 
 
-class Nested(nn.Module):
-    """A network whose scores can be read only by a target."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny_model()
-
-    def forward(self, small: Tensor) -> dict[str, dict[str, Tensor]]:
-        return {"found": {"scores": self.inner(small)}}
-
-
 def test_scores_that_only_the_target_finds_are_ablated_all_the_same() -> None:
-    model, small = Nested(), torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+    model = Packed(lambda scores: {"found": {"scores": scores}})
+    small = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(5))
     found = AblationCAM(model).attribute(small, lambda output: output["found"]["scores"][:, 1])
     expected = AblationCAM(model.inner).attribute(small, 1)
     torch.testing.assert_close(found.values, expected.values, rtol=1e-3, atol=1e-5)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, value
 from saliency.errors import MethodError, NotApplicableError
@@ -27,6 +26,7 @@ from saliency.methods.integrated_gradients import (
     quadrature,
 )
 from saliency.testing import tiny_model
+from tests.models import Checkpointed, FunctionModel
 
 SHAPE = (3, 8, 8)
 
@@ -35,22 +35,9 @@ def image(seed: int = 0, count: int = 1) -> Tensor:
     return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-class Function(nn.Module):
-    """A model that is any function from images (N, C, H, W) to scores (N,)."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        score = self.function(x)
-        return torch.stack([score, -score], 1)
-
-
 def linear(seed: int = 5) -> tuple[nn.Module, Tensor]:
     weight = image(seed)[0]
-    return Function(lambda x: (weight * x).sum((1, 2, 3)) + 0.7), weight
+    return FunctionModel(lambda x: (weight * x).sum((1, 2, 3)) + 0.7), weight
 
 
 # --- quadrature
@@ -133,7 +120,7 @@ def test_a_linear_model_gives_weight_times_way_under_every_rule(options: dict[st
 
 @pytest.mark.parametrize("options", [{"steps": 1}, {"tolerance": 1e-6}])
 def test_a_product_of_two_features_is_shared_by_halves(options: dict[str, Any]) -> None:
-    model = Function(lambda x: x[:, 0, 0, 0] * x[:, 0, 0, 1])
+    model = FunctionModel(lambda x: x[:, 0, 0, 0] * x[:, 0, 0, 1])
     x = image()
     found = IntegratedGradients(model, **options).attribute(x, 0).values[0]
     half = x[0, 0, 0, 0] * x[0, 0, 0, 1] / 2
@@ -142,7 +129,7 @@ def test_a_product_of_two_features_is_shared_by_halves(options: dict[str, Any]) 
 
 
 def test_the_minimum_of_two_features_is_the_smaller_ones_doing() -> None:
-    model = Function(lambda x: torch.minimum(x[:, 0, 0, 0], x[:, 0, 0, 1]))
+    model = FunctionModel(lambda x: torch.minimum(x[:, 0, 0, 0], x[:, 0, 0, 1]))
     x = torch.zeros(1, *SHAPE, dtype=torch.float64)
     x[0, 0, 0, 0], x[0, 0, 0, 1] = 0.4, 1.0
     found = IntegratedGradients(model, steps=8).attribute(x, 0).values[0]
@@ -151,7 +138,7 @@ def test_the_minimum_of_two_features_is_the_smaller_ones_doing() -> None:
 
 @pytest.mark.parametrize("degree", [3, 9])
 def test_a_polynomial_along_the_path_needs_half_its_degree_in_nodes(degree: int) -> None:
-    model = Function(lambda x: x.flatten(1).sum(1) ** degree / 1e3)
+    model = FunctionModel(lambda x: x.flatten(1).sum(1) ** degree / 1e3)
     found = IntegratedGradients(model, steps=(degree + 1) // 2).attribute(image(), 0)
     assert found.residual is not None
     assert abs(float(found.residual)) < 1e-10 * abs(float(found.scores))
@@ -203,7 +190,7 @@ def test_a_tolerance_is_met_by_the_true_residual(levels: list[float]) -> None:
 
 def test_a_tolerance_that_cannot_be_met_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saliency.methods.integrated_gradients.MOST_NODES", 20)
-    model = Function(lambda x: (x[:, 0, 0, 0] > 0.1).double() + 1e-9 * x[:, 0, 0, 0])  # a jump has no gradient
+    model = FunctionModel(lambda x: (x[:, 0, 0, 0] > 0.1).double() + 1e-9 * x[:, 0, 0, 0])  # a jump has no gradient
     x = torch.ones(1, *SHAPE, dtype=torch.float64)
     found = IntegratedGradients(model, tolerance=0.01).attribute(x, 0)
     assert "not met" in found.effort[0].note
@@ -409,18 +396,10 @@ def test_the_map_is_the_weighted_sum_of_the_gradients_at_the_nodes_of_all_baseli
     torch.testing.assert_close(found, expected)
 
 
-class Checkpointed(nn.Sequential):
-    """A convolution, and after it a part that is computed again in the backward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        stem, rest = self
-        score: Tensor = checkpoint(rest, stem(x), use_reentrant=True)
-        return score.mean((2, 3))
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_is_named() -> None:
-    model = Checkpointed(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).double()
+    again = Checkpointed(nn.Conv2d(4, 2, 3), reentrant=True)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), again, nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
     with pytest.raises(NotApplicableError, match="use_reentrant"):
         IntegratedGradients(model, steps=2).attribute(image(), 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from saliency.methods.mask_optimisation import (
     smooth_mask,
 )
 from saliency.testing import tiny_model
+from tests.models import Interrupting
 
 BOTH: list[type[OptimisedMask]] = [MeaningfulPerturbation, ExtremalPerturbation]
 ROWS, COLUMNS = slice(16, 32), slice(36, 52)
@@ -117,21 +117,11 @@ def test_the_same_seed_gives_the_same_mask_and_another_another(cls: type[Optimis
 @pytest.mark.usefixtures("_ctrl_c")
 @pytest.mark.parametrize("cls", BOTH)
 def test_an_interrupt_gives_the_mask_so_far(cls: type[OptimisedMask]) -> None:
-    class Interrupting(OnePatch):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            Interrupting.calls += 1
-            if Interrupting.calls == 12:
-                signal.raise_signal(signal.SIGINT)
-            return super().forward(x)
-
-    found = cls(Interrupting(), steps=500, on_interrupt="return").attribute(picture(), 0)
+    found = cls(Interrupting(12, OnePatch()), steps=500, on_interrupt="return").attribute(picture(), 0)
     assert found.effort[0].stopped == "interrupt"
     assert found.effort[0].passes == 11
-    Interrupting.calls = 0
     with pytest.raises(KeyboardInterrupt):
-        cls(Interrupting(), steps=500).attribute(picture(), 0)
+        cls(Interrupting(12, OnePatch()), steps=500).attribute(picture(), 0)
 
 
 @pytest.mark.parametrize("cls", BOTH)

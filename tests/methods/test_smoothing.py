@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
@@ -20,20 +19,9 @@ from saliency.methods.smoothing import (
     Variance,
 )
 from saliency.testing import check_method, tiny_model
+from tests.models import Interrupting, LinearModel
 
 ALL: list[type[NoisyAttribution]] = [SmoothGrad, SmoothGradSquared, VarGrad]
-
-
-class Linear(nn.Module):
-    """Two classes, each a weighted sum of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3 * 6 * 6, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(x.flatten(1))
-        return scores
 
 
 class Square(nn.Module):
@@ -53,9 +41,9 @@ def deviation(x: Tensor, noise: float) -> float:
 
 
 def test_a_linear_model_has_its_gradient_and_no_error() -> None:
-    model, x = Linear(), picture(2)
+    model, x = LinearModel(inputs=3 * 6 * 6).double(), picture(2)
     found = SmoothGrad(model, passes=9).attribute(x, [0, 1])
-    expected = model.head.weight.detach().view(2, 3, 6, 6)
+    expected = model.weight[:2].detach().view(2, 3, 6, 6)
     assert torch.allclose(found.values, expected, rtol=1e-12)
     assert found.error is not None
     assert float(found.error.max()) < 1e-15
@@ -206,16 +194,7 @@ def test_the_tolerance_ends_the_work_and_is_kept() -> None:
 
 @pytest.mark.parametrize("cls", ALL)
 def test_an_interrupt_gives_what_was_computed(cls: type[NoisyAttribution]) -> None:
-    class Interrupting(Square):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            Interrupting.calls += len(x)
-            if Interrupting.calls > 20:
-                signal.raise_signal(signal.SIGINT)
-            return super().forward(x)
-
-    found = cls(Interrupting(), passes=500, chunk=5, on_interrupt="return").attribute(picture(), 0)
+    found = cls(Interrupting(7, Square()), passes=500, chunk=5, on_interrupt="return").attribute(picture(), 0)
     assert found.effort[0].stopped == "interrupt"
     assert 20 <= found.effort[0].passes <= 30
     assert torch.equal(

@@ -16,21 +16,9 @@ from torch import Tensor, nn
 from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.targets.targets import as_target, output_tensor
+from tests.models import LinearModel
 
 NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
-
-
-class Linear(nn.Module):
-    """A linear classifier of (N, 3, 2, 2), whose gradients are its weights."""
-
-    def __init__(self, pack: Callable[[Tensor], Any] = lambda scores: scores) -> None:
-        super().__init__()
-        weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
-        self.weight = nn.Parameter(weight)
-        self.pack = pack
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pack(x.flatten(1) @ self.weight.T)
 
 
 class Segmenter(nn.Module):
@@ -50,7 +38,7 @@ def x() -> Tensor:
     return torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
 
 
-def rows(model: Linear, *classes: int) -> Tensor:
+def rows(model: LinearModel, *classes: int) -> Tensor:
     """The gradients of some classes' scores."""
     return model.weight.detach()[list(classes)].reshape(-1, 3, 2, 2)
 
@@ -77,7 +65,7 @@ def rows(model: Linear, *classes: int) -> Tensor:
     ids=repr,
 )
 def test_a_class_index_in_any_spelling_gives_the_gradient_of_its_score(target: Any, x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     x = x[:1] if isinstance(target, range) else x
     found = VanillaGradient(model).attribute(x, target)
     assert torch.equal(found.values, rows(model, 3).expand_as(x))
@@ -88,14 +76,14 @@ def test_a_class_index_in_any_spelling_gives_the_gradient_of_its_score(target: A
 
 @pytest.mark.parametrize("target", [[4, 0], (4, 0), np.array([4, 0]), torch.tensor([4, 0]), range(4, -1, -4)], ids=repr)
 def test_one_class_per_image(target: Any, x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model).attribute(x, target)
     assert torch.equal(found.values, rows(model, 4, 0))
     assert found.target == (4, 0)
 
 
 def test_without_a_target_the_top_class_of_each_image_is_explained(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     top = model(x).argmax(1).tolist()
     found = VanillaGradient(model).attribute(x)
     assert found.target == tuple(top)
@@ -103,15 +91,15 @@ def test_without_a_target_the_top_class_of_each_image_is_explained(x: Tensor) ->
 
 
 def test_the_probability_of_the_class_comes_with_it(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model).attribute(x, [4, 0])
     torch.testing.assert_close(found.probabilities, model(x).softmax(1)[[0, 1], [4, 0]].detach())
-    settled = VanillaGradient(Linear(lambda scores: scores.softmax(1))).attribute(x, [4, 0])
+    settled = VanillaGradient(LinearModel(lambda scores: scores.softmax(1))).attribute(x, [4, 0])
     torch.testing.assert_close(settled.probabilities, found.probabilities)
 
 
 def test_several_classes_of_one_image(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model, categories=NAMES).attribute_classes(x[0], [0, "Tabby", None, contrast(0, 4)])
     assert [each.target for each in found] == [(0,), (4,), (int(model(x[:1]).argmax()),), (0,)]
     torch.testing.assert_close(found[3].values, rows(model, 0) - rows(model, 4))
@@ -150,7 +138,7 @@ def test_several_classes_of_one_image(x: Tensor) -> None:
 )
 def test_what_is_no_class_is_refused_with_the_reason(target: Any, message: str, x: Tensor) -> None:
     with pytest.raises(TargetError, match=message):
-        VanillaGradient(Linear()).attribute(x, target)
+        VanillaGradient(LinearModel()).attribute(x, target)
 
 
 @pytest.mark.parametrize("target", [-1, 2.5, True, [0, 1, 2], "ant", contrast(0, -1), probability([0])], ids=repr)
@@ -159,7 +147,7 @@ def test_what_can_be_refused_before_the_model_runs_is(target: Any, x: Tensor) ->
         raise AssertionError("the model was run")
 
     with pytest.raises(TargetError):
-        VanillaGradient(Linear(fail)).attribute(x, target)
+        VanillaGradient(LinearModel(fail)).attribute(x, target)
 
 
 # A class by name.
@@ -169,7 +157,7 @@ def test_what_can_be_refused_before_the_model_runs_is(target: Any, x: Tensor) ->
     "target", ["tiger cat", "Tiger Cat", ["tiger cat", "TIGER CAT"], ["tiger cat", 2], np.array(["tiger cat"] * 2)]
 )
 def test_a_class_name_is_looked_up(target: Any, x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model, categories=NAMES).attribute(x, target)
     assert found.target == (2, 2)
     assert found.target_names == ("tiger cat", "tiger cat")
@@ -177,14 +165,14 @@ def test_a_class_name_is_looked_up(target: Any, x: Tensor) -> None:
 
 
 def test_the_exact_spelling_comes_before_another_case(x: Tensor) -> None:
-    method = VanillaGradient(Linear(), categories=["Jay", "jay", "JAY", "b", "c"])
+    method = VanillaGradient(LinearModel(), categories=["Jay", "jay", "JAY", "b", "c"])
     assert [method.attribute(x, name).target for name in ("Jay", "jay", "JAY")] == [(0, 0), (1, 1), (2, 2)]
     with pytest.raises(TargetError, match=r'several classes are named "jAY": 0, 1, 2; pass the index'):
         method.attribute(x, "jAY")
 
 
 def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) -> None:
-    method = VanillaGradient(Linear(), categories=NAMES)
+    method = VanillaGradient(LinearModel(), categories=NAMES)
     with pytest.raises(TargetError, match='several classes are named "crane": 1, 3; pass the index'):
         method.attribute(x, "crane")
     assert method.attribute(x, 3).target_names == ("crane", "crane")
@@ -203,29 +191,29 @@ def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) 
 )
 def test_an_unknown_name_gets_the_closest(name: str, message: str, x: Tensor) -> None:
     with pytest.raises(TargetError, match=message):
-        VanillaGradient(Linear(), categories=NAMES).attribute(x, name)
+        VanillaGradient(LinearModel(), categories=NAMES).attribute(x, name)
 
 
 def test_a_name_without_categories_says_how_to_bring_them(x: Tensor) -> None:
     with pytest.raises(TargetError, match=r'class "ant" cannot be looked up.*set model\.categories'):
-        VanillaGradient(Linear()).attribute(x, "ant")
+        VanillaGradient(LinearModel()).attribute(x, "ant")
 
 
 def test_the_models_own_categories_count(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     model.categories = NAMES  # type: ignore[assignment]
     assert VanillaGradient(model).attribute(x, "ant").target == (0, 0)
     assert VanillaGradient(model, categories=list("vwxyz")).attribute(x, "z").target == (4, 4)
 
 
 def test_more_names_than_outputs_are_told_apart(x: Tensor) -> None:
-    method = VanillaGradient(Linear(), categories=[*NAMES, "one too many"])
+    method = VanillaGradient(LinearModel(), categories=[*NAMES, "one too many"])
     with pytest.raises(TargetError, match=r"class 5 is outside 0\.\.4, the classes of the model's output"):
         method.attribute(x, "one too many")
 
 
 def test_fewer_names_than_outputs_leave_the_others_without(x: Tensor) -> None:
-    method = VanillaGradient(Linear(lambda scores: scores * 0 + torch.arange(5.0)), categories=["ant"])
+    method = VanillaGradient(LinearModel(lambda scores: scores * 0 + torch.arange(5.0)), categories=["ant"])
     assert method.attribute(x).target_names == ("class 4", "class 4")
 
 
@@ -233,7 +221,7 @@ def test_fewer_names_than_outputs_leave_the_others_without(x: Tensor) -> None:
 
 
 def test_a_function_of_the_output_is_the_score(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
 
     def spread(output: Tensor) -> Tensor:
         return output[:, 0] - output[:, 1:].mean(1)
@@ -255,7 +243,7 @@ def test_the_output_reaches_the_function_as_the_model_gave_it(x: Tensor) -> None
         scores: Tensor = output["scores"][:, 1]
         return scores
 
-    model = Linear(lambda scores: {"scores": scores, "boxes": scores * 2})
+    model = LinearModel(lambda scores: {"scores": scores, "boxes": scores * 2})
     found = VanillaGradient(model).attribute(x, target)
     assert set(seen[0]) == {"scores", "boxes"}
     torch.testing.assert_close(found.values, rows(model, 1, 1))
@@ -277,12 +265,12 @@ def test_the_output_reaches_the_function_as_the_model_gave_it(x: Tensor) -> None
 )
 def test_a_function_that_gives_no_score_per_image_is_told_what_came(target: Any, message: str, x: Tensor) -> None:
     with pytest.raises(TargetError, match=message):
-        VanillaGradient(Linear()).attribute(x, target)
+        VanillaGradient(LinearModel()).attribute(x, target)
 
 
 def test_an_error_in_the_function_comes_out_as_it_is(x: Tensor) -> None:
     with pytest.raises(ZeroDivisionError):
-        VanillaGradient(Linear()).attribute(x, lambda output: output[:, 0] * (1 // 0))
+        VanillaGradient(LinearModel()).attribute(x, lambda output: output[:, 0] * (1 // 0))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -290,7 +278,7 @@ def test_a_score_that_is_not_finite_is_named_by_its_image(bad: float, x: Tensor)
     torch.set_warn_always(True)  # a warning that comes once a process would show in one test only
     try:
         with pytest.raises(NonFiniteError, match=f"the score of image 1 is {bad}"):
-            VanillaGradient(Linear()).attribute(x, lambda output: output[:, 0] * 0 + torch.tensor([1, bad]))
+            VanillaGradient(LinearModel()).attribute(x, lambda output: output[:, 0] * 0 + torch.tensor([1, bad]))
     finally:
         torch.set_warn_always(False)
 
@@ -299,7 +287,7 @@ def test_a_score_that_is_not_finite_is_named_by_its_image(bad: float, x: Tensor)
 
 
 def test_a_probability_is_the_softmax_of_the_scores(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model, categories=NAMES).attribute(x, probability(["ant", 4]))
     p = model(x).softmax(1).detach()  # (N, 5)
     torch.testing.assert_close(found.scores, p[[0, 1], [0, 4]])
@@ -311,14 +299,14 @@ def test_a_probability_is_the_softmax_of_the_scores(x: Tensor) -> None:
 
 
 def test_a_probability_of_the_top_class(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model).attribute(x, probability())
     assert found.target == tuple(model(x).argmax(1).tolist())
     torch.testing.assert_close(found.scores, model(x).softmax(1).amax(1).detach())
 
 
 def test_a_contrast_is_the_difference_of_two_scores(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model, categories=NAMES).attribute(x, contrast(["ant", "Tabby"], "tiger cat"))
     torch.testing.assert_close(found.values, rows(model, 0, 4) - rows(model, 2, 2))
     assert found.target == (0, 4)
@@ -330,7 +318,7 @@ def test_a_contrast_is_the_difference_of_two_scores(x: Tensor) -> None:
 
 def test_a_contrast_of_a_class_with_itself_is_refused(x: Tensor) -> None:
     with pytest.raises(TargetError, match="class 3 with itself"):
-        VanillaGradient(Linear()).attribute(x, contrast(3, [0, 3]))
+        VanillaGradient(LinearModel()).attribute(x, contrast(3, [0, 3]))
 
 
 @pytest.mark.parametrize("make", [lambda c: contrast(0, c), lambda c: contrast(c, 0), probability])
@@ -339,7 +327,7 @@ def test_a_ready_made_target_refuses_what_is_no_class(
     make: Callable[[Any], Any], label: Any, message: str, x: Tensor
 ) -> None:
     with pytest.raises(TargetError, match=message):
-        VanillaGradient(Linear(), categories=NAMES if isinstance(label, str) else None).attribute(x, make(label))
+        VanillaGradient(LinearModel(), categories=NAMES if isinstance(label, str) else None).attribute(x, make(label))
 
 
 def test_a_region_is_the_mean_score_of_its_pixels(x: Tensor) -> None:
@@ -398,7 +386,7 @@ def test_a_class_that_the_model_sees_nowhere_has_no_region_of_its_own() -> None:
 
 def test_a_region_of_a_classifier_is_refused(x: Tensor) -> None:
     with pytest.raises(TargetError, match=r"needs an output of shape \(N, classes, H, W\); this model's is \(2, 5\)"):
-        VanillaGradient(Linear()).attribute(x, region(1))
+        VanillaGradient(LinearModel()).attribute(x, region(1))
 
 
 @pytest.mark.parametrize(
@@ -413,21 +401,21 @@ def test_pixels_of_any_tensor_are_taken_and_what_is_none_is_a_target_error(where
 
 
 def test_a_value_is_one_number_of_the_output(x: Tensor) -> None:
-    model = Linear()
+    model = LinearModel()
     found = VanillaGradient(model).attribute(x, value(3))
     assert torch.equal(found.values, rows(model, 3, 3))
     assert (found.target, found.target_names) == ((None, None), ("value 3", "value 3"))
-    deep = Linear(lambda scores: scores[:, :4].reshape(-1, 2, 2))
+    deep = LinearModel(lambda scores: scores[:, :4].reshape(-1, 2, 2))
     assert torch.equal(VanillaGradient(deep).attribute(x, value(1, 0)).values, rows(deep, 2, 2))
     assert VanillaGradient(deep).attribute(x, value(1, 0)).target_names[0] == "value 1 0"
-    flat = Linear(lambda scores: scores[:, 1])
+    flat = LinearModel(lambda scores: scores[:, 1])
     assert torch.equal(VanillaGradient(flat).attribute(x, value()).values, rows(flat, 1, 1))
 
 
 @pytest.mark.parametrize("target", [value(5), value(), value(0, 0), value(10**9)], ids=repr)
 def test_a_value_that_is_not_there_is_refused_with_the_shape(target: Any, x: Tensor) -> None:
     with pytest.raises(TargetError, match=r"there is no value \(.*\) in an output of shape \(5,\) per image"):
-        VanillaGradient(Linear()).attribute(x, target)
+        VanillaGradient(LinearModel()).attribute(x, target)
 
 
 @pytest.mark.parametrize("index", [-1, 1.5, True, "a", None])
@@ -463,7 +451,7 @@ class ModelOutput:
     ],
 )
 def test_the_scores_are_found_in_what_the_model_returns(pack: Callable[[Tensor], Any], x: Tensor) -> None:
-    model = Linear(pack)
+    model = LinearModel(pack)
     found = VanillaGradient(model).attribute(x, [1, 2])
     assert torch.equal(found.values, rows(model, 1, 2))
 
@@ -487,7 +475,7 @@ def test_the_scores_are_found_in_what_the_model_returns(pack: Callable[[Tensor],
 )
 def test_an_output_without_scores_is_a_target_error(pack: Callable[[Tensor], Any], message: str, x: Tensor) -> None:
     with pytest.raises(TargetError, match=message):
-        VanillaGradient(Linear(pack)).attribute(x, 0)
+        VanillaGradient(LinearModel(pack)).attribute(x, 0)
 
 
 def test_the_tensor_of_scores_is_not_copied() -> None:
@@ -498,7 +486,7 @@ def test_the_tensor_of_scores_is_not_copied() -> None:
 
 def test_a_single_value_per_image_counts_as_one_class(x: Tensor) -> None:
     for pack in (lambda s: s[:, 0], lambda s: s[:, :1]):
-        model = Linear(pack)
+        model = LinearModel(pack)
         found = VanillaGradient(model).attribute(x)
         assert torch.equal(found.values, rows(model, 0, 0))
         assert found.target == (0, 0)
@@ -521,11 +509,11 @@ def test_a_target_settles_on_the_first_output_and_keeps_to_it() -> None:
 
 def test_a_ready_made_target_serves_many_calls(x: Tensor) -> None:
     target = probability()
-    method, before = VanillaGradient(Linear()), repr(target)
+    method, before = VanillaGradient(LinearModel()), repr(target)
     one, other = method.attribute(x, target), method.attribute(-x, target)
     assert repr(target) == before
-    assert one.target == tuple(Linear()(x).argmax(1).tolist())
-    assert other.target == tuple(Linear()(-x).argmax(1).tolist())
+    assert one.target == tuple(LinearModel()(x).argmax(1).tolist())
+    assert other.target == tuple(LinearModel()(-x).argmax(1).tolist())
 
 
 def test_a_target_that_knows_what_it_is_says_so() -> None:
@@ -537,4 +525,4 @@ def test_a_target_that_knows_what_it_is_says_so() -> None:
 @pytest.mark.parametrize("targets", ["ant", 3, None, [], {}, torch.tensor([0, 1])], ids=repr)
 def test_several_targets_come_as_a_list(targets: Any, x: Tensor) -> None:
     with pytest.raises(ValueError, match="expected a list of targets"):
-        VanillaGradient(Linear()).attribute_classes(x, targets)
+        VanillaGradient(LinearModel()).attribute_classes(x, targets)

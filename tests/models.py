@@ -1,0 +1,165 @@
+"""Small models that several test files use. A model that only one test needs stands next to that test."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from saliency.testing import tiny_model
+
+
+class OwnForward(nn.Module):
+    """Modules of one's own choice, and a forward of one's own, which is called with the model and its inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self, *args, **kwargs)
+
+
+# Classifiers.
+
+
+class PooledNet(nn.Module):
+    """Two convolutions, each with a ReLU, then global average pooling and one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x).mean((2, 3)))
+        return out
+
+
+class LinearModel(nn.Module):
+    """A linear classifier of flattened images, whose gradients are its weights; `pack` changes the output."""
+
+    def __init__(self, pack: Callable[[Tensor], Any] = lambda scores: scores, *, inputs: int = 12) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, inputs, generator=torch.Generator().manual_seed(1)))
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(x.flatten(1) @ self.weight.T)
+
+
+class FunctionModel(nn.Module):
+    """Any function from images (N, C, H, W) to scores (N,), as two classes: itself and its negative."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.function(x)
+        return torch.stack([score, -score], 1)
+
+
+def small_vit(classes: int = 5, size: int = 32, patch: int = 8) -> nn.Module:
+    """A vision transformer of torchvision with two layers, whose head, zero by default, is drawn."""
+    from torchvision.models import VisionTransformer
+
+    model: nn.Module = VisionTransformer(size, patch, 2, 2, 16, 32, num_classes=classes)
+    nn.init.normal_(model.get_parameter("heads.head.weight"))
+    return model
+
+
+def sigmoid_net() -> nn.Sequential:
+    """The network of the textbooks: two inputs, two hidden units, two outputs, and known weights."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), nn.Linear(2, 2), nn.Sigmoid())
+    for layer, weight, bias in (
+        (net[0], [[0.15, 0.25], [0.20, 0.30]], 0.35),
+        (net[2], [[0.40, 0.50], [0.45, 0.55]], 0.6),
+    ):
+        assert isinstance(layer, nn.Linear)
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor(weight))
+            layer.bias.fill_(bias)
+    return net
+
+
+# Models around another model, by default the small classifier.
+
+
+class Packed(nn.Module):
+    """A model whose output is packed into something else, such as a dictionary."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = tiny_model() if inner is None else inner
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(self.inner(x))
+
+
+class Checkpointed(nn.Module):
+    """A model that is computed again in the backward pass, unless `reentrant` is None."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool | None = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            plain: Tensor = self.inner(x)
+            return plain
+        again: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return again
+
+
+class Interrupting(nn.Module):
+    """A model in which Ctrl-C is pressed at one of its forwards."""
+
+    def __init__(self, at: int, inner: nn.Module | None = None, *, by_signal: bool = True) -> None:
+        super().__init__()
+        self.inner = tiny_model() if inner is None else inner
+        self.left, self.by_signal = at, by_signal
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            if not self.by_signal:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+        out: Tensor = self.inner(x)
+        return out
+
+
+# Single layers.
+
+
+class Argmax(nn.Module):
+    """The index of the largest score, which has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(1)
+
+
+class Fork(nn.Module):
+    """Two outputs: twice and three times the input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+
+class Raises(nn.Module):
+    """Raises the given error in its forward."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
