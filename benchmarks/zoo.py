@@ -47,7 +47,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether guided backpropagation is exact or refused, the map varies, and the model is unchanged."""
+        """Return whether guided backpropagation is exact or refused, the map varies, and the model is unchanged."""
         return (
             self.guided.startswith(("exact", "refused", "warned")) and self.cam.startswith("varies") and self.untouched
         )

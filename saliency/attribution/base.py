@@ -260,7 +260,7 @@ def get_method(name: object) -> type[Attribution]:
     """Return the method with this name.
 
     Raises:
-        MethodError: There is no such method; the message lists the closest names.
+        MethodError: The name is unknown; the message lists the closest names.
     """
     if not isinstance(name, str) or name not in METHODS:
         hint = did_you_mean(str(name), METHODS) or "; the methods are " + ", ".join(METHODS)

@@ -276,7 +276,7 @@ def redraw(
         workers: Number of drawing threads; None for the default of `ThreadPoolExecutor`.
 
     Raises:
-        BatchError: There are no maps, there are no maps of these methods, or the folder cannot be written to.
+        BatchError: The folder contains no maps of these methods, or the output folder cannot be written to.
         ExplanationError: A file is not a saved map, or is damaged.
     """
     chosen = style or OverlayStyle()

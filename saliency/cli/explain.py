@@ -124,7 +124,7 @@ def _prepare_folder(out: Path, files: Sequence[str], images: Sequence[str]) -> N
 def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path, screen: Screen) -> None:
     """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
 
-    Nothing is written if there is no such method or image.
+    Nothing is written if a method or an image does not exist.
     """
     rows = [row for row in thumbs if row]
     counts = Counter(method for row in rows for method in row)

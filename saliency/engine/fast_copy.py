@@ -50,7 +50,7 @@ class FasterModel(NamedTuple):
 
     model: nn.Module
     note: str
-    """How the passes run and how fast, or why the model itself runs them."""
+    """The precision and speed of the copy, or the reason why the model itself is used."""
 
 
 class _Choice(NamedTuple):

@@ -49,7 +49,7 @@ CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
 
 BAR_DELAY = 1.0
-"""Seconds of work before a progress bar appears by itself."""
+"""Delay in seconds before an automatic progress bar appears."""
 
 MOST_PASSES = 100_000
 """Limit of the passes per image if only a tolerance or a time is set."""
@@ -216,7 +216,7 @@ class PassRunner(ExitStack):
 
     @cached_property
     def _is_single(self) -> bool:
-        """Whether passes must run one by one."""
+        """Return whether passes must run one at a time."""
         with torch.no_grad(), torch.autocast(**self._autocast):
             reason = serial_reason(self._batch_target.target, self._model, self.x, lambda: self._rows)
         if reason:

@@ -73,7 +73,7 @@ class LayerCombination(LayerAttribution):
 
     backwards = 1
     assumes_unsigned: ClassVar[bool] = False
-    """Whether large activations count as evidence, so that signed ones need a warning."""
+    """Whether the method treats large activations as evidence. If so, it warns of signed ones."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the map of the layer."""

@@ -76,7 +76,7 @@ class LayerPasses(MultiPassAttribution):
 
     sign = "positive"
     assumes_unsigned: ClassVar[bool] = True
-    """Whether large activations count as evidence, so that signed ones need a warning."""
+    """As for `LayerCombination`."""
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
 
@@ -171,7 +171,7 @@ class ChannelMasks:
 
     @property
     def note(self) -> str:
-        """How many channels are used."""
+        """The numbers of used, constant and omitted channels."""
         channels = len(self._layer.maps)
         left = channels - len(self.varied) - self.flat
         return (
@@ -194,7 +194,7 @@ class ScoreCAM(LayerPasses):
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        channels: How many channels to use, by falling standard deviation; None for all.
+        channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
             in pytorch-grad-cam. By default the outer corners of these cells do, as in drawn maps and in the authors'
             code.
@@ -255,7 +255,7 @@ class ISCAM(ScoreCAM):
         model: As for every method.
         layer: As for `GradCAM`.
         steps: The number N of strengths of each mask.
-        channels: How many channels to use, by falling standard deviation; None for all.
+        channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: As for `ScoreCAM`.
         **options: As for `saliency.MultiPassAttribution`.
 
@@ -304,7 +304,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
         layer: As for `GradCAM`.
         noise: The standard deviation of the noise; masks without noise range from 0 to 1. The paper uses 2.
         draws: The number of noisy masks of each channel, if no limit is set.
-        channels: How many channels to use, by falling standard deviation; None for all.
+        channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: As for `ScoreCAM`.
         **options: As for `saliency.SampledAttribution`.
 
@@ -393,7 +393,7 @@ class AblationCAM(LayerPasses):
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        channels: How many channels to remove, by falling energy; None for all.
+        channels: The number of channels to remove, by falling energy; None for all.
         **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, h, w), signed, in units of score times activation.

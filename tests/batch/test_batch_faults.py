@@ -80,7 +80,6 @@ def assert_nothing_is_cut_off(out: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("maps", [False, True])
-@pytest.mark.slow
 def test_a_run_killed_at_any_moment_resumes_to_the_same_folder(tmp_path: Path, maps: bool) -> None:
     source = tmp_path / "in"
     photos(source, 34)

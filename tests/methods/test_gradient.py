@@ -256,15 +256,6 @@ SPELLINGS: Mapping[str, Form] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These networks are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @rules
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_of_a_rectifier_equals_the_reference(spelling: str, rule: str) -> None:

@@ -8,7 +8,7 @@ written out, and with no autograd. A failure names its seed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -360,15 +360,6 @@ def interpret(program: Program, x: Tensor, target: int, rule: Rule) -> Result:
 # The comparison --------------------------------------------------------------------------------------------------
 
 PROGRAMS, PER_TEST = 240, 40
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These networks are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def image_batch(seed: int) -> Tensor:
