@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import cv2
 import matplotlib as mpl
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from saliency.batch.engines import LocalEngine
 from saliency.batch.manifest import Manifest, Row, encode
 from saliency.batch.report import report
 
-IMPORTED: list[object] = [cv2, mpl, LocalEngine, report]
+IMPORTED: list[object] = [mpl, LocalEngine, report]
 """What a run imports lazily, imported before the processes that the tests kill."""
 with suppress(ImportError):
     IMPORTED.append(importlib.import_module("pyarrow.parquet"))

@@ -139,8 +139,7 @@ def test_the_walk_sees_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [name for name in sorted(set(MODULES) - {""}) if layer(name) < LAYERS.index("render")])
 def test_nothing_below_the_drawing_draws(name: str) -> None:
     drawing = {"matplotlib", "cv2", "PIL.ImageDraw", "PIL.ImageFont"}
-    # Inpainting, the dilation of segments, and sums in double precision draw nothing.
-    if name in ("methods.baselines", "methods.xrai"):
+    if name == "methods.baselines":  # inpainting draws nothing
         drawing.remove("cv2")
     found = [each for each in imports(name) if each in drawing or each.split(".")[0] in drawing]
     assert not found

@@ -178,14 +178,10 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
 
 def _shrink(picture: Image.Image, longest: int) -> Image.Image:
     """Return the picture with no side longer than `longest`."""
-    import cv2
-
     if max(picture.size) <= longest:
         return picture
     size = scaled_size(picture.size, longest)
-    if max(picture.size) >= 2 * longest:
-        return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
-    return Image.fromarray(cv2.resize(np.asarray(picture), size, interpolation=cv2.INTER_LINEAR))
+    return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
 
 
 def _encode(picture: Image.Image, format: str, **options: int) -> bytes:

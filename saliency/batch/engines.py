@@ -127,16 +127,12 @@ class LocalEngine:
             BatchTooLargeError: The first batch does not fit into memory, and nothing has been written yet.
             StoppedError: The folder cannot be written to.
         """
-        import cv2
-
         replicas = replicate(context.options, context.model, self.devices)
         networks = [replicas[index % len(replicas)] for index in range(self.parallel)]
         threads = max(1, count_cores() // self.parallel)
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
-            undo.callback(cv2.setNumThreads, cv2.getNumThreads())
             torch.set_num_threads(threads)
-            cv2.setNumThreads(1)
             worker = Worker(context, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
             batches = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", torch.set_num_threads, (threads,))
@@ -335,7 +331,6 @@ class Actor:
         self._error: Exception | None = None
         # No other code uses this process, so process-wide settings are safe.
         keep_memory()
-        importlib.import_module("cv2").setNumThreads(1)
         try:
             shared: RunContext = ray.get(context)
             self._out = shared.out

@@ -150,20 +150,17 @@ def _deferred(values: Tensor) -> Callable[[], Moments]:
 
 
 def _cpu_moments(values: Tensor) -> Moments:
-    """Return the moments of a CPU tensor in one pass over memory.
-
-    OpenCV sums float32 values in double precision, several times faster than PyTorch.
-    """
-    import cv2
+    """Return the moments of a CPU tensor in one pass over memory."""
     import numpy as np
 
     count, squares, total, low, high, zeros = values.numel(), 0.0, 0.0, math.inf, -math.inf, 0
     chunks = [values[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
     for chunk in chunks:
-        row = (chunk if chunk.dtype in (torch.float32, torch.float64) else chunk.double()).numpy(force=True)[None]
-        squares += cv2.norm(row, cv2.NORM_L2SQR)
-        total += cv2.sumElems(row)[0]
-        lowest, highest, _, _ = cv2.minMaxLoc(row)
+        wide = chunk.double()
+        squares += float(torch.dot(wide, wide))
+        total += float(wide.sum())
+        row = (chunk if chunk.dtype == torch.float32 else wide).numpy(force=True)
+        lowest, highest = float(row.min()), float(row.max())
         if lowest <= 0 <= highest:
             zeros += row.size - int(np.count_nonzero(row != 0))
         low, high = min(low, lowest), max(high, highest)

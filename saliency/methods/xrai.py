@@ -81,8 +81,8 @@ class Regions(NamedTuple):
 
 def multiscale_regions(image: NDArray[np.float64]) -> Regions:
     """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels."""
-    import cv2
     from scipy.ndimage import find_objects
+    from skimage.morphology import isotropic_dilation
     from skimage.segmentation import felzenszwalb
 
     low, high = float(image.min()), float(image.max())
@@ -90,8 +90,6 @@ def multiscale_regions(image: NDArray[np.float64]) -> Regions:
     height, width = image.shape[:2]
     ratio = height * width / AREA
     radius = round(RADIUS * ratio**0.5)
-    distance = np.arange(-radius, radius + 1)
-    disk = (distance[:, None] ** 2 + distance**2 <= radius**2).astype(np.uint8)
     least = max(MIN_SEGMENT, round(LEAST_SEGMENT * ratio))
     pixels: list[NDArray[np.int64]] = []
     for scale in SCALES:
@@ -99,7 +97,7 @@ def multiscale_regions(image: NDArray[np.float64]) -> Regions:
         for label, (down, across) in enumerate(find_objects(labels), start=1):
             top, left = max(down.start - radius, 0), max(across.start - radius, 0)
             mask = labels[top : down.stop + radius, left : across.stop + radius] == label
-            rows, columns = np.nonzero(cv2.dilate(mask.astype(np.uint8), disk))
+            rows, columns = np.nonzero(isotropic_dilation(mask, radius))
             pixels.append((rows + top) * width + columns + left)
     return Regions(np.concatenate(pixels), np.cumsum([0, *map(len, pixels)]))
 

@@ -34,7 +34,7 @@ CENTRE = 128  # the entry of zero in a centred table
 PER_UNIT = "score per unit of normalised input"
 IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 
-STRIP = 64  # rows resized at once: the weights of a strip cover few cells, and the strip stays in the cache
+STRIP = 64  # rows resized or blended at once: the weights of a strip cover few cells, and it stays in the cache
 
 
 @cache
@@ -239,23 +239,32 @@ def paint(
 
     `visibility` (h, w) scales the opacity of each cell, 0 to 1; None leaves it unchanged.
     """
-    import cv2
-
     if not isinstance(opacity, str) or opacity != "map":
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
     area = box_pixels(frame)
     values = resize_to_pixels(scaled.values, frame, area)
     pixels: Pixels = np.array(frame.picture)
     photo = pixels[area]
-    colors = cv2.applyColorMap(table_entries(values, scaled.sign), scaled.colors(colormap)[:, None])
-    if isinstance(opacity, str) or visibility is not None:
-        weight = np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
-        if visibility is not None:
-            weight *= resize_to_pixels(visibility, frame, area)
-        pixels[area] = cv2.blendLinear(photo, colors, 1 - weight, weight)
-    else:
-        pixels[area] = cv2.addWeighted(photo, 1 - opacity, colors, opacity, 0)
+    colors = scaled.colors(colormap).take(table_entries(values, scaled.sign), axis=0)
+    weight = np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
+    if visibility is not None:
+        weight *= resize_to_pixels(visibility, frame, area)
+    pixels[area] = blend(photo, colors, weight)
     return Image.fromarray(pixels)
+
+
+def blend(photo: Pixels, colors: Pixels, weight: Plane) -> Pixels:
+    """Return the rounded mean of two images (H, W, 3): `photo` at weight 0, `colors` at weight 1."""
+    out = np.empty_like(photo)
+    for start in range(0, len(photo), STRIP):
+        rows = slice(start, start + STRIP)
+        mixed = colors[rows].astype(np.float32)
+        mixed -= photo[rows]
+        mixed *= weight[rows, :, None]
+        mixed += photo[rows]
+        mixed += np.float32(0.5)
+        out[rows] = mixed
+    return out
 
 
 def table_entries(values: Plane, sign: Sign) -> Pixels:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,13 @@ from ..errors import RenderError
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike
 from ..validation import check_number
-from .blending import Area, Opacity, Plane, box_pixels, frame_of, paint, require_one, resize_to_pixels, scale_map
+from .blending import Area, Opacity, Plane, blend, box_pixels, frame_of, paint, require_one, resize_to_pixels, scale_map
 from .heatmap import Percentile, significance
 
 PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 JPEG_QUALITY = 90
 WEBP_QUALITY = 90
+PNG_COLOR_TYPES = {"L": 0, "RGB": 2, "RGBA": 6}
 
 
 def overlay(
@@ -107,15 +110,12 @@ def cutout(
 
 def _on_background(picture: Image.Image, area: Area, weight: Plane, background: str) -> Image.Image:
     """Return the image where the weight is 1, the background where it is 0 and outside `area`."""
-    import cv2
-
     try:
         color = ImageColor.getcolor(str(background), "RGB")
     except ValueError as error:
         raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
     ground = np.full((picture.height, picture.width, 3), color, np.uint8)
-    photo = np.asarray(picture)[area]
-    ground[area] = cv2.blendLinear(photo, ground[area], weight, 1 - weight)
+    ground[area] = blend(ground[area], np.asarray(picture)[area], weight)
     return Image.fromarray(ground)
 
 
@@ -145,15 +145,20 @@ def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
 
 
 def _png(picture: Image.Image) -> bytes:
-    """Encode an image as PNG.
+    """Encode an image as PNG, as differences between rows whose runs are compressed.
 
-    No parameters are passed: any compression level disables OpenCV's fast strategy.
+    For photos, this takes a tenth of the time of Pillow, which tries five filters per row and searches for matches.
     """
-    import cv2
-
-    orders = {"L": None, "RGB": cv2.COLOR_RGB2BGR, "RGBA": cv2.COLOR_RGBA2BGRA}
-    if picture.mode not in orders:
+    if picture.mode not in PNG_COLOR_TYPES:
         picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
-    order = orders[picture.mode]
-    pixels = np.asarray(picture)
-    return cv2.imencode(".png", pixels if order is None else cv2.cvtColor(pixels, order))[1].tobytes()
+    rows = np.asarray(picture).reshape(picture.height, -1)
+    lines = np.empty((rows.shape[0], 1 + rows.shape[1]), np.uint8)
+    lines[:, 0] = 2  # the filter "up"
+    lines[0, 1:] = rows[0]
+    np.subtract(rows[1:], rows[:-1], out=lines[1:, 1:])
+    encoder = zlib.compressobj(1, strategy=zlib.Z_RLE)
+    header = struct.pack(">2I5B", *picture.size, 8, PNG_COLOR_TYPES[picture.mode], 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", encoder.compress(lines.data) + encoder.flush()), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )

@@ -16,7 +16,7 @@ from saliency import contact_sheet, figure
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import RenderError
 from saliency.io.preprocess import Frame
-from saliency.render.blending import Opacity, color_table
+from saliency.render.blending import Opacity, blend, color_table
 from saliency.render.heatmap import heatmap, shared_limit, significance, standard_error
 from saliency.render.overlay import cutout, overlay, save_picture
 from tests.drawing import explained, hot, noise, pixels_of, whole
@@ -79,6 +79,13 @@ def test_half_opacity_is_half_photo_and_half_colour() -> None:
     ends = color_table("inferno")[[255, 0]].astype(float)
     assert np.abs(drawn[0, 0] - (ends[0] + (100, 200, 0)) / 2).max() <= 0.5
     assert np.abs(drawn[7, 7] - (ends[1] + (100, 200, 0)) / 2).max() <= 0.5
+
+
+def test_every_opacity_rounds_to_the_nearest_level() -> None:
+    photo, colors = pixels_of(noise(40, 70)), pixels_of(noise(40, 70))[::-1]
+    opacity = np.linspace(0, 1, photo[..., 0].size, dtype=np.float32).reshape(photo.shape[:2])
+    exact = photo + opacity[..., None] * (colors.astype(float) - photo)
+    assert np.abs(blend(photo, colors, opacity) - exact).max() < 0.5001
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------
