@@ -17,6 +17,7 @@ Each error also derives from a built-in error, such as ValueError.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -75,17 +76,29 @@ def warn(message: str) -> None:
 
 
 def closest(word: str, words: Iterable[str], most: int = 3) -> list[str]:
-    """Return at most `most` entries of `words` that are similar to `word`, the most similar first."""
+    """Return at most `most` entries of `words` that are similar to `word`, the most similar first.
+
+    Entries with all its words come first, then those that begin with it, contain it, or are spelled alike.
+    """
     by_folded = {entry.casefold(): entry for entry in words}
     folded = word.casefold()
-    matches = get_close_matches(folded, by_folded, n=most, cutoff=0.6)
-    containing = [entry for entry in by_folded if folded and folded in entry and entry not in matches]
-    return [by_folded[entry] for entry in (matches + sorted(containing, key=len))[:most]]
+    if not folded:
+        return []
+    by_length = sorted(by_folded, key=len)
+    found = [entry for entry in by_length if _words(folded) <= _words(entry)]
+    found += [entry for entry in by_length if entry.startswith(folded)]
+    found += [entry for entry in by_length if folded in entry]
+    found += get_close_matches(folded, by_folded, n=3, cutoff=0.6)
+    return [by_folded[entry] for entry in list(dict.fromkeys(found))[:most]]
 
 
-def did_you_mean(word: str, words: Iterable[str]) -> str:
+def _words(text: str) -> set[str]:
+    return set(re.split(r"[\s,_-]+", text))
+
+
+def did_you_mean(word: str, words: Iterable[str], most: int = 3) -> str:
     """Return `; did you mean "espresso"?` as the end of an error message, or "" if no word is similar."""
-    quoted = [f'"{entry}"' for entry in closest(word, words)]
+    quoted = [f'"{entry}"' for entry in closest(word, words, most)]
     return f"; did you mean {' or '.join(quoted)}?" if quoted else ""
 
 

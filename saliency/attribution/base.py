@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -28,8 +28,17 @@ from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
+from .spellings import refuse_unknown_keywords
 
-METHODS: dict[str, type[Attribution]] = {}
+
+class _Registry(dict[str, type["Attribution"]]):
+    """Methods by name. A missing name raises KeyError with the closest names."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(_no_method(name))
+
+
+METHODS: dict[str, type[Attribution]] = _Registry()
 """All methods by name. A class with a `name` is registered when it is defined."""
 
 
@@ -121,6 +130,12 @@ class Attribution(HasOptions, ABC):
         passed_on = declared_options(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
         return list(dict.fromkeys([*own, *passed_on]))
 
+    def __call__(self, *arguments: object, **keywords: object) -> NoReturn:
+        """Raise TypeError: the call is `attribute`."""
+        name = type(self).__name__
+        raise TypeError(f"{name} is called by its method attribute: {name}(model).attribute(image, target)")
+
+    @refuse_unknown_keywords
     def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
         """Explain one image or several.
 
@@ -263,9 +278,13 @@ def get_method(name: object) -> type[Attribution]:
         MethodError: The name is unknown; the message lists the closest names.
     """
     if not isinstance(name, str) or name not in METHODS:
-        hint = did_you_mean(str(name), METHODS) or "; the methods are " + ", ".join(METHODS)
-        raise MethodError(f'no method "{name}"{hint}')
+        raise MethodError(_no_method(name))
     return METHODS[name]
+
+
+def _no_method(name: object) -> str:
+    hint = did_you_mean(str(name), METHODS) or "; the methods are " + ", ".join(METHODS)
+    return f'no method "{name}"{hint}'
 
 
 def summary(cls: type[Attribution]) -> str:

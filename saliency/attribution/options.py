@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, getattr_static
 from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
 
+from .spellings import option_hint
+
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]
 OnInterrupt = Literal["raise", "return"]
@@ -135,11 +137,14 @@ def _constructor(cls: type) -> Callable[..., None]:
 
     def initialise(self: HasOptions, *arguments: Any, **values: Any) -> None:
         """Create the method; the class describes the options."""
+        names = [parameter.name for parameter in parameters]
+        for name in values:
+            if name not in options:
+                raise TypeError(f'{type(self).__name__} has no option "{name}"{option_hint(name, names)}')
         try:
             call = signature.bind(self, *arguments, **values)
         except TypeError as error:
-            names = ", ".join(parameter.name for parameter in parameters)
-            raise TypeError(f"{type(self).__name__}() {error}; it takes {names}") from None
+            raise TypeError(f"{type(self).__name__}() {error}; it takes {', '.join(names)}") from None
         call.apply_defaults()
         self.set_options(call.arguments)
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import LayerError, MethodError, NotApplicableError, TargetError, did_you_mean
+from ..attribution.spellings import option_hint
+from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.preprocess import Box
 from ..targets.targets import Categories, ClassScore, class_index, class_scores
@@ -23,7 +24,6 @@ from ..zoo import load
 from .errors import BatchError
 from .listing import ImageEntry
 from .run_options import RunOptions
-from .sources import parse_target
 
 Results = Mapping[str, Explanation | Exception]
 """Explanation or error of every method for one image, by the name of the method."""
@@ -225,8 +225,6 @@ class Network:
 
 def find_class(target: int | str | None, categories: Categories) -> int | None:
     """Return the index of a class given by index or name. Raises TargetError if the class names do not contain it."""
-    if isinstance(target, str) and not (categories is not None and target in categories):
-        target = parse_target(target)
     return None if target is None else class_index(target, categories)
 
 
@@ -289,8 +287,7 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in options.options:
         if name not in known:
-            hint = did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "")
-            raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{hint}')
+            raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{option_hint(name, known)}')
     layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
     if layers and not any(layers.keys() & cls.parameters() for cls in classes):
         raise MethodError(f'layer="{options.layer}": {", ".join(options.methods)} reads no layer; leave the option out')

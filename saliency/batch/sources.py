@@ -7,7 +7,6 @@ import glob
 import json
 import os
 import posixpath
-import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -188,11 +187,8 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 
 
 def parse_target(text: object) -> int | str | None:
-    """Parse a target of a list: an index, a name, or None for an empty text."""
-    if text is None or isinstance(text, int):
-        return text
-    word = str(text).strip()
-    return int(word) if re.fullmatch(r"[+-]?\d+", word) else word or None
+    """Parse a target of a list: an index, its digits, a name, or None for an empty text."""
+    return text if isinstance(text, int) else str(text or "").strip() or None
 
 
 def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:

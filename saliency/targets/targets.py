@@ -6,6 +6,7 @@ names, check their arguments before the model runs, and have a name for display.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ Target = Callable[[Any], Tensor]
 TargetLike = int | str | Sequence[int] | Sequence[str] | Tensor | Target | None
 """A class index or name, one of them per image, a function of the output, or None for the top class."""
 
-_MOST_LISTED = 20  # class names in an error
+_MOST_LISTED = 20  # class names in an error, if no name is similar
+_MOST_OFFERED = 6  # similar class names in an error
 
 
 class OutputTarget(ABC):
@@ -444,27 +446,41 @@ def per_image(classes: Any, images: int) -> list[Any]:
 
 
 def class_index(label: Any, categories: Categories) -> int:
-    """Return the index of a class, given by index or name. For an unknown name, TargetError lists the closest names."""
+    """Return the index of a class, given by index, name, or the digits of the index.
+
+    For an unknown name, TargetError lists the closest names. Digits are a name if a class is called so.
+    """
     if not isinstance(label, str):
         index = class_number(label)
         if categories is not None:
             require_class(index, len(categories))
         return index
+    matches = _named(label, categories or ())
+    if not matches and re.fullmatch(r"[+-]?\d+", label):
+        return class_index(int(label), categories)
     if categories is None:
         raise TargetError(
             f'class "{label}" cannot be looked up: the model has no class names; '
             "pass an index, or set model.categories to the list of names"
         )
-    matches = [i for i, name in enumerate(categories) if name == label]
-    matches = matches or [i for i, name in enumerate(categories) if name.casefold() == label.casefold()]
     if not matches:
-        hint = did_you_mean(label, categories)
+        hint = did_you_mean(label, categories, _MOST_OFFERED)
         if not hint and len(categories) <= _MOST_LISTED:
             hint = f"; the classes are {', '.join(categories)}"
         raise TargetError(f'no class "{label}" among {len(categories)} classes{hint}')
     if len(matches) > 1:
         raise TargetError(f'several classes are named "{label}": {", ".join(map(str, matches))}; pass the index')
     return matches[0]
+
+
+def _named(label: str, categories: Sequence[str]) -> list[int]:
+    """Return the classes of a name, in its case or another, or with it as one of the names in "tabby, tabby cat"."""
+    folded = label.casefold()
+    return (
+        [i for i, name in enumerate(categories) if name == label]
+        or [i for i, name in enumerate(categories) if name.casefold() == folded]
+        or [i for i, name in enumerate(categories) if folded in re.split(r",\s*", name.casefold())]
+    )
 
 
 def class_name(index: int, categories: Categories) -> str:

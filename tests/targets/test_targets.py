@@ -186,12 +186,50 @@ def test_a_name_that_two_classes_share_is_refused_with_their_indices(x: Tensor) 
         ("tgier cat", r'did you mean "tiger cat"'),
         ("zzz", r'no class "zzz" among 5 classes; the classes are ant, crane'),
         ("", r'no class "" among 5 classes; the classes are ant, crane'),
-        ("3", r'no class "3" among 5 classes; the classes are ant, crane'),
+        ("3.0", r'no class "3.0" among 5 classes; the classes are ant, crane'),
+        ("12", r"class 12 is outside 0\.\.4"),
+        ("-1", "class -1 is negative"),
     ],
 )
 def test_an_unknown_name_gets_the_closest(name: str, message: str, x: Tensor) -> None:
     with pytest.raises(TargetError, match=message):
         VanillaGradient(LinearModel(), categories=NAMES).attribute(x, name)
+
+
+def test_a_word_that_several_names_contain_is_refused_with_them(x: Tensor) -> None:
+    method = VanillaGradient(LinearModel(), categories=["crate", "tiger cat", "Egyptian cat", "catamaran", "b"])
+    with pytest.raises(
+        TargetError, match=r'no class "cat" .*; did you mean "tiger cat" or "Egyptian cat" or "catamaran"'
+    ):
+        method.attribute(x, "cat")
+    with pytest.raises(TargetError, match=r'no class "Egyptian" .*; did you mean "Egyptian cat"'):
+        method.attribute(x, "Egyptian")
+
+
+def test_one_of_the_names_of_a_class_is_enough(x: Tensor) -> None:
+    names = ["tabby, tabby cat", "tiger cat", "crane", "crane, bird", "c"]
+    method = VanillaGradient(LinearModel(), categories=names)
+    assert [method.attribute(x, name).target for name in ("Tabby cat", "bird", "crane")] == [
+        (0,) * 2,
+        (3,) * 2,
+        (2,) * 2,
+    ]
+    twice = VanillaGradient(LinearModel(), categories=["crane, bird", "crane, machine", "a", "b", "c"])
+    with pytest.raises(TargetError, match='several classes are named "crane": 0, 1; pass the index'):
+        twice.attribute(x, "crane")
+
+
+@pytest.mark.parametrize("categories", [None, NAMES])
+def test_digits_are_a_class(categories: list[str] | None, x: Tensor) -> None:
+    method = VanillaGradient(LinearModel(), categories=categories)
+    assert method.attribute(x, "3").target == (3, 3)
+    assert method.attribute(x, ["0", "3"]).target == (0, 3)
+    assert [found.target for found in method.attribute_classes(x, ["1", 2])] == [(1, 1), (2, 2)]
+
+
+def test_digits_are_a_name_if_a_class_is_called_so(x: Tensor) -> None:
+    method = VanillaGradient(LinearModel(), categories=["4", "3", "2", "1", "zero"])
+    assert [method.attribute(x, label).target[0] for label in ("4", "1", 4, "0")] == [0, 3, 4, 0]
 
 
 def test_a_name_without_categories_says_how_to_bring_them(x: Tensor) -> None:
