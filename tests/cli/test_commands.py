@@ -295,6 +295,8 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--layer", "classifier"], 'the output of layer "classifier" has shape (1, 1000)'),
         (["--layer", "bn2", "-m", "vanilla_gradient"], "vanilla_gradient reads no layer"),
         (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
+        (["--set", "n_steps=3", "-m", "idgi"], 'no option "n_steps" of idgi; it is called steps here'),
+        (["--target", "cat"], 'no class "cat" among 1000 classes; did you mean "tiger cat" or "Persian cat"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
         (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
         (["--set", "smooth"], "expected OPTION=VALUE"),
