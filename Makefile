@@ -1,17 +1,40 @@
 # Main targets. They need python3.11+, pip, venv, make and git:
 #   make demo         explain the photos under assets/ and write overlays to out/
 #   make test         run the linter, the type checker and all tests
+# Every target takes TORCH=cpu, to install PyTorch without CUDA.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
-.PHONY: demo test quick lint types unit format notebooks zoo benchmarks clean help
+ifeq ($(TORCH),cpu)
+SIZE := less than 1 GB, with PyTorch for CPUs from $(CPU_WHEELS)
+INSTALL_TORCH = $(PIP) install --index-url $(CPU_WHEELS) torch torchvision \
+	|| { echo "No PyTorch from $(CPU_WHEELS): see the error above; without TORCH=cpu, it comes from PyPI"; exit 1; }
+else ifneq ($(TORCH),)
+$(error TORCH=$(TORCH) is unknown: write TORCH=cpu, or nothing)
+else
+SIZE := 2.8 GB on Linux (6.1 GB on disk), most of it CUDA. Without a GPU, use: make $(MAKECMDGOALS) TORCH=cpu
+endif
+
+# $(call install,EXTRAS)
+define install
+@echo "Installing the toolkit and PyTorch into $(VENV), once. Later runs download nothing."
+@echo "To download, where nothing is cached: $(SIZE)"
+@$(INSTALL_TORCH)
+$(PIP) install --editable ".[$(1)]"
+@touch $@
+endef
+
+.PHONY: demo test quick lint types unit format notebooks zoo benchmarks dist release-notes clean help
 
 help:
-	@sed -n '2,3s/^# */  /p' $(MAKEFILE_LIST)
+	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
 	@echo "  make quick        run a sample of the tests, without optional dependencies"
 	@echo "  make format       format the code, and fix what the linter can fix"
+	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check guided backpropagation and Grad-CAM on 178 architectures (slow)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
@@ -47,8 +70,19 @@ zoo: $(VENV)/.installed-test
 benchmarks: $(VENV)/.installed-benchmark
 	$(BIN)/python -m benchmarks
 
+# Each wheel and sdist is used from an empty environment, which sees only the core dependencies of $(VENV).
+dist: $(VENV)/.installed-dist
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m tests.installed dist
+
+release-notes:  # of TAG=v1.2.3, from CHANGELOG.md
+	@awk -v tag="[$(TAG:v%=%)]" '/^## / { found = ($$2 == tag); next } found { print; n++ } \
+		END { if (!n) { print "CHANGELOG.md has no section " tag > "/dev/stderr"; exit 1 } }' CHANGELOG.md
+
 clean:
-	rm -rf $(VENV) out build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -56,17 +90,19 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
-	touch $@
+	$(call install,all)
 
 $(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[quick]"
-	touch $@ $(VENV)/.installed
+	$(call install,quick)
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,models]"
-	touch $@ $(VENV)/.installed $(VENV)/.installed-quick
+	$(call install,test)
+	@touch $(VENV)/.installed $(VENV)/.installed-quick
+
+$(VENV)/.installed-dist: $(VENV)/.installed
+	$(PIP) install build twine
+	@touch $@
 
 $(VENV)/.installed-benchmark: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[benchmark]"
-	touch $@ $(VENV)/.installed
+	$(call install,benchmark)
+	@touch $(VENV)/.installed

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import cv2
 import torch
 from PIL import Image
 
@@ -69,8 +68,6 @@ def explained(values: torch.Tensor, frame: Frame) -> Explanation:
 
 def main(rounds: int = 15) -> None:
     """Print the table."""
-    threads = cv2.getNumThreads()
-    cv2.setNumThreads(1)
     print("## Drawing: a 1600x1066 JPEG to an overlay PNG on disk, one thread\n")
     print("| map | ours, ms | matplotlib, ms | ratio (CPU) | (wall) | target |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +89,6 @@ def main(rounds: int = 15) -> None:
                 " | ".join([name, *cells, f"{wall_ratio(ours, theirs):.3f}", verdict(ratio(ours, theirs), TARGET)]),
                 "|",
             )
-    cv2.setNumThreads(threads)
     print()
 
 

@@ -1,4 +1,5 @@
 from . import inspection as inspection
+from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
 from .attribution.base import BatchAttribution as BatchAttribution
 from .attribution.base import TracedAttribution as TracedAttribution
@@ -12,6 +13,7 @@ from .engine.multi_pass import ImageAttribution as ImageAttribution
 from .engine.multi_pass import MultiPassAttribution as MultiPassAttribution
 from .engine.multi_pass import SampledAttribution as SampledAttribution
 from .engine.multi_pass import from_estimate as from_estimate
+from .errors import DependencyError as DependencyError
 from .errors import ExplanationError as ExplanationError
 from .errors import ImageError as ImageError
 from .errors import LayerError as LayerError

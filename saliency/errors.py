@@ -9,7 +9,8 @@
     ├── NotApplicableError   the method does not apply to this model
     ├── NonFiniteError       NaN or infinity in the input, the score or the values
     ├── RenderError          the explanation cannot be drawn with these options
-    └── ExplanationError     the file is not a saved explanation
+    ├── ExplanationError     the file is not a saved explanation
+    └── DependencyError      an optional package is missing, or another package has the name `saliency`
 
 Each error also derives from a built-in error, such as ValueError.
 """
@@ -21,6 +22,9 @@ import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 
 class SaliencyError(Exception):
@@ -61,6 +65,10 @@ class RenderError(SaliencyError, ValueError):
 
 class ExplanationError(SaliencyError, ValueError):
     """The file is not a saved explanation."""
+
+
+class DependencyError(SaliencyError, ImportError):
+    """An optional package is missing, or another package is installed under the name `saliency`."""
 
 
 class SaliencyWarning(UserWarning):
@@ -110,3 +118,31 @@ def plural(count: int, noun: str) -> str:
 def visible(text: object) -> str:
     """Escape control and other unprintable characters of a text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def optional_import(module: str, extra: str, purpose: str) -> Any:
+    """Import and return a module of a package that only the extra `extra` installs.
+
+    Raises:
+        DependencyError: The package is not installed. The message names the purpose and the extra.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise DependencyError(
+            f'{purpose} needs {package}, which is not installed: pip install "saliency-toolkit[{extra}]"'
+        ) from error
+
+
+def require_own_folder(folder: Path) -> None:
+    """Raise DependencyError if PAIR's distribution "saliency" is installed into the same folder."""
+    if (folder / "core" / "base.py").exists():
+        raise DependencyError(
+            f'two packages share the folder {folder} and the name saliency: saliency-toolkit, and PAIR\'s "saliency", '
+            "each of which replaces files of the other. Keep one per environment: pip uninstall saliency, then "
+            "pip install --force-reinstall --no-deps saliency-toolkit"
+        )
+
+
+require_own_folder(Path(__file__).parent)

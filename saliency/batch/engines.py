@@ -31,7 +31,7 @@ from uuid import uuid4
 import torch
 
 from ..engine.allocator import keep_memory
-from ..errors import SaliencyError
+from ..errors import SaliencyError, optional_import
 from .drawing import write_results
 from .errors import BatchError, StoppedError, printable
 from .manifest import Row
@@ -205,14 +205,11 @@ def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEn
         workers: Number of actors; by default one per GPU, or one per CPU core without GPUs.
 
     Raises:
-        BatchError: Ray is not installed, or the cluster cannot be reached or has no such device.
+        DependencyError: Ray is not installed.
+        BatchError: The cluster cannot be reached or has no such device.
     """
-    try:
-        ray = importlib.import_module("ray")
-        importlib.import_module("ray.data")
-    except ImportError as error:
-        install = 'pip install "saliency-toolkit[ray]"'
-        raise BatchError(f'--engine ray (engine="ray") needs Ray: {_in_one_line(error)}; {install}') from error
+    optional_import("ray.data", "ray", '--engine ray (engine="ray")')
+    ray = importlib.import_module("ray")
     with ExitStack() as undo:
         for name, level in (("ray.data", logging.WARNING), ("ray.data._internal.progress", logging.ERROR)):
             undo.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)

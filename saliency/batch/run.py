@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .._version import DISTRIBUTION
 from .errors import BatchError, Failure, StoppedError, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import MANIFEST, PARQUET, Manifest, Row, read_rows, write_parquet
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .engines import LocalEngine, RayEngine
     from .network import Task
 
-DISTRIBUTION = "saliency-toolkit"
 FAILURES_SHOWN = 20
 """Largest number of failures that a summary lists."""
 

@@ -10,16 +10,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 
+from .._version import __version__
 from ..batch import StoppedError
 from ..engine.allocator import keep_memory
-from ..errors import SaliencyError, did_you_mean
+from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
 from .options import Parser
-
-DISTRIBUTION = "saliency-toolkit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,11 @@ def _run(name: str, words: Sequence[str]) -> int:
         _root_parser().error(_unknown_command(name))
     arguments = command_parser(name).parse(words)
 
+    try:
+        optional_import("rich", "cli", "the command line")
+    except DependencyError as error:
+        _root_parser().error(str(error))
+
     from .console import Screen
 
     screen = Screen(quiet=getattr(arguments, "quiet", False))
@@ -101,7 +104,7 @@ def _root_parser() -> Parser:
         epilog=f"commands:\n{lines}\n\nstart with:\n  saliency explain photo.jpg\n\n"
         f"options of a command:\n  saliency explain --help\n\n{_EXIT_CODES}",
     )
-    parser.add_argument("--version", action="version", version=f"saliency {version(DISTRIBUTION)}")
+    parser.add_argument("--version", action="version", version=f"saliency {__version__}")
     return parser
 
 

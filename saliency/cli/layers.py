@@ -7,7 +7,6 @@ import base64
 import io
 import os
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor, nn
 
+from .._version import __version__
 from ..attribution.resolved_target import ResolvedTarget
 from ..batch.network import find_class
 from ..errors import visible
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         source = f"from {Path(arguments.photo).name}" if arguments.photo else "of noise"
         weights = "random weights" if arguments.weights is None else f"weights: {arguments.weights}"
         measured = f"{table.model.kind}, {weights}; input {'x'.join(map(str, x.shape))} {source}"
-        versions = f"saliency {version('saliency-toolkit')}, torch {torch.__version__}"
+        versions = f"saliency {__version__}, torch {torch.__version__}"
         _write_page(html, f"{arguments.model}: layers", f"{measured}; {versions}", sections)
         screen.say(f"written: {visible(html)}")
     return 0

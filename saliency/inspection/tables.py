@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import html
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
 
-from ..errors import LayerError, SaliencyError, did_you_mean, plural, visible
+from ..errors import LayerError, did_you_mean, optional_import, plural, visible
 
 
 class Named(Protocol):
@@ -144,12 +143,9 @@ class Table(Sequence[Row]):
         """Return a `pandas.DataFrame` with one column per field of the rows.
 
         Raises:
-            SaliencyError: pandas is not installed.
+            DependencyError: pandas is not installed.
         """
-        try:
-            pandas: Any = importlib.import_module("pandas")
-        except ImportError as error:
-            raise SaliencyError("a DataFrame requires pandas, which is not installed: pip install pandas") from error
+        pandas = optional_import("pandas", "tables", "a DataFrame")
         return pandas.DataFrame(list(self.rows))
 
 

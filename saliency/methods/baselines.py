@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..attribution.options import ConvertedOption
 from ..engine.estimates import generator
-from ..errors import MethodError, did_you_mean
+from ..errors import MethodError, did_you_mean, optional_import
 from ..io.inputs import ImageLike, Prepare, read
 from ..validation import check_number, is_real
 
@@ -220,8 +220,7 @@ class Filler:
         Source: Bertalmio et al., "Navier-Stokes, Fluid Dynamics, and Image and Video Inpainting" (2001),
             https://doi.org/10.1109/CVPR.2001.990497. OpenCV's implementation depends on a range of 0 to 255.
         """
-        import cv2
-
+        cv2 = optional_import("cv2", "inpaint", 'fill="inpaint"')
         image = self.x[0]
         if bool(hidden.all()):
             return torch.zeros_like(image)

@@ -162,6 +162,7 @@ class LIME(CoalitionSampling):
     pixels.
 
     Raises:
+        DependencyError: Superpixels need scikit-image, which is not installed.
         MethodError: An option is invalid, or does not fit the image.
         TargetError: The target does not fit the model's output.
 
@@ -247,6 +248,7 @@ class KernelSHAP(CoalitionSampling):
     They sum to f(x) - f(x').
 
     Raises:
+        DependencyError: Superpixels need scikit-image, which is not installed.
         MethodError: An option is invalid, or does not fit the image.
         TargetError: The target does not fit the model's output.
 
@@ -351,6 +353,7 @@ class ShapleySampling(CoalitionSampling):
     They sum to f(x) - f(x').
 
     Raises:
+        DependencyError: Superpixels need scikit-image, which is not installed.
         MethodError: An option is invalid, or does not fit the image.
         TargetError: The target does not fit the model's output.
 

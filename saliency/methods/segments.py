@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attribution.options import ConvertedOption
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
-from ..errors import MethodError
+from ..errors import MethodError, optional_import
 from ..io.preprocess import Preprocess
 from ..validation import is_integer, is_pair
 from .baselines import Filler, FillOption
@@ -138,8 +138,7 @@ def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
 
 def _superpixels(image: NDArray[np.float64], count: int) -> Any:
     """Achanta et al., "SLIC Superpixels" (2012), https://doi.org/10.1109/TPAMI.2012.120, by scikit-image."""
-    from skimage.segmentation import slic
-
+    slic = optional_import("skimage.segmentation", "perturbation", "the choice of superpixels").slic
     is_rgb = image.shape[2] == 3  # other channels are not colours, and are compared as they are
     return slic(image, n_segments=count, compactness=COMPACTNESS, sigma=SMOOTHING, convert2lab=is_rgb, start_label=0)
 
@@ -186,6 +185,7 @@ class FeatureAblation(SegmentAttribution):
     among the segment's pixels, so that the sum over a segment is the fall of the score.
 
     Raises:
+        DependencyError: Superpixels need scikit-image, which is not installed.
         MethodError: An option is invalid, or does not fit the image.
         TargetError: The target does not fit the model's output.
 

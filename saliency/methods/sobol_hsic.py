@@ -14,7 +14,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Budget, Option
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
-from ..errors import MethodError
+from ..errors import MethodError, optional_import
 from ..validation import check_integer
 from .baselines import Filler, FillOption
 
@@ -182,6 +182,7 @@ class Sobol(GridAttribution):
     even, so the true error tends to be smaller.
 
     Raises:
+        DependencyError: SciPy is not installed.
         MethodError: Fewer passes than two rows of the design, or the fill "inpaint".
         TargetError: The target does not fit the model's output.
 
@@ -281,8 +282,7 @@ def sobol_masks(cells: int, rows: int, seed: int) -> Callable[[int, int], Tensor
     Source: Saltelli et al., "Variance based sensitivity analysis of model output" (2010),
         https://doi.org/10.1016/j.cpc.2009.09.018.
     """
-    from scipy.stats import qmc
-
+    qmc = optional_import("scipy.stats", "perturbation", "Sobol").qmc
     engine = qmc.Sobol(2 * cells, scramble=True, rng=seed & (2**63 - 1))
     count = 1 << max(31, rows - 1).bit_length()  # the points are most even for powers of two
     points = torch.from_numpy(engine.random(count))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
+from ..errors import optional_import
 from ..validation import check_choice, check_integer
 from .integrated_gradients import RULES, QuadratureRule, mean_gradients, wide
 
@@ -44,6 +45,7 @@ class XRAI(MultiPassAttribution):
     Values: (N, 1, H, W), in score units per pixel, constant within a region; their order is what counts.
 
     Raises:
+        DependencyError: scikit-image is not installed.
         MethodError: An option is invalid.
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
@@ -64,9 +66,9 @@ class XRAI(MultiPassAttribution):
         """Compute the means of the regions."""
         x = passes.x
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
+        regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
         gradients = mean_gradients(passes, references, self.rule, self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
-        regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)
         return ImageAttribution(torch.from_numpy(values)[None].to(x.device, wide(x)))
@@ -81,9 +83,10 @@ class Regions(NamedTuple):
 
 def multiscale_regions(image: NDArray[np.float64]) -> Regions:
     """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels."""
+    felzenszwalb = optional_import("skimage.segmentation", "perturbation", "XRAI").felzenszwalb
+
     from scipy.ndimage import find_objects
     from skimage.morphology import isotropic_dilation
-    from skimage.segmentation import felzenszwalb
 
     low, high = float(image.min()), float(image.max())
     image = (image - low) * (2 / (high - low)) - 1 if high > low else np.zeros_like(image)

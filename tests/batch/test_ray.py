@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from saliency import DependencyError
 from saliency.batch import BatchError, Progress, StoppedError, batch, engines
 from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
 from saliency.batch.listing import ImageEntry
@@ -199,7 +200,7 @@ def test_more_workers_than_processors_are_refused(cluster: Any) -> None:
 
 def test_a_missing_ray_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(BatchError, match=r'pip install "saliency-toolkit\[ray\]"'), open_ray():
+    with pytest.raises(DependencyError, match=r'pip install "saliency-toolkit\[ray\]"'), open_ray():
         pass
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from PIL import Image
 
 import saliency
 from saliency import batch, cli, zoo
+from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.cli import main, options
@@ -510,7 +511,7 @@ def test_the_installed_command_is_this_one() -> None:
     (command,) = entry_points(group="console_scripts", name="saliency")
     assert command.load() is main
     process = started("--version", stdout=subprocess.PIPE)
-    assert process.communicate()[0].decode() == f"saliency {version(cli.DISTRIBUTION)}\n"
+    assert process.communicate()[0].decode() == f"saliency {__version__}\n"
 
 
 def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from saliency.cli import DISTRIBUTION, main
+from saliency._version import __version__
 from saliency.cli import layers as inspecting
+from saliency.cli import main
 from tests.browser import chromium, visit
 from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models
@@ -210,7 +210,7 @@ def test_the_page_has_all_that_was_asked_for_and_needs_nothing_else(answer: Call
     for fact in (
         "1x3x224x224 from coffee.jpg",
         "ResNet, random weights",
-        f"saliency {version(DISTRIBUTION)}, torch {torch.__version__}",
+        f"saliency {__version__}, torch {torch.__version__}",
     ):
         assert fact in text
     assert "color-scheme: light dark" in text

