@@ -6,19 +6,21 @@ implements `explain`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, NonFiniteError, did_you_mean
+from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import ModelAttribute, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
@@ -26,7 +28,7 @@ from ..io.preprocess import PreprocessLike, as_preprocess
 from ..targets.targets import TargetLike, as_categories
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
-from .options import ConvertedOption, HasOptions, PositionalOption, RunStats, declared_options
+from .options import ConvertedOption, HasOptions, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
 
@@ -133,46 +135,77 @@ class Attribution(HasOptions, ABC):
     def __call__(self, *arguments: object, **keywords: object) -> NoReturn:
         """Raise TypeError: the call is `attribute`."""
         name = type(self).__name__
-        raise TypeError(f"{name} is called by its method attribute: {name}(model).attribute(image, target)")
+        raise TypeError(f"{name} is called by its method attribute: {name}(model).attribute(inputs, target)")
 
     @refuse_unknown_keywords
-    def attribute(self, image: ImagesLike, target: TargetLike = None) -> Explanation:
+    def attribute(
+        self, inputs: ImagesLike, target: TargetLike = None, *, baselines: Any = None, forward_args: ForwardArgs = ()
+    ) -> Explanation:
         """Explain one image or several.
 
         Args:
-            image: A path, PIL image, uint8 array (H, W, 3), or a list of these; or the model's own normalised input
-                as a float tensor (C, H, W) or (N, C, H, W).
-            target: A class index or name, one of them per image, a function of the model's output, or None for the
-                top class of each image.
+            inputs: A path, open file, PIL image, uint8 array (H, W, 3), or a list of these; or the model's own
+                normalised input as a float tensor (C, H, W) or (N, C, H, W).
+            target: A class index or name, a function of the model's output, or a list with one of them per image; or
+                None for the top class of each image.
+            baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,
+                or one per image as a list or a tensor (N, C, H, W). By default the option is used.
+            forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
+                arrays and lists with N entries have one for each image, on any device; others are passed as they are.
 
         Raises:
             ImageError: The image cannot be read or is not what the model takes.
             TargetError: The target does not fit the model's output.
             LayerError: The layer does not exist, is not run, or has no spatial output.
+            MethodError: The method has no baseline, or `baselines` or `forward_args` is invalid.
+            ModelError: The model refused the image or the arguments.
             NotApplicableError: The method does not apply to this model.
             NonFiniteError: NaN or infinity in the input, the score or the values.
 
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
-        return self.attribute_classes(image, [target])[0]
+        return self.attribute_classes(inputs, [target], baselines=baselines, forward_args=forward_args)[0]
 
-    def attribute_classes(self, image: ImagesLike, targets: Sequence[TargetLike]) -> list[Explanation]:
+    def attribute_classes(
+        self,
+        inputs: ImagesLike,
+        targets: Sequence[TargetLike],
+        *,
+        baselines: Any = None,
+        forward_args: ForwardArgs = (),
+    ) -> list[Explanation]:
         """Explain several targets of the same image or images, if possible from one forward.
 
         Args:
-            image: As for `attribute`.
+            inputs: As for `attribute`.
             targets: Several targets, as for `attribute`.
+            baselines: As for `attribute`.
+            forward_args: As for `attribute`.
         """
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
-        batch = self.read(image)
-        resolved = [
-            self.explained_target(ResolvedTarget(target, len(batch.tensor), self.categories)) for target in targets
-        ]
-        with prepared_for_attribution(self.model):
-            results = self.explain_targets(batch.tensor, resolved)
-        return [self.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
+        batch = self.read(inputs)
+        images = len(batch.tensor)
+        method = self if baselines is None else self._with_baselines(baselines, images)
+        resolved = [self.explained_target(ResolvedTarget(target, images, self.categories)) for target in targets]
+        with prepared_for_attribution(self.model), bind_forward_args(forward_args, images):
+            results = method.explain_targets(batch.tensor, resolved)
+        return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
+
+    def _with_baselines(self, baselines: Any, images: int) -> Self:
+        """Return a copy of the method with other baselines."""
+        option = next((name for name in ("baseline", "fill") if name in self.options()), None)
+        if option is None:
+            raise MethodError(f"{self.name} has no baseline; call it without baselines=")
+        if isinstance(baselines, list | tuple) or (isinstance(baselines, Tensor) and baselines.dim() == 4):
+            if len(baselines) not in (1, images):
+                given = f"{len(baselines)} baselines for {images} images"
+                raise MethodError(f"got {given}; pass one or one each (a mean of several: {option}=[...])")
+            baselines = baselines[0] if len(baselines) == 1 else PerImage(baselines)
+        method = copy.copy(self)
+        setattr(method, option, baselines)
+        return method
 
     @abstractmethod
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
@@ -193,9 +226,9 @@ class Attribution(HasOptions, ABC):
         """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
-    def read(self, image: ImagesLike) -> Batch:
+    def read(self, inputs: ImagesLike) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
-        return read(image, self.preprocess, like=reference_tensor(self.model))
+        return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
         """Return a checked result as an explanation. Raises NonFiniteError for NaN and infinity."""
@@ -298,7 +331,9 @@ def source(cls: type[Attribution]) -> str:
     return " ".join(match[1].split()) if match else ""
 
 
-def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: TargetLike = None) -> list[Explanation]:
+def explain_together(
+    methods: Sequence[Attribution], inputs: ImagesLike, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+) -> list[Explanation]:
     """Explain the same image and target by several methods, from one forward where possible.
 
     All CAMs of one layer share one forward and one backward; the gradient methods share the forward. The values equal
@@ -306,8 +341,9 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
 
     Args:
         methods: Methods of the same model.
-        image: As for `Attribution.attribute`.
+        inputs: As for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
+        forward_args: As for `Attribution.attribute`.
 
     Returns:
         One explanation per method, in their order.
@@ -322,12 +358,12 @@ def explain_together(methods: Sequence[Attribution], image: ImagesLike, target: 
     expected = (first.model, first.preprocess, first.categories)
     if any((method.model, method.preprocess, method.categories) != expected for method in methods):
         raise MethodError("the methods of explain_together must have the same model, preprocessing and class names")
-    batch = first.read(image)
+    batch = first.read(inputs)
     resolved = ResolvedTarget(target, len(batch.tensor), first.categories)
     targets = [method.explained_target(resolved) for method in methods]
     pairs = list(zip(methods, targets, strict=True))
     traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
-    with prepared_for_attribution(first.model):
+    with prepared_for_attribution(first.model), bind_forward_args(forward_args, len(batch.tensor)):
         shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []
         by_id = dict(zip(map(id, traced), shared, strict=True))
         results = [by_id.get(id(method)) or method.explain(batch.tensor, own) for method, own in pairs]

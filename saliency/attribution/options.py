@@ -20,6 +20,10 @@ _Stored = TypeVar("_Stored", covariant=True)
 _Same = TypeVar("_Same")
 
 
+class PerImage(tuple[Any, ...]):
+    """Values of one option, one per image of a call."""
+
+
 class ConvertedOption(Generic[_Given, _Stored]):
     """Option of a method, declared as a class attribute, whose stored value has another type than the given one.
 
@@ -58,7 +62,10 @@ class ConvertedOption(Generic[_Given, _Stored]):
         return self if method is None else vars(method)[self.name]
 
     def __set__(self, method: Any, value: _Given) -> None:
-        vars(method)[self.name] = None if value is None and self.default is None else self.convert(method, value)
+        if isinstance(value, PerImage):
+            vars(method)[self.name] = PerImage(self.convert(method, own) for own in value)
+        else:
+            vars(method)[self.name] = None if value is None and self.default is None else self.convert(method, value)
 
     def convert(self, method: Any, value: Any) -> _Stored:
         """Return the value that a method stores for a given one."""

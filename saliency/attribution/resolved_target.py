@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import forward_hook_ids, tensor_version
+from ..hooks.forward_args import cache_of
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..targets.targets import (
@@ -26,6 +27,7 @@ from ..targets.targets import (
     as_target,
     class_probabilities,
     class_scores,
+    one_score_each,
 )
 
 COUPLED = "one pass at a time: the images of a batch affect each other in this model"
@@ -65,7 +67,9 @@ class ResolvedTarget:
         scores = self.target(output)
         if _versions(output) != before:
             raise TargetError("the target changed the model's output in place; use output.clone() in it")
-        self._check(scores)
+        for index, score in enumerate(one_score_each(scores, self.images).tolist()):
+            if not math.isfinite(score):
+                raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")
         return scores
 
     @property
@@ -93,17 +97,6 @@ class ResolvedTarget:
         resolved._is_resolved = True
         return resolved
 
-    def _check(self, scores: Any) -> None:
-        if not isinstance(scores, Tensor) or scores.shape != (self.images,) or not scores.is_floating_point():
-            shape = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else ""
-            raise TargetError(
-                f"the target returned {shape or type(scores).__name__}; expected one score per image, a float tensor "
-                f"({self.images},)"
-            )
-        for index, score in enumerate(scores.tolist()):
-            if not math.isfinite(score):
-                raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")
-
 
 def _versions(output: Any) -> list[int]:
     """Return how often each tensor of an output was changed in place."""
@@ -117,9 +110,7 @@ def _repeated_scores(function: Target, images: int, image: int, count: int, rows
     """
     if images == count == 1:
         return function(output)
-    scores: list[Any] = [function(rows.repeated(output, row, images)) for row in range(count)]
-    if any(not isinstance(score, Tensor) or score.shape != (images,) for score in scores):
-        raise TargetError(f"the target did not return one score per image: expected a tensor ({images},) in each call")
+    scores = (one_score_each(function(rows.repeated(output, row, images)), images) for row in range(count))
     return torch.stack([score[image] for score in scores])
 
 
@@ -236,7 +227,7 @@ def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
     modules = tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
     key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules
-    known = _serial_reasons.setdefault(model, {})
+    known: dict[Hashable, str] = cache_of(_serial_reasons, model)
     if key in known:
         return known[key]
     reason = output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")

@@ -36,6 +36,8 @@ _OPTIONS = {
     "chunk": "batch_size internal_batch_size nt_samples_batch_size perturbations_per_eval",
     "progress": "show_progress",
     "seed": "random_state",
+    "inputs": "image images input input_tensor",
+    "forward_args": "additional_forward_args",
     "target": "targets class_idx class_index target_category attr_output",
 }
 _REMARKS = {

@@ -177,9 +177,11 @@ class _Converted(nn.Module):
         self.model, self.dtype = model, dtype
         self.training = False
 
-    def forward(self, x: Tensor) -> Any:
-        """Return the output of the copy."""
-        output = self.model(x.to(self.dtype or x.dtype, memory_format=torch.channels_last))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the copy. Further arguments in the type of the image are converted too."""
+        dtype = self.dtype or x.dtype
+        args, kwargs = tree_map_tensors((args, kwargs), lambda part: part.to(dtype) if part.dtype is x.dtype else part)
+        output = self.model(x.to(dtype, memory_format=torch.channels_last), *args, **kwargs)
         return tree_map_tensors(output, lambda value: value.to(x.dtype) if value.dtype is self.dtype else value)
 
 

@@ -7,6 +7,7 @@ size that fits into memory.
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 import threading
@@ -18,14 +19,14 @@ from contextlib import ExitStack
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..attribution.base import Attribution, BatchAttribution
-from ..attribution.options import Budget, Chunk, OnInterrupt, Option, Precision, RunStats, Stopped
+from ..attribution.options import Budget, Chunk, OnInterrupt, Option, PerImage, Precision, RunStats, Stopped
 from ..attribution.resolved_target import (
     COUPLED,
     OutputRows,
@@ -35,6 +36,7 @@ from ..attribution.resolved_target import (
     warn_of_coupled_images,
 )
 from ..errors import MethodError, TargetError
+from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, Coverage, refuse_checkpoints
@@ -187,6 +189,7 @@ class PassRunner(ExitStack):
         self._autocast: dict[str, Any] = {"device_type": device, "dtype": dtype, "enabled": enabled}
 
     def __enter__(self) -> PassRunner:
+        self.enter_context(bind_image(self._image))
         if self._method.on_interrupt == "return" and threading.current_thread() is threading.main_thread():
             self.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
         return self
@@ -218,7 +221,8 @@ class PassRunner(ExitStack):
     def _is_single(self) -> bool:
         """Return whether passes must run one at a time."""
         with torch.no_grad(), torch.autocast(**self._autocast):
-            reason = serial_reason(self._batch_target.target, self._model, self.x, lambda: self._rows)
+            target = self._batch_target.target.repeated(self._image, 1)
+            reason = serial_reason(target, self._model, self.x, lambda: self._rows)
         if reason:
             self.notes.append(reason)
         if reason == COUPLED and self._batch_target.images > 1:
@@ -459,12 +463,20 @@ class MultiPassAttribution(Attribution):
         with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
             scores = target(run_model(self.model, x))
             for image in range(len(x)):
-                with PassRunner(self, x[image : image + 1], target, image) as passes, no_autocast(x):
+                method = self._for_image(image)
+                with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
                     passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
-                    images.append(self.explain_image(passes, scores[image]))
+                    images.append(method.explain_image(passes, scores[image]))
                     stats.append(passes.effort)
                     interrupted = passes.interrupted
         return stack_images(images, scores, tuple(stats))
+
+    def _for_image(self, image: int) -> Self:
+        """Return the method with the options of one image; the method itself if all images have the same."""
+        own = {name: value[image] for name, value in vars(self).items() if isinstance(value, PerImage)}
+        method = copy.copy(self) if own else self
+        vars(method).update(own)
+        return method
 
     def limits(self) -> Budget:
         """Return the limits per image; none by default."""

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModelError
 from .autograd_graph import compiler_is_loaded
 from .autograd_graph import unique_modules as unique_modules
+from .forward_args import forward_args
 from .pytree import tree_tensors
 
 
@@ -149,12 +150,13 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
-    """Return the model's output for a batch. The model gets a clone, because it may normalise its input in place.
+    """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
     Raises:
         ModelError: As for `call`.
     """
-    return call(model, (x.clone(),))
+    args, kwargs = forward_args(x)
+    return call(model, (x.clone(), *args), kwargs)
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:

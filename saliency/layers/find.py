@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import LayerError, TargetError, closest, warn
 from ..hooks.autograd_graph import unique_modules
+from ..hooks.forward_args import bind_image, cache_of
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
@@ -130,7 +131,7 @@ class LayerScan:
 
 
 # By model, then by the shape of an image and the ids of all modules. The ids differ after a module was replaced.
-_scans: WeakKeyDictionary[nn.Module, dict[tuple[tuple[int, ...], ...], LayerScan]] = WeakKeyDictionary()
+_scans: WeakKeyDictionary[nn.Module, dict[Hashable, LayerScan]] = WeakKeyDictionary()
 
 
 def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> LayerScan:
@@ -143,15 +144,16 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     Raises:
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
-    shape, scans = tuple(x.shape[1:]), _scans.setdefault(model, {})
+    shape, scans = tuple(x.shape[1:]), cache_of(_scans, model)
     key = (shape, tuple(map(id, unique_modules(model))))
-    scan = scans.get(key)
+    scan: LayerScan | None = scans.get(key)
     if scan is not None and (scan.default is not None or target is None):
         return scan
     # Disable recordings and edits of the user: the default layer must not depend on them.
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None:
-            scan = _scan(model, _noise(1, *shape).to(x))
+            with bind_image(0):
+                scan = _scan(model, _noise(1, *shape).to(x))
         # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan

@@ -22,6 +22,7 @@ from ..attribution.resolved_target import ResolvedTarget, output_rows
 from ..engine.multi_pass import ImageAttribution, gradients_at, stack_images
 from ..errors import NotApplicableError, warn
 from ..hooks.autograd_graph import next_functions
+from ..hooks.forward_args import bind_image
 from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..layers.find import scan_layers
@@ -109,12 +110,14 @@ class FullGrad(Attribution):
         results: list[list[tuple[ImageAttribution, Tensor, RunStats]]] = [[] for _ in targets]
         for image in range(len(x)):
             start = time.perf_counter()
-            forward = _BiasForward(self.model, x[image : image + 1])
-            for number, target in enumerate(targets):
-                own = target if len(x) == 1 else target.repeated(image, 1, rows)
-                score, values, residual = forward.map(own, keep_graph=number + 1 < len(targets))
-                stats = RunStats(1, time.perf_counter() - start, "complete", note=forward.note(residual, float(score)))
-                results[number].append((ImageAttribution(values, residual=residual), score, stats))
+            with bind_image(image):
+                forward = _BiasForward(self.model, x[image : image + 1])
+                for number, target in enumerate(targets):
+                    own = target if len(x) == 1 else target.repeated(image, 1, rows)
+                    score, values, residual = forward.map(own, keep_graph=number + 1 < len(targets))
+                    note = forward.note(residual, float(score))
+                    stats = RunStats(1, time.perf_counter() - start, "complete", note=note)
+                    results[number].append((ImageAttribution(values, residual=residual), score, stats))
         columns = (zip(*rows, strict=True) for rows in results)
         return [stack_images(maps, torch.stack(scores), stats) for maps, scores, stats in columns]
 

@@ -25,8 +25,8 @@ Categories = Sequence[str] | None
 Target = Callable[[Any], Tensor]
 """Model output -> scores (N,)."""
 
-TargetLike = int | str | Sequence[int] | Sequence[str] | Tensor | Target | None
-"""A class index or name, one of them per image, a function of the output, or None for the top class."""
+TargetLike = int | str | Sequence[int] | Sequence[str] | Tensor | Target | Sequence[Target] | None
+"""A class index or name, a function of the output, one of them per image, or None for the top class."""
 
 _MOST_LISTED = 20  # class names in an error, if no name is similar
 _MOST_OFFERED = 6  # similar class names in an error
@@ -279,6 +279,55 @@ class FunctionTarget(OutputTarget):
         return (getattr(self.function, "__name__", type(self.function).__name__).strip("<>"),) * images
 
 
+@dataclass(frozen=True, slots=True)
+class TargetList(OutputTarget):
+    """One target per image, none of which is a plain class."""
+
+    targets: tuple[OutputTarget, ...]  # each resolved for one image
+
+    def resolve_from(self, output: Any) -> TargetList:
+        """Return the targets with everything fixed that depends on the output."""
+        own = (target.resolve_from(_part(target, output, image)) for image, target in enumerate(self.targets))
+        return TargetList(tuple(own))
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the score of each image (N,) by its own target."""
+        return torch.cat([self._score(output, image) for image in range(len(self.targets))])
+
+    def _score(self, output: Any, image: int) -> Tensor:
+        """Return the score (1,) of one image."""
+        target = self.targets[image]
+        scores = target(_part(target, output, image))
+        if not isinstance(target, FunctionTarget):
+            return scores
+        return one_score_each(scores, len(self.targets))[image : image + 1]
+
+    def repeated(self, image: int, count: int) -> OutputTarget:
+        """Return the target of one image."""
+        return self.targets[image].repeated(0, count)
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return the name of each image's target."""
+        return tuple(own.names(1, categories)[0] for own in self.targets)
+
+    def indices(self, images: int) -> tuple[int | None, ...]:
+        """Return the class index of each image; None if its target is not a class."""
+        return tuple(own.indices(1)[0] for own in self.targets)
+
+
+def _part(target: OutputTarget, output: Any, image: int) -> Any:
+    """Return what a target of one image reads: a function the whole output, others the scores of the image."""
+    return output if isinstance(target, FunctionTarget) else output_tensor(output)[image : image + 1]
+
+
+def one_score_each(scores: Any, images: int) -> Tensor:
+    """Return the scores of a target. Raises TargetError unless they are a float tensor (N,)."""
+    if isinstance(scores, Tensor) and scores.shape == (images,) and scores.is_floating_point():
+        return scores
+    got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+    raise TargetError(f"the target returned {got}; expected one score per image, a float tensor ({images},)")
+
+
 def probability(target: Any = None) -> Target:
     """Explain the softmax probability of a class, 0 to 1, instead of its logit.
 
@@ -344,6 +393,10 @@ def as_target(target: TargetLike, images: int, categories: Categories = None) ->
         return target.resolve(images, categories)
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
+    if isinstance(target, list | tuple) and any(map(callable, target)):
+        if not all(map(callable, target)):
+            raise TargetError("got a list of classes and functions; write each class as saliency.value(index)")
+        return TargetList(tuple(as_target(own, 1, categories) for own in per_image(target, images)))
     return ClassScore(target).resolve(images, categories)
 
 

@@ -115,6 +115,7 @@ def test_every_option_of_other_toolkits_gets_an_answer(module: str) -> None:
         ("steps", r"the method takes it: IntegratedGradients\(model, steps=...\)"),
         ("return_convergence_delta", "explanation.residual is this difference"),
         ("targets", "it is called target here"),
+        ("additional_forward_args", "it is called forward_args here"),
         ("targt", 'did you mean "target"'),
     ],
 )
@@ -125,7 +126,7 @@ def test_an_unknown_argument_of_attribute_is_answered(keyword: str, hint: str) -
 
 
 def test_a_method_that_is_called_shows_the_call() -> None:
-    with pytest.raises(TypeError, match=r"GradCAM\(model\)\.attribute\(image, target\)"):
+    with pytest.raises(TypeError, match=r"GradCAM\(model\)\.attribute\(inputs, target\)"):
         saliency.GradCAM(MODEL)(X, 1)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision import transforms
 
+from saliency import IDGI, Attribution, GuidedIG, IntegratedGradients, Occlusion, VanillaGradient
 from saliency.errors import MethodError
 from saliency.io.preprocess import Preprocess, TransformPreprocess
 from saliency.methods.baselines import Diffusion, baselines, blurred, resolve_baseline
@@ -120,3 +123,71 @@ def test_the_derivative_of_the_blur_is_that_of_finite_differences() -> None:
     sigmas, diffusion = torch.tensor([0.4, 1.5, 6.0], dtype=torch.float64), Diffusion(image(12, 20)[0])
     numerical = (diffusion(sigmas + 1e-5) - diffusion(sigmas - 1e-5)) / 2e-5
     torch.testing.assert_close(diffusion.derivative(sigmas), numerical, atol=1e-8, rtol=1e-6)
+
+
+# Baselines of one call, as in captum.
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 5)).double().eval()
+
+
+@pytest.mark.parametrize("rows", [2, 1, 0])
+def test_baselines_of_a_call_agree_with_captum(rows: int) -> None:
+    net, x, given = small_net(), torch.cat([image(8, 8), image(8, 8, 1)]), image(8, 8, 2).repeat(2, 1, 1, 1)
+    given[1] *= 0.5
+    like = given[:rows] if rows else 0.25
+    expected = (
+        pytest.importorskip("captum.attr")
+        .IntegratedGradients(net)
+        .attribute(x, target=[1, 2], baselines=like, n_steps=50, method="gausslegendre")
+    )
+    found = IntegratedGradients(net).attribute(x, target=[1, 2], baselines=like)
+    torch.testing.assert_close(found.values, expected, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [partial(IntegratedGradients, steps=3), partial(IDGI, steps=3), partial(GuidedIG, steps=3)],
+)
+def test_a_baseline_of_a_call_equals_the_option_bit_for_bit(method: Callable[..., Attribution]) -> None:
+    net, x = small_net(), torch.cat([image(8, 8), image(8, 8, 1)])
+    given = x.flip(0) * 0.3
+    plain = method(net, chunk=4)
+    before = dict(vars(plain))
+    for like in ("blur", 0.25, given[0], given[:1]):
+        changed, built_in = plain.attribute(x, 1, baselines=like), method(net, chunk=4, baseline=like).attribute(x, 1)
+        assert torch.equal(changed.values, built_in.values)
+        assert changed.settings == built_in.settings
+    for likes in (given, list(given), ["blur", given[1]]):
+        batch = plain.attribute(x, 1, baselines=likes)
+        for index, like in enumerate(likes):
+            alone = method(net, chunk=4, baseline=like).attribute(x[index], 1)
+            assert torch.equal(batch.values[index], alone.values[0])
+            names = batch.settings["baseline"]
+            assert isinstance(names, list)
+            assert names[index] == alone.settings["baseline"]
+    assert vars(plain) == before
+
+
+def test_the_baseline_of_an_occlusion_is_its_fill() -> None:
+    net, x = small_net(), torch.cat([image(8, 8), image(8, 8, 1)])
+    occlusion = partial(Occlusion, net, window=4, stride=4, chunk=4)
+    batch = occlusion().attribute(x, 1, baselines=[0.5, "mean"])
+    fills: tuple[float | str, ...] = (0.5, "mean")
+    for index, fill in enumerate(fills):
+        torch.testing.assert_close(batch.values[index], occlusion(fill=fill).attribute(x[index], 1).values[0])
+    assert batch.settings["fill"] == [0.5, "mean"]
+
+
+def test_baselines_that_do_not_fit_are_refused() -> None:
+    net, x = small_net(), torch.cat([image(8, 8), image(8, 8, 1)])
+    with pytest.raises(MethodError, match="vanilla_gradient has no baseline"):
+        VanillaGradient(net).attribute(x, 0, baselines=0)
+    for given in ([0, 0, 0], torch.zeros(3, 3, 8, 8)):
+        with pytest.raises(MethodError, match=r"3 baselines for 2 images.*mean of several: baseline="):
+            IntegratedGradients(net).attribute(x, 0, baselines=given)
+    with pytest.raises(MethodError, match="expected the same size"):
+        IntegratedGradients(net).attribute(x, 0, baselines=torch.zeros(2, 3, 4, 4))
+    with pytest.raises(MethodError, match='did you mean "black"'):
+        IntegratedGradients(net).attribute(x, 0, baselines="blck")

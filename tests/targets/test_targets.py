@@ -13,9 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import NonFiniteError, TargetError, VanillaGradient, contrast, probability, region, value
+from saliency import (
+    METHODS,
+    NonFiniteError,
+    NotApplicableError,
+    TargetError,
+    VanillaGradient,
+    contrast,
+    probability,
+    region,
+    value,
+)
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.targets.targets import as_target, output_tensor
+from saliency.testing import tiny_model
+from saliency.testing.case import images
 from tests.models import LinearModel
 
 NAMES = ["ant", "crane", "tiger cat", "crane", "Tabby"]
@@ -564,3 +576,89 @@ def test_a_target_that_knows_what_it_is_says_so() -> None:
 def test_several_targets_come_as_a_list(targets: Any, x: Tensor) -> None:
     with pytest.raises(ValueError, match="expected a list of targets"):
         VanillaGradient(LinearModel()).attribute_classes(x, targets)
+
+
+# One function per image.
+
+
+def first_probability(output: Tensor) -> Tensor:
+    return output.softmax(1)[:, 0]
+
+
+def total(output: Tensor) -> Tensor:
+    return output.sum(1)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_each_image_has_its_own_function_in_every_method(name: str) -> None:
+    x, method = images(2), METHODS[name](tiny_model().eval(), **METHODS[name].quick_options)
+    try:
+        batch = method.attribute(x, [first_probability, total])
+    except NotApplicableError:
+        assert name in ("cam", "finer_cam")  # these explain classes only
+        return
+    alone = method.attribute(x[1], total)
+    torch.testing.assert_close(batch[1].values, alone.values, atol=1e-5 * float(alone.values.abs().max()), rtol=0)
+    assert batch.target_names == ("first_probability", "total")
+
+
+def test_a_list_may_mix_the_toolkits_targets_each_of_which_sees_its_image_only() -> None:
+    x = torch.zeros(2, 3, 2, 2)
+    x[0, 0], x[1, 1] = 1.0, 1.0
+    model = Segmenter()
+    model.weight.data = torch.eye(4, 3)
+    batch = VanillaGradient(model).attribute(x, [region(0), lambda output: output["out"][:, 1].mean((1, 2))])
+    assert batch.target_names == ("region of class 0", "lambda")
+    for image in range(2):
+        assert set(batch.values[image].nonzero()[:, 0].tolist()) == {image}
+    names = VanillaGradient(LinearModel(), categories=NAMES).attribute(x, [probability(0), contrast("ant", "Tabby")])
+    assert names.target_names == ("probability of ant", "ant rather than Tabby")
+    assert names.probabilities is not None
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ([total], "got 1 targets for 2 images"),
+        ([total] * 3, "got 3 targets for 2 images"),
+        ([total, 3], "list of classes and functions"),
+        ([total, lambda output: output.sum()], r"expected one score per image, a float tensor \(2,\)"),
+    ],
+)
+def test_a_list_of_functions_that_does_not_fit_is_refused(target: Any, message: str, x: Tensor) -> None:
+    with pytest.raises(TargetError, match=message):
+        VanillaGradient(LinearModel()).attribute(x, target)
+
+
+class Detector(nn.Module):
+    """A detector: one dictionary per image, with as many boxes as the image has bright rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
+        scores = self.features(x).mean((3,))  # (N, 4, H)
+        counts = [1 + int(image.sum() > 0) for image in x]
+        return [
+            {"boxes": torch.zeros(n, 4), "scores": own[0, :n].sigmoid()} for n, own in zip(counts, scores, strict=True)
+        ]
+
+
+def surest(output: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([image["scores"].max() for image in output])
+
+
+def all_boxes(output: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([image["scores"].sum() for image in output])
+
+
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "rise", "full_grad", "occlusion"])
+def test_a_detector_takes_several_functions_and_one_for_each_image(name: str) -> None:
+    x, options = images(2), METHODS[name].quick_options
+    method = METHODS[name](Detector().eval(), **options)
+    first, second, mixed = method.attribute_classes(x, [surest, all_boxes, [all_boxes, surest]])
+    for explanation, target in ((first, surest), (second, all_boxes)):
+        torch.testing.assert_close(explanation.values, method.attribute(x, target).values)
+    torch.testing.assert_close(mixed.values, torch.stack([second.values[0], first.values[1]]))
+    assert mixed.target_names == ("all_boxes", "surest")

@@ -1,0 +1,86 @@
+"""Extra arguments of the model's forward in one call of `attribute`: one row per image, or the same for all.
+
+They are bound to the thread for the call, because methods, recordings and fast copies run the model in many places. All
+of them use `run_model`, which reads the arguments here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from ..errors import MethodError
+
+ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
+"""Arguments after the image, by position or by name."""
+
+
+class _Bound(NamedTuple):
+    """Arguments of one call. With an `image`, each pass runs variants of this image only."""
+
+    values: Mapping[int | str, Any]  # by position or name
+    images: int
+    image: int | None
+    caches: dict[int, dict[Any, Any]]
+
+    def rows(self, value: Any, x: Tensor) -> Any:
+        """Return the rows of an argument for a batch (k, C, H, W); an argument without rows as it is."""
+        shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
+        if shape[:1] != (self.images,):
+            return value
+        images = list(range(self.images)) if self.image is None else [self.image] * len(x)
+        rows = [value[image] for image in images] if isinstance(value, list) else value[images]
+        return rows.detach().to(x.device) if isinstance(rows, Tensor) else rows
+
+
+_bound: ContextVar[_Bound | None] = ContextVar("forward_args", default=None)
+
+
+@contextmanager
+def _bind(bound: _Bound | None) -> Iterator[None]:
+    token = _bound.set(bound)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def bind_forward_args(like: ForwardArgs, images: int) -> AbstractContextManager[None]:
+    """Bind the extra arguments of a batch in a block; without any, those of an outer call are hidden.
+
+    Args:
+        like: Tensors, arrays and lists with one row per image are divided into images; others are passed as they are.
+        images: The number of images.
+
+    Raises:
+        MethodError: `like` is neither a tuple nor a mapping of names.
+    """
+    if not isinstance(like, tuple | list | Mapping):
+        raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
+    values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
+    return _bind(_Bound(values, images, 0 if images == 1 else None, {}) if values else None)
+
+
+def bind_image(image: int) -> AbstractContextManager[None]:
+    """Bind the arguments of one image of the batch in a block: the model runs only variants of this image."""
+    bound = _bound.get()
+    return _bind(bound._replace(image=image) if bound is not None and bound.image is None else bound)
+
+
+def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
+    """Return the extra arguments for a batch (k, C, H, W), by position and by name."""
+    bound = _bound.get()
+    values = {} if bound is None else {key: bound.rows(value, x) for key, value in bound.values.items()}
+    positional = [values.pop(key) for key in list(values) if isinstance(key, int)]
+    return positional, values  # type: ignore[return-value] # only names are left
+
+
+def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
+    """Return the cache of a model; that of the call alone if it has extra arguments, on which results may depend."""
+    bound = _bound.get()
+    return caches.setdefault(model, {}) if bound is None else bound.caches.setdefault(id(caches), {})
