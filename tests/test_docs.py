@@ -12,6 +12,7 @@ from benchmarks.methods_table import PAGE, with_table
 from saliency import Attribution
 from saliency.methods import METHODS
 from saliency.testing import check_method
+from tests.integrations import stand_in
 from tests.registry import restored_registry
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
@@ -35,6 +36,7 @@ def test_the_code_of_a_page_runs_in_order_and_gives_what_its_comments_say(
 ) -> None:
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.chdir(tmp_path)
+    stand_in(monkeypatch)
     session: dict[str, object] = {}
     for number, block in enumerate(blocks(page)):
         exec(compile(block, f"{page.name}, python block {number + 1}", "exec"), session)  # noqa: S102
