@@ -61,7 +61,7 @@ def batch(
 ) -> Summary:
     """Explain images with one or several methods, and write the results to a folder.
 
-    Repeat the same call to resume an interrupted run. It writes the missing files, identical byte for byte to those of
+    Repeat the same call to resume an interrupted run; call it with other methods to add them to the folder. It writes the missing files, identical byte for byte to those of
     an uninterrupted run. An image that cannot be explained gets a manifest row with the reason, and never affects the
     others. PyTorch runs with one thread per worker until the call returns.
 
@@ -70,7 +70,8 @@ def batch(
             and WebDataset shards (.tar).
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model with a `preprocess`.
-        methods: Names in the registry. Methods share forward passes where possible.
+        methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same
+            folder keep their results; each method may have its own `layer`, `options` and `maps`.
         weights: As for `saliency.load`.
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.
@@ -96,7 +97,8 @@ def batch(
         on_progress: Called with a `Progress` after every image.
 
     Raises:
-        BatchError: There is no image, the folder is in use or contains other files, or an option is invalid.
+        BatchError: There is no image, the folder is in use or contains other files or results with other options, or an
+            option is invalid.
         StoppedError: A full disk, a folder that cannot be written to, or a failure with `strict`.
         SaliencyError: The model, a method, a layer or the target of all images does not exist.
         KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and its handler is `signal.default_int_handler`, as on

@@ -109,12 +109,12 @@ class Listing:
     Attributes:
         images: Images of earlier runs, then new images, with names and current stamps.
         changed: Numbers of the images whose file has changed since it was listed.
-        removed: Sources of the images that no longer exist. These keep their numbers and stamps.
+        removed: Numbers of the images that no longer exist. These keep their numbers and stamps.
     """
 
     images: list[ImageEntry]
     changed: frozenset[int]
-    removed: tuple[str, ...]
+    removed: frozenset[int]
 
 
 def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) -> Listing:
@@ -149,7 +149,7 @@ def merge_listing(listed: Sequence[ImageEntry], images: Sequence[ImageEntry]) ->
         )
     stamps = [image.current_stamp() for image in listed]
     changed = frozenset(index for index, image in enumerate(listed) if stamps[index] and stamps[index] != image.stamp)
-    removed = tuple(image.source for index, image in enumerate(listed) if image.stamp and not stamps[index])
+    removed = frozenset(index for index, image in enumerate(listed) if image.stamp and not stamps[index])
     current = [replace(image, stamp=stamps[index]) if index in changed else image for index, image in enumerate(listed)]
     return Listing([*current, *with_names(new, listed)], changed, removed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import compress, islice
@@ -61,47 +60,47 @@ class Manifest:
 
     Args:
         folder: Folder of the run.
-        methods: Names of the methods, in order.
+        methods: Names of the methods in the folder, in order.
 
     Attributes:
         path: The file.
         rows: The kind of error of each row, None for a success, by (image number, index of the method). The index is -1
             in the row of an image that could not be read, which has no method.
-        failed: Numbers of the images with an error.
     """
 
     def __init__(self, folder: Path, methods: Sequence[str]) -> None:
         self.path = folder / MANIFEST
         self._methods = {name: index for index, name in enumerate(methods)}
         self.rows: dict[tuple[int, int], str | None] = {}
-        self.failed: set[int] = set()
 
-    def is_done(self, index: int, method: int) -> bool:
-        """Return whether an image has a row for a method, given by its index."""
-        return (index, method) in self.rows or (index, -1) in self.rows
+    def is_done(self, index: int, method: str) -> bool:
+        """Return whether an image has a row for a method."""
+        return (index, self._methods[method]) in self.rows or (index, -1) in self.rows
 
-    def kinds(self) -> Counter[str]:
-        """Return the number of failed rows by class of error."""
-        return Counter(kind for kind in self.rows.values() if kind is not None)
+    def failures(self, methods: Iterable[str]) -> dict[tuple[int, int], str]:
+        """Return the failed rows of some methods, and of images that could not be read, with the kind of error."""
+        chosen = {-1, *(self._methods[method] for method in methods)}
+        return {key: kind for key, kind in self.rows.items() if kind is not None and key[1] in chosen}
 
     def is_sorted(self) -> bool:
         """Return whether the rows are in the order of images and methods."""
         return list(self.rows) == sorted(self.rows)
 
-    def read(self, *, retry: bool = False, changed: Container[int] = ()) -> None:
+    def read(self, *, retry: Container[str | None] = (), changed: Container[int] = ()) -> None:
         """Read the file. Remove all rows from the first damaged one on, and rows whose files are missing.
 
         Args:
-            retry: Whether rows with errors are removed too.
+            retry: Methods whose rows with errors are removed too; None for images that could not be read.
             changed: Numbers of the images whose rows are removed.
         """
-        self.rows, self.failed = {}, set()
+        self.rows = {}
         keep = bytearray()
         end = 0
         for row, line in read_rows(self.path):
             end += len(line)
             has_files = all(row[name] is None or self._size(row[name]) == row[f"{name}_bytes"] for name in FILES)
-            keep.append(has_files and row["index"] not in changed and not (retry and row["error"] is not None))
+            is_retried = row["error"] is not None and row["method"] in retry
+            keep.append(has_files and row["index"] not in changed and not is_retried)
             if keep[-1]:
                 self._count(row)
         if self.path.is_file() and self.path.stat().st_size != end:
@@ -124,8 +123,6 @@ class Manifest:
 
     def _count(self, row: Row) -> None:
         self.rows[self._key(row)] = None if row["error"] is None else str(row["error_kind"])
-        if row["error"] is not None:
-            self.failed.add(row["index"])
 
     def _key(self, row: Row) -> tuple[int, int]:
         return row["index"], self._methods.get(row["method"], -1)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -54,12 +55,17 @@ class Run:
         self.images = self.listing.images
         self.head = self._new_head() if head is None else self._checked_head(head)
         self.total = min(options.limit or len(self.images), len(self.images))
-        self.manifest = Manifest(folder, options.methods)
+        # The methods of the folder: those of earlier runs, then new ones.
+        self.methods = list(dict.fromkeys([*self._described, *options.methods]))
+        self.manifest = Manifest(folder, self.methods)
         # Write the listing with new stamps later, so that changes are detected again after an interruption.
-        self.manifest.read(retry=options.retry, changed=self.listing.changed)
-        self.folder.remove([self.images[index] for index in self.listing.changed], options.methods)
-        # An earlier run may have explained images beyond the limit.
-        self._done = {index for index, _ in self.manifest.rows if index < self.total}
+        retry = (None, *options.methods) if options.retry else ()
+        self.manifest.read(retry=retry, changed=self.listing.changed)
+        self.folder.remove([self.images[index] for index in self.listing.changed], self.methods)
+        # A removed image keeps the results that it has.
+        self._kept = self.listing.removed & {index for index, _ in self.manifest.rows}
+        self._done = {index for index in range(self.total) if not self._missing(index)}
+        self._failed = {index for index, _ in self.manifest.failures(options.methods)}
 
     def _new_head(self) -> dict[str, Any]:
         fingerprint = self.options.fingerprint()
@@ -77,25 +83,39 @@ class Run:
         }
 
     def _checked_head(self, head: dict[str, Any]) -> dict[str, Any]:
+        """Return the head with the new methods of this run. Raises BatchError if the results have other options."""
         old, new = head["fingerprint"], self.options.fingerprint()
-        different = [
-            f"{name} was {old.get(name)!r} and is now {new[name]!r}" for name in new if old.get(name) != new[name]
-        ]
+        different = [name for name in new if old.get(name, new[name]) != new[name]]
         if different:
+            # A method without rows, such as one with an invalid option, may have other options now.
+            explained = {"", *(row["method"] for row, _ in read_rows(self.folder.path / MANIFEST))}
+            different = [name for name in different if name.partition(" of ")[2] in explained]
+        if different:
+            reasons = "; ".join(f"{name} was {old[name]!r} and is now {new[name]!r}" for name in different)
             raise BatchError(
-                f"{self.folder.path} contains a run with other options: {'; '.join(different)}; choose another folder, "
+                f"{self.folder.path} contains a run with other options: {reasons}; choose another folder, "
                 "or start again with --restart (restart=True), which removes the files of that run"
             )
-        return head
+        command = head["command"]
+        if new.keys() - old.keys():
+            command = [*command, "&&", *self.options.command] if command else list(self.options.command)
+        return head | {"fingerprint": old | new, "command": command}
+
+    @property
+    def _described(self) -> dict[str, dict[str, Any]]:
+        """The descriptions of the methods in the head, by name."""
+        return {method["name"]: method for method in self.head.get("methods", ())}
 
     def is_complete(self) -> bool:
-        """Return whether all images have a row for every method."""
-        return all(not self._missing(index) for index in range(self.total))
+        """Return whether all images have a row for every method of the run."""
+        return len(self._done) == self.total
 
     def _missing(self, index: int) -> tuple[str, ...]:
-        """Return the methods without a row for an image."""
-        methods = enumerate(self.options.methods)
-        return tuple(name for method, name in methods if not self.manifest.is_done(index, method))
+        """Return the methods of the run without a row for an image."""
+        return tuple(method for method in self.options.methods if self._lacks(index, method))
+
+    def _lacks(self, index: int, method: str) -> bool:
+        return index not in self._kept and not self.manifest.is_done(index, method)
 
     def execute(self, engine: LocalEngine | RayEngine) -> None:
         """Write the missing files and rows.
@@ -137,10 +157,11 @@ class Run:
 
     def _describe(self, network: Any) -> None:
         """Add the methods and the number of classes to the head."""
-        self.head["methods"] = [
-            {"name": method.name, "settings": dict(method.settings), "sign": method.sign, "units": method.units}
-            for method in network.methods
-        ]
+        described = self._described
+        for method in network.methods:
+            facts = {"settings": dict(method.settings), "sign": method.sign, "units": method.units}
+            described[method.name] = {"name": method.name, **facts}
+        self.head["methods"] = list(described.values())
         self.head["categories"] = None if network.categories is None else len(network.categories)
 
     def _groups(self, size: int) -> Iterator[Sequence[Task]]:
@@ -157,7 +178,7 @@ class Run:
         """Append the rows of an image to the manifest, and report the progress."""
         options, manifest, index = self.options, self.manifest, rows[0]["index"]
         failed = [row for row in rows if row["error"] is not None]
-        if len(self._done) == len(manifest.failed) and self.images[index].target is None:
+        if len(self._done) == len(self._failed) and self.images[index].target is None:
             require_sensible_options(
                 options, [Failure(row["error_kind"], row["error"]) if row["error"] else None for row in rows]
             )
@@ -169,15 +190,20 @@ class Run:
             manifest.append(rows)
         self._done.add(index)
         self._fresh += 1
+        self._failed |= {index} if failed else set()
         self._failures += [(row["source"], row["method"] or "", row["error"]) for row in failed]
         del self._failures[FAILURES_SHOWN:]
         if options.on_progress is not None:
-            options.on_progress(Progress(len(self._done), self.total, self._fresh, len(manifest.failed)))
+            options.on_progress(Progress(len(self._done), self.total, self._fresh, len(self._failed)))
 
     def finish(self) -> Summary:
         """Sort the manifest, write the Parquet table and the page, and return the summary."""
-        manifest, complete = self.manifest, self.is_complete()
-        counts = {"photos": len(self.images), "rows": len(manifest.rows), "failed": len(manifest.failed)}
+        manifest, failures = self.manifest, self.manifest.failures(self.options.methods)
+        lacking = Counter(
+            method for index in range(self.total) for method in self.methods if self._lacks(index, method)
+        )
+        complete, failed = not lacking, {index for index, _ in manifest.failures(self.methods)}
+        counts = {"photos": len(self.images), "rows": len(manifest.rows), "failed": len(failed)}
         is_same = manifest.is_sorted() and self.head.get("counts") == counts and self.head["finished"] == complete
         page = self.folder.path / PAGE
         if not (is_same and page.is_file()):
@@ -195,12 +221,13 @@ class Run:
             images=self.total,
             done=len(self._done),
             fresh=self._fresh,
-            failed=len(manifest.failed),
-            kinds=manifest.kinds(),
+            failed=len(self._failed),
+            kinds=Counter(failures.values()),
             failures=tuple(self._failures),
             seconds=time.monotonic() - self._start,
             changed=len(self.listing.changed),
-            removed=self.listing.removed,
+            removed=tuple(self.images[index].source for index in sorted(self.listing.removed)),
+            unfinished=lacking,
         )
 
 

@@ -57,6 +57,7 @@ class Summary:
         seconds: Duration of this run.
         changed: Number of images that changed since they were listed and were explained again.
         removed: Sources of the images that no longer exist; their overlays are kept.
+        unfinished: Number of images without results, by method; only methods of earlier runs in the same folder.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class Summary:
     seconds: float = 0.0
     changed: int = 0
     removed: tuple[str, ...] = ()
+    unfinished: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +167,19 @@ class RunOptions:
         return self.model if isinstance(self.model, str) else type(self.model).__name__
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the options that determine the files, as JSON values. A run resumes only with an equal fingerprint."""
+        """Return the options that determine the files, as JSON values.
+
+        A run resumes only if they equal those in the folder. A method that is not in the folder has options of its own.
+        """
         values = {
             "model": self.model_name,
             "weights": self._weights(),
-            "methods": self.methods,
-            "layer": self.layer,
-            "options": dict(sorted(self.options.items())),
             "target": self.target,
             **asdict(self.style),
-            "maps": self.maps,
         }
+        for method in self.methods:
+            own = {"layer": self.layer, "options": dict(sorted(self.options.items())), "maps": self.maps}
+            values |= {f"{name} of {method}": value for name, value in own.items()}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # as read back from the file
         return plain
 

@@ -60,6 +60,8 @@ def _print_summary(summary: Summary, screen: Screen) -> None:
     if summary.removed:
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
         screen.say(f"removed since the last run, overlays kept: {plural(len(summary.removed), 'image')}, {named}")
+    for method, lacking in summary.unfinished.items():
+        screen.say(f"{plural(lacking, 'image')} without {method}; to complete: --method {method}")
     if summary.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in summary.kinds.most_common())
         screen.say(Text(f"{plural(summary.failed, 'image')} with failures: {kinds}; --retry tries them again", "red"))

@@ -234,8 +234,11 @@ def test_the_rows_of_a_batch_do_not_depend_on_what_is_missing(source: Path, tmp_
 def test_a_run_with_other_options_is_refused_with_the_differences(source: Path, tmp_path: Path) -> None:
     quick(source, tmp_path / "out")
     before = contents(tmp_path / "out")
-    with pytest.raises(BatchError, match=r"methods was \['grad_cam'\] and is .*\['layer_cam'\].*--restart"):
-        quick(source, tmp_path / "out", methods=("layer_cam",))
+    for methods in (("grad_cam",), ("layer_cam",)):
+        with pytest.raises(BatchError, match=r"opacity was 0.5 and is now 0.2; .*--restart"):
+            quick(source, tmp_path / "out", methods=methods, style=OverlayStyle(opacity=0.2))
+    with pytest.raises(BatchError, match=r"maps of grad_cam was False and is now True"):
+        quick(source, tmp_path / "out", methods=("grad_cam", "layer_cam"), maps=True)
     other = Tiny()
     with torch.no_grad():
         other.head.bias.add_(1)
@@ -245,6 +248,80 @@ def test_a_run_with_other_options_is_refused_with_the_differences(source: Path, 
     with pytest.raises(BatchError, match="over other images, such as"):
         quick(tmp_path / "elsewhere", tmp_path / "out")
     assert contents(tmp_path / "out") == before
+
+
+def test_a_method_is_added_as_if_both_had_run_together(source: Path, tmp_path: Path) -> None:
+    (source / "04.png").write_bytes(b"")
+    quick(source, tmp_path / "whole", methods=BOTH, maps=True)
+    out = tmp_path / "out"
+    quick(source, out, methods=BOTH[:1], maps=True, command=["one"])
+    stamp = (out / "overlays" / "00.grad_cam.png").stat().st_mtime_ns
+    summary = quick(source, out, methods=BOTH[1:], maps=True, command=["two"])
+    assert (summary.done, summary.fresh, summary.failed, summary.unfinished) == (10, 9, 1, {})
+    assert (out / "overlays" / "00.grad_cam.png").stat().st_mtime_ns == stamp
+    assert json.loads((out / "manifest.json").read_text())["command"] == ["one", "&&", "two"]
+    quick(source, tmp_path / "again", methods=BOTH, maps=True, command=["one", "&&", "two"])
+    assert_same(out, tmp_path / "again")
+    for methods in (BOTH, BOTH[::-1], BOTH[:1], BOTH[1:]):
+        assert quick(source, out, methods=methods, maps=True).fresh == 0
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_adding_a_method_resumes_after_an_interruption(source: Path, tmp_path: Path) -> None:
+    def press(progress: Progress) -> None:
+        if progress.fresh == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    photos(source, 30)
+    quick(source, tmp_path / "whole", methods=BOTH, maps=True)
+    quick(source, tmp_path / "out", methods=BOTH[:1], maps=True)
+    with pytest.raises(KeyboardInterrupt, match="of 30 images are done"):
+        quick(source, tmp_path / "out", methods=BOTH[1:], maps=True, on_progress=press)
+    between = quick(source, tmp_path / "out", methods=BOTH[:1], maps=True)
+    assert (between.done, between.fresh) == (30, 0)
+    assert 0 < between.unfinished["vanilla_gradient"] < 30
+    summary = quick(source, tmp_path / "out", methods=BOTH[1:], maps=True)
+    assert summary.fresh == between.unfinished["vanilla_gradient"]
+    assert_same(tmp_path / "out", tmp_path / "whole")
+
+
+def test_an_added_method_has_options_of_its_own(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quick(source, out, layer="features.0")
+    for layer in ("features.9", "head"):  # a mistake can be mended
+        with pytest.raises(saliency.SaliencyError, match=layer):
+            quick(source, out, methods=["layer_cam"], layer=layer)
+    quick(source, out, methods=["layer_cam", "rectgrad"], layer="features.1", options={"percentile": 50})
+    layers = {row["method"]: row["layer"] for row in rows(out)}
+    assert layers == {"grad_cam": "features.0", "layer_cam": "features.1", "rectgrad": None}
+    with pytest.raises(BatchError, match=r"layer of grad_cam was 'features.0' and is now 'features.1'"):
+        quick(source, out, layer="features.1")
+
+
+def test_only_images_that_are_there_get_an_added_method(source: Path, tmp_path: Path) -> None:
+    quick(source, tmp_path / "out")
+    (source / "05.png").unlink()
+    noise(source / "06.png", 106)
+    noise(source / "10.png", 10)
+    summary = quick(source, tmp_path / "out", methods=["layer_cam"])
+    assert (summary.fresh, summary.failed, summary.changed, len(summary.removed)) == (10, 0, 1, 1)
+    assert summary.unfinished == {"grad_cam": 2}
+    found = {(row["index"], row["method"]) for row in rows(tmp_path / "out")}
+    assert (5, "grad_cam") in found
+    assert not {(5, "layer_cam"), (6, "grad_cam")} & found
+    assert quick(source, tmp_path / "out").fresh == 2
+
+
+def test_a_retry_leaves_the_failures_of_other_methods(source: Path, tmp_path: Path) -> None:
+    plain(source / "04.png", WHITE)
+    (source / "05.png").write_bytes(b"")
+    broken = Tiny(nan_on_white=True)
+    assert quick(source, tmp_path / "out", model=broken).failed == 2
+    assert quick(source, tmp_path / "out", model=broken, methods=["layer_cam"]).failed == 2
+    summary = quick(source, tmp_path / "out", methods=["layer_cam"], retry=True)
+    assert (summary.fresh, summary.failed, summary.unfinished) == (2, 1, {})
+    failed = {(row["index"], row["method"]) for row in rows(tmp_path / "out") if row["error"]}
+    assert failed == {(4, "grad_cam"), (5, None)}
 
 
 def test_restart_removes_the_files_of_the_run_only(source: Path, tmp_path: Path) -> None:
@@ -679,5 +756,5 @@ def test_other_values_of_a_tensor_option_are_other_options(source: Path, tmp_pat
     references = torch.zeros(20, 3, 16, 16)
     assert (run(references), run(references.clone())) == (2, 0)
     references[9, 1, 7, 7] = 1  # which its text leaves out
-    with pytest.raises(BatchError, match="options was"):
+    with pytest.raises(BatchError, match="options of expected_gradients was"):
         run(references)

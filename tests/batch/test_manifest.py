@@ -43,7 +43,7 @@ def test_rows_come_back_as_they_were(manifest: Manifest) -> None:
     manifest.append(given)
     assert stored(manifest) == given
     assert manifest.path.read_bytes().count(b"\n") == 3
-    assert manifest.failed == {1}
+    assert manifest.failures(METHODS) == {(1, -1): "None"}
 
 
 @pytest.mark.parametrize("lost", [1, 5, 100])
@@ -53,7 +53,7 @@ def test_a_truncated_row_is_dropped_and_overwritten(manifest: Manifest, tmp_path
     again = Manifest(tmp_path, METHODS)
     again.read()
     assert lines(again) == [(0, "one"), (0, "two")]
-    assert not again.is_done(1, 0)
+    assert not again.is_done(1, "one")
     again.append([of(1)])
     assert lines(again) == [(0, "one"), (0, "two"), (1, "one")]
 
@@ -90,7 +90,7 @@ def test_rows_with_missing_files_are_dropped_and_new_ones_sorted(manifest: Manif
     again = Manifest(tmp_path, METHODS)
     again.read()
     assert lines(again) == [(0, "one"), (1, "one")]
-    assert [again.is_done(0, place) for place in (0, 1)] == [True, False]
+    assert [again.is_done(0, method) for method in METHODS] == [True, False]
     again.append([of(0, "two"), of(1, "two")])
     assert not again.is_sorted()
     again.sort()
@@ -101,9 +101,10 @@ def test_failures_are_dropped_for_a_retry(manifest: Manifest, tmp_path: Path) ->
     manifest.append([of(0, None, error="bad", error_kind="ImageError"), of(1), of(1, "two", error="bad")])
     again = Manifest(tmp_path, METHODS)
     again.read()
-    assert all(again.is_done(0, place) for place in (0, 1))
-    assert again.kinds() == {"ImageError": 1, "None": 1}
-    again.read(retry=True)
+    assert all(again.is_done(0, method) for method in METHODS)
+    assert again.failures(METHODS) == {(0, -1): "ImageError", (1, 1): "None"}
+    assert again.failures(["one"]) == {(0, -1): "ImageError"}
+    again.read(retry=(None, "two"))
     assert lines(again) == [(1, "one")]
 
 

@@ -178,6 +178,14 @@ def test_a_stopped_run_is_resumed_by_either_engine(cluster: Any, tmp_path: Path)
     assert_same(tmp_path / "out", tmp_path / "local")
 
 
+def test_ray_adds_a_method_to_the_folder_of_a_local_run(cluster: Any, tmp_path: Path) -> None:
+    photos(tmp_path / "in", 10)
+    quick(tmp_path / "in", tmp_path / "out", methods=METHODS[:1])
+    on_cluster(tmp_path / "in", tmp_path / "out", Tiny(), methods=METHODS[1:])
+    quick(tmp_path / "in", tmp_path / "local", methods=METHODS)
+    assert_same(tmp_path / "out", tmp_path / "local")
+
+
 def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
