@@ -47,6 +47,11 @@ class ConvertedOption(Generic[_Given, _Stored]):
         self.__doc__ = f"Option of the constructor, by default {default!r}."
         self._check, self._arguments, self._keywords = check, arguments, keywords
 
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The accepted values, if the check has a list of them as its first argument."""
+        return self._arguments[0] if self._arguments and isinstance(self._arguments[0], tuple) else ()
+
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 

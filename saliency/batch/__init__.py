@@ -31,6 +31,8 @@ from .sources import find_images
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..io.preprocess import PreprocessLike
+
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
@@ -41,10 +43,13 @@ def batch(
     methods: Sequence[str] = ("grad_cam",),
     *,
     weights: str | None = "default",
+    preprocess: PreprocessLike | None = None,
+    categories: Sequence[str] | None = None,
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
     target: int | str | None = None,
     targets: str | os.PathLike[str] | None = None,
+    columns: Mapping[str, str] | None = None,
     recursive: bool = False,
     style: OverlayStyle | None = None,
     maps: bool = False,
@@ -61,22 +66,26 @@ def batch(
 ) -> Summary:
     """Explain images with one or several methods, and write the results to a folder.
 
-    Repeat the same call to resume an interrupted run; call it with other methods to add them to the folder. It writes the missing files, identical byte for byte to those of
-    an uninterrupted run. An image that cannot be explained gets a manifest row with the reason, and never affects the
-    others. PyTorch runs with one thread per worker until the call returns.
+    Repeat the same call to resume an interrupted run, or call it with other methods to add them to the folder. The
+    missing files are written, identical byte for byte to those of an uninterrupted run. An image that cannot be
+    explained gets a manifest row with the reason, and never affects the others. PyTorch runs with one thread per worker
+    until the call returns.
 
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
             and WebDataset shards (.tar).
         out: The output folder; created if it does not exist.
-        model: A name that `saliency.load` accepts, or a model with a `preprocess`.
+        model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same
             folder keep their results; each method may have its own `layer`, `options` and `maps`.
         weights: As for `saliency.load`.
+        preprocess: Preprocessing of the images; None for that of the model.
+        categories: Class names; None for those of the model.
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.
         target: Class index or name for all images without their own target; None for the top class of each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
+        columns: Names of the columns "path" and "target" of lists and `targets`; by default the usual ones.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
         maps: Whether the attribution values are saved, in float16.
@@ -110,6 +119,8 @@ def batch(
     run_options = RunOptions(
         model=model,
         weights=weights,
+        preprocess=preprocess,
+        categories=categories,
         methods=(methods,) if isinstance(methods, str) else tuple(methods),
         layer=layer,
         options=dict(options or {}),
@@ -131,6 +142,7 @@ def batch(
         [sources] if isinstance(sources, str | os.PathLike) else sources,
         recursive=recursive,
         targets=targets,
+        columns=columns,
         out=folder,
     )
     with writing_to(folder):

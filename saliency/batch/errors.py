@@ -38,6 +38,12 @@ class Failure:
         return cls(type(error).__name__, printable(text))
 
 
+def sentence(source: str, method: str | None, reason: str) -> str:
+    """Return a failure in one line, such as "cat.jpg is damaged: ..." or "cat.jpg by cam: no linear layer"."""
+    colon = "" if not method and reason.startswith(("is ", "has ", "cannot ")) else ":"
+    return f"{source}{f' by {method}' if method else ''}{colon} {reason}"
+
+
 def printable(text: str) -> str:
     """Return the text in valid UTF-8: undecodable bytes of a file name become escapes."""
     try:

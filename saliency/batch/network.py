@@ -92,15 +92,23 @@ class LoadedImage:
 
 @dataclass(frozen=True, slots=True)
 class TargetPerImage(ClassScore):
-    """Score of one class per image; None stands for the top class of the image."""
+    """Score of one class per image; None stands for the top class of the image.
+
+    `named` is the number of class names of the run; None if they are those of the model.
+    """
+
+    named: int | None = None
 
     def resolve(self, images: int, categories: Categories) -> ClassScore:
         """Return this target unchanged. Classes are validated per image in `Network.explain`."""
         return self
 
     def resolve_from(self, output: Any) -> ClassScore:
-        """Replace None by the top class."""
-        top = class_scores(output).detach().argmax(1).tolist()
+        """Replace None by the top class. Raises TargetError if the output has not one class per name."""
+        scores = class_scores(output).detach()
+        if self.named not in (None, scores.shape[1]):
+            raise TargetError(f"got {self.named} class names for a model of {scores.shape[1]} classes")
+        top = scores.argmax(1).tolist()
         classes = (best if index is None else index for index, best in zip(self.classes, top, strict=True))
         return ClassScore(tuple(classes)).resolve_from(output)
 
@@ -126,10 +134,14 @@ class Network:
         self.methods = _create_methods(options, model, CHUNK_CPU if self.device.type == "cpu" else CHUNK_ACCELERATOR)
         preprocess = self.methods[0].preprocess
         if preprocess is None:
-            raise BatchError(f"{options.model_name} has no preprocessing; set model.preprocess, as saliency.load does")
+            raise BatchError(
+                f"{options.model_name} has no preprocessing; set the attribute `preprocess` of the model, or pass "
+                "--preprocess (preprocess=)"
+            )
         self.preprocess = preprocess
         self.categories = self.methods[0].categories
         self._target = find_class(options.target, self.categories)
+        self._named = None if options.categories is None else len(options.categories)
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
     def load(self, entry: ImageEntry, most_pixels: float = math.inf) -> LoadedImage:
@@ -193,7 +205,8 @@ class Network:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:
-            target = None if all(index is None for index in targets) else TargetPerImage(tuple(targets))
+            is_top = self._named is None and all(index is None for index in targets)
+            target = None if is_top else TargetPerImage(tuple(targets), self._named)
             explanations = explain_together(methods, x, target)
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
         except Exception as caught:  # noqa: BLE001 - any error is a failure of these images
@@ -297,5 +310,5 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
     for cls in classes:
         given = {name: value for name, value in values.items() if name in cls.options()}
         given |= {name: value for name, value in layers.items() if name in cls.parameters()}
-        methods.append(cls(model, **given))
+        methods.append(cls(model, preprocess=options.preprocess, categories=options.categories, **given))
     return methods

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from .._version import DISTRIBUTION
-from .errors import BatchError, Failure, StoppedError, writing_to
+from .errors import BatchError, Failure, StoppedError, sentence, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import MANIFEST, PARQUET, Manifest, Row, read_rows, write_parquet
 from .output_folder import FORMAT, LISTING, PAGE, OutputFolder
@@ -183,8 +183,7 @@ class Run:
                 options, [Failure(row["error_kind"], row["error"]) if row["error"] else None for row in rows]
             )
         if failed and options.strict:
-            method = f" by {failed[0]['method']}" if failed[0]["method"] else ""
-            reason = f"{failed[0]['source']}{method}: {failed[0]['error']}"
+            reason = sentence(failed[0]["source"], failed[0]["method"], failed[0]["error"])
             raise StoppedError(f"{reason}; --strict (strict=True) stops at the first failure")
         with writing_to(self.folder.path):
             manifest.append(rows)

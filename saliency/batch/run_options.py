@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,8 @@ from .errors import BatchError
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ..io.preprocess import PreprocessLike
 
 Format = Literal["png", "jpg", "webp"]
 Sign = Literal["positive", "signed", "absolute"]
@@ -118,6 +121,8 @@ class RunOptions:
     Attributes:
         model: A name that `saliency.load` accepts, or a model.
         weights: As for `saliency.load`; ignored if `model` is a model.
+        preprocess: Preprocessing of the images; None for that of the model.
+        categories: Class names; None for those of the model.
         methods: Names in the registry.
         layer: Layer for the methods that read one; None for their default.
         options: Options of the methods, applied to each method that has them.
@@ -137,6 +142,8 @@ class RunOptions:
 
     model: str | nn.Module
     weights: str | None = "default"
+    preprocess: PreprocessLike | None = None
+    categories: Sequence[str] | None = None
     methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -174,6 +181,9 @@ class RunOptions:
         values = {
             "model": self.model_name,
             "weights": self._weights(),
+            "model source": self._source(),
+            "preprocess": None if self.preprocess is None else re.sub(r" at 0x\w+", "", str(self.preprocess)),
+            "classes": None if self.categories is None else _sha256(str(list(self.categories)).encode()),
             "target": self.target,
             **asdict(self.style),
         }
@@ -187,10 +197,25 @@ class RunOptions:
         """Return the name of the weights, or a digest of a file or a model in memory."""
         if not isinstance(self.model, str):
             return _digest(self.model.state_dict())
-        if self.weights is None or not os.path.isfile(self.weights):  # noqa: PTH113 - unlike Path, never raises
-            return self.weights
-        with Path(self.weights).open("rb") as file:
-            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+        return _file_digest(self.weights) or self.weights
+
+    def _source(self) -> str | None:
+        """Return a digest of the file with the code of the model, if it is a file or in the current folder."""
+        if not isinstance(self.model, str):
+            return None
+        place = self.model.partition(":")[0]
+        return _file_digest(place if place.endswith(".py") else f"{place.replace('.', '/')}.py")
+
+
+def _file_digest(name: str | None) -> str | None:
+    """Return a digest of a file; None if there is no such file."""
+    if name is None or not os.path.isfile(name):  # noqa: PTH113 - unlike Path, never raises
+        return None
+    return _sha256(Path(name).read_bytes())
+
+
+def _sha256(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def _digest(tensors: Mapping[str, object]) -> str:

@@ -6,6 +6,7 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and "COMP_LINE" in os.environ:  # a shell completes a command line
+        print("\n".join(resolve_name(f"{__name__}.completion:candidates")(os.environ["COMP_LINE"])))
+        return 0
     if argv is None:  # the process runs only this command
         keep_memory()
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
@@ -96,7 +100,7 @@ def command_parser(name: str) -> Parser:
 
 
 def _root_parser() -> Parser:
-    lines = "\n".join(f"  {name:7}  {command.summary}" for name, command in COMMANDS.items())
+    lines = "\n".join(f"  {name:10}  {command.summary}" for name, command in COMMANDS.items())
     parser = Parser(
         "saliency",
         usage="saliency COMMAND ...",
@@ -114,7 +118,7 @@ def _unknown_command(name: str) -> str:
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
-_MODEL = "--model --weights --method --target --layer --set --device"
+_MODEL = "--model --weights --classes --preprocess --method --target --layer --set --device"
 _STYLE = "--opacity --colormap --sign --percentile"
 _EXIT_CODES = """\
 exit codes:
@@ -136,6 +140,8 @@ examples:
   saliency explain cat.jpg -m grad_cam guided_backprop --target "tiger cat"
   saliency explain photos/ --method all --sheet --out maps
   saliency explain *.jpg --model resnet50 --layer layer3 --opacity map
+  saliency explain cat.jpg --model mine.py:make --classes names.txt
+  curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
@@ -147,8 +153,8 @@ files:
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
         "SOURCE... [options]",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --out --maps --restart --resume --retry --strict "
-        f"--format {_STYLE} --engine --batch-size --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --columns --out --maps --restart --resume --retry "
+        f"--strict --format {_STYLE} --engine --batch-size --workers",
         "batch:run",
         f"""\
 examples:
@@ -156,6 +162,7 @@ examples:
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
+  find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
 
@@ -180,11 +187,17 @@ examples:
 """,
     ),
     "report": Command("rewrite the gallery page of a batch folder", "DIR", "DIR", "batch:report"),
-    "methods": Command("list the methods, with their papers and costs", "", "", "lists:methods"),
+    "methods": Command(
+        "list the methods with their papers and costs, or describe one with its options",
+        "[METHOD] [--json]",
+        "METHOD --json",
+        "lists:methods",
+        "examples:\n  saliency methods rise\n  saliency methods --json | jq 'map(.method)'\n",
+    ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
         "[MODEL] [options]",
-        "MODEL --photo --weights --all --depth --stats --gradients --target --html",
+        "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target --html",
         "layers:run",
         """\
 examples:
@@ -198,5 +211,12 @@ examples:
         "PATTERN --all",
         "lists:models",
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
+    ),
+    "completion": Command(
+        "print the line that completes commands in a shell: bash, zsh or fish",
+        "SHELL",
+        "SHELL",
+        "completion:run",
+        "install:\n  saliency completion bash >> ~/.bashrc\n  saliency completion zsh >> ~/.zshrc\n",
     ),
 }

@@ -6,12 +6,15 @@ Modules that import torch are imported later, since a finished run needs none of
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 
 from rich.text import Text
 
 from ..batch import Summary, batch
+from ..batch.errors import sentence
 from ..errors import plural, visible
 from .console import Screen, UsageError
 from .options import ALL, METHOD, arguments_of, overlay_style
@@ -21,6 +24,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
     with screen.progress() as show:
         options = arguments_of(batch, arguments) | {
+            "sources": list(_sources(arguments.sources)),
             "methods": _methods(arguments.methods or [METHOD]),
             "options": dict(arguments.settings),
             "style": overlay_style(arguments),
@@ -32,6 +36,16 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     # With --method all, a method that does not apply to the model is not a failure.
     expected = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
     return 1 if summary.kinds.keys() - expected else 0
+
+
+def _sources(words: list[str]) -> Iterator[str]:
+    """Yield the sources. The word "-" stands for the paths on standard input, one per line or separated by NUL."""
+    for word in words:
+        if word != "-":
+            yield word
+            continue
+        data = sys.stdin.buffer.read()
+        yield from map(os.fsdecode, filter(None, data.split(b"\0") if b"\0" in data else data.splitlines()))
 
 
 def _methods(names: list[str]) -> list[str]:
@@ -46,7 +60,7 @@ def _methods(names: list[str]) -> list[str]:
 def _print_summary(summary: Summary, screen: Screen) -> None:
     """Print the failures, the number of images, the speed and the path of the page."""
     for source, method, why in summary.failures:
-        screen.error(f"{visible(source)}{f' by {method}' if method else ''}: {visible(why)}")
+        screen.error(sentence(source, method, why))
     done = f"{summary.done} of {summary.images} images done"
     if summary.fresh:
         minutes, seconds = divmod(summary.seconds, 60)

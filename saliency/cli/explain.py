@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from rich.text import Text
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..batch.drawing import write_results
-from ..batch.errors import Failure
-from ..batch.listing import with_names
+from ..batch.errors import Failure, sentence
+from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import Network, Task, find_devices, load_model, move_model
 from ..batch.run import require_sensible_options
@@ -43,7 +44,30 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = _methods_and_images(arguments.methods or [METHOD])
-    images = with_names(find_images([*arguments.images, *more_images], literal=True))
+    with tempfile.TemporaryDirectory() as scratch:
+        images = _find_images([*arguments.images, *more_images], Path(scratch))
+        if arguments.out != Path("-"):
+            return _explain(arguments, methods, images, screen)
+        if len(images) * len(methods) != 1 or arguments.sheet or arguments.save or screen.is_terminal:
+            raise UsageError("-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet")
+        arguments.out = Path(scratch)
+        code = _explain(arguments, methods, images, Screen(quiet=True))
+        for overlay in Path(scratch).glob("*.png"):
+            sys.stdout.buffer.write(overlay.read_bytes())
+        return code
+
+
+def _find_images(names: Sequence[str], scratch: Path) -> list[ImageEntry]:
+    """Return the images. The name "-" stands for the image on standard input, which is written to a file."""
+    if "-" in names:
+        (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
+    files = [str(scratch / "stdin") if name == "-" else name for name in names]
+    images = find_images(files, literal=True)
+    return with_names([replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images])
+
+
+def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence[ImageEntry], screen: Screen) -> int:
+    """Explain the images, and write the overlays to a folder."""
     if not images:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings)}
@@ -93,7 +117,7 @@ def _methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
         MethodError: A word is neither a method nor an image, or there is no method; the closest names are given.
     """
     known = {*METHODS, ALL}
-    images = [word for word in words if word not in known and ("." in word or os.path.exists(word))]  # noqa: PTH110
+    images = [word for word in words if word not in known and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
     names = [word for word in words if word not in images] or words
     methods = [method for name in names for method in (METHODS if name == ALL else [get_method(name).name])]
     return list(dict.fromkeys(methods)), images
@@ -148,7 +172,7 @@ def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen:
     """
     failed = [row for row in rows if row["error"] is not None and row["error_kind"] != expected]
     for row in failed:
-        screen.error(f"{' by '.join(filter(None, (row['source'], row['method'])))}: {row['error']}")
+        screen.error(sentence(row["source"], row["method"], row["error"]))
     if not rows:
         return 0
     rows = [row for row in rows if row not in failed]

@@ -70,9 +70,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"--html {html} cannot be written; choose a file in an existing, writable folder")
     with screen.waiting(f"loading {arguments.model}"):
         model = load(arguments.model, weights=arguments.weights)
-    categories = getattr(model, "categories", None)
+    categories = arguments.categories or getattr(model, "categories", None)
     target = ResolvedTarget(find_class(arguments.target, categories), 1, categories)
-    batch = read(arguments.photo or _noise(), getattr(model, "preprocess", None), like=reference_tensor(model))
+    preprocess = arguments.preprocess or getattr(model, "preprocess", None)
+    batch = read(arguments.photo or _noise(), preprocess, like=reference_tensor(model))
     x = batch.tensor  # (1, C, H, W)
     with screen.waiting("measuring the layers"):
         with prepared_for_attribution(model):

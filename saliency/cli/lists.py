@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import inspect
+import json
 import re
 from collections import Counter
+from typing import Any
 
 from rich.text import Text
 
-from ..attribution.base import Attribution, source, summary
+from ..attribution.base import Attribution, get_method, source, summary
+from ..attribution.options import declared_options
 from ..errors import did_you_mean
 from ..methods import METHODS
 from ..zoo import models as zoo_models
@@ -18,15 +22,56 @@ from .console import Screen, UsageError
 _WEIGHTS = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
 
 
-def methods(_: argparse.Namespace, screen: Screen) -> int:
-    """List all methods with a one-sentence description, cost and paper."""
-    rows = [(name, cls.cost, *paper(cls), re.split(r"(?<=\.)\s", summary(cls))[0]) for name, cls in METHODS.items()]
-    if not screen.is_terminal:
-        screen.table(["method", "cost", "paper", "link", "description"], rows)
-        return 0
-    for name, cost, short, link, text in rows:
-        screen.say(Text.assemble((name, "bold"), f"\n{text}\n", (f"{cost} · {short}  {link}\n", "dim")))
+def methods(arguments: argparse.Namespace, screen: Screen) -> int:
+    """List all methods with a one-sentence description, cost and paper; or describe one method with its options."""
+    chosen = METHODS if arguments.method is None else {arguments.method: get_method(arguments.method)}
+    described = [describe(cls) for cls in chosen.values()]
+    if arguments.json:
+        print(json.dumps(described, indent=1, default=str))
+    elif arguments.method is not None:
+        _print_method(described[0], chosen[arguments.method], screen)
+    elif not screen.is_terminal:
+        columns = ("method", "cost", "paper", "link", "description")
+        screen.table(columns, [[about[column] for column in columns] for about in described])
+    else:
+        for about in described:
+            facts = f"\n{about['cost']} · {about['paper']}  {about['link']}\n"
+            screen.say(Text.assemble((about["method"], "bold"), f"\n{about['description']}", (facts, "dim")))
     return 0
+
+
+def describe(cls: type[Attribution]) -> dict[str, Any]:
+    """Return the facts about a method and its options, for people and for programs."""
+    authors, link = paper(cls)
+    docs = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
+    options = {}
+    for name in cls.options():
+        option = declared_options(cls)[name]
+        text = re.search(rf"^ {{4}}(?:\w+, )*{name}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", docs, re.MULTILINE)
+        meaning = " ".join(text[1].split()) if text else ""
+        options[name] = {"default": option.default, "choices": option.choices, "description": meaning}
+    facts = {"cost": cls.cost, "units": cls.units, "sign": cls.sign, "paper": authors, "link": link}
+    return {"method": cls.name, "description": re.split(r"(?<=\.)\s", summary(cls))[0], **facts, "options": options}
+
+
+def _print_method(about: dict[str, Any], cls: type[Attribution], screen: Screen) -> None:
+    """Print the description of a method: its docstring without errors, its cost, and a table of its options."""
+    screen.say(Text(about["method"], "bold"))
+    for paragraph in (inspect.getdoc(cls) or "").split("\n\n"):
+        if not paragraph.startswith(("Args:", "Raises:")):
+            screen.say(f"{' '.join(paragraph.split())}\n")
+    screen.say(f"Cost: {about['cost']}. Units: {about['units']}. Sign: {about['sign']}.")
+    rows = [
+        (
+            f"{name}={json.dumps(option['default'], default=str)}".replace('"', ""),
+            " | ".join(map(str, option["choices"])),
+            option["description"],
+        )
+        for name, option in about["options"].items()
+    ]
+    if rows:
+        screen.say("\nOptions, set with --set OPTION=VALUE:")
+        screen.table(["default", "values", "meaning"], rows)
 
 
 def paper(cls: type[Attribution]) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,13 @@ METHOD = "grad_cam"
 ALL = "all"  # every method
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help in which an option with two flags has its value once, as from Python 3.13 on."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return re.sub(r"^(-\w) [^,]*,", r"\1,", super()._format_action_invocation(action))
+
+
 class Parser(argparse.ArgumentParser):
     """Parser of a command, with one-line errors that suggest the closest option.
 
@@ -31,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, names: str = "", **keywords: Any) -> None:
-        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
+        formatter = partial(_Help, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, options in OPTIONS.items():
             chosen = [option for option in options if option.name in names.split()]
@@ -105,6 +113,57 @@ def _weights(text: str) -> str | None:
     return None if text == "none" else text
 
 
+def _parsed(parse: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    """Return a function that parses an argument. Errors say what was expected."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except (OSError, ValueError, LookupError, AttributeError) as error:
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}; {type(error).__name__}: {error}") from error
+
+    return convert
+
+
+def _class_names(file: str) -> list[str]:
+    """Read class names: one per line, or JSON: a list, or an object with indices as keys or values, also "id2label"."""
+    text = Path(file).read_text("utf-8-sig")
+    if Path(file).suffix != ".json":
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    names = json.loads(text)
+    if isinstance(names, dict):
+        pairs = (pair if pair[0].isdecimal() else pair[::-1] for pair in names.get("id2label", names).items())
+        by_index = {int(index): name for index, name in pairs}
+        names = [by_index[index] for index in range(len(by_index))]
+    return [name[-1] if isinstance(name, list) else name for name in names]
+
+
+def _preprocess(text: str) -> dict[str, Any]:
+    """Parse `imagenet`, fields as in `size=224,mean=0.5,0.5,0.5`, or a JSON file of fields or of a timm config."""
+    if text == "imagenet":
+        return {"size": (224, 224), "resize": 256}
+    if "=" in text:
+        return dict(map(_field, re.split(r",(?=[a-z]+=)", text)))
+    fields = json.loads(Path(text).read_bytes())
+    return dict(fields.get("pretrained_cfg", fields))
+
+
+def _columns(text: str) -> dict[str, str]:
+    """Parse the names of columns, as in `path=file,target=label`."""
+    columns = dict(part.split("=") for part in text.split(","))
+    if columns.keys() - {"path", "target"}:
+        raise ValueError("there are the columns path and target")
+    return columns
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """Parse a field of `Preprocess`: numbers separated by commas, or text. A single size is that of a square."""
+    name, _, value = text.partition("=")
+    if value.isdecimal() and name in ("size", "resize"):
+        return name, int(value) if name == "resize" else (int(value), int(value))
+    return name, json.loads(f"[{value}]") if value[:1].isdecimal() else value
+
+
 # The table -----------------------------------------------------------------------------------------------------
 
 
@@ -134,12 +193,17 @@ def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Opti
 
 OPTIONS: dict[str, list[Option]] = {
     "": [
-        _option("IMAGE", "image files, or folders of images", dest="images", nargs="*"),
-        _option("SOURCE", "folders, files, patterns, lists (csv, jsonl, txt), tar shards", dest="sources", nargs="+"),
+        _option("IMAGE", "image files or folders; - reads one image from stdin", dest="images", nargs="*"),
+        _option(
+            "SOURCE", "folders, files, patterns, lists, tar shards; - reads paths from stdin", dest="sources", nargs="+"
+        ),
         _option("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
         _option("DIR", "folder written by saliency batch", dest="folder", type=Path),
-        _option("MODEL", f"see saliency models (default: {MODEL})", dest="model", nargs="?", default=MODEL),
+        _option("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         _option("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
+        _option("METHOD", "name of a method", dest="method", nargs="?"),
+        _option("SHELL", "bash, zsh or fish", dest="shell", choices=("bash", "zsh", "fish")),
+        _option("--json", "print JSON"),
         _option("-q --quiet", "print errors only"),
         _option("-r --recursive", "include subfolders"),
         _option("--limit N", "only the first N images", type=_positive_integer),
@@ -151,9 +215,20 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--html FILE", "also write everything to an HTML page", type=Path),
     ],
     "model, method and target": [
-        _option("--model NAME", f"see saliency models (default: {MODEL})", default=MODEL),
+        _option("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),
         _option(
             "--weights NAME|FILE", "name, checkpoint file, or none for random weights", type=_weights, default="default"
+        ),
+        _option(
+            "--classes FILE",
+            "class names, one per line or JSON (default: those of the model)",
+            dest="categories",
+            type=_parsed(_class_names, "a file of class names, one per line or JSON"),
+        ),
+        _option(
+            "--preprocess TEXT",
+            "imagenet, a JSON file, or size=224,resize=256,mean=0.5,0.5,0.5 (default: that of the model)",
+            type=_parsed(_preprocess, "imagenet, a JSON file, or fields such as size=224,resize=256"),
         ),
         _option(
             "-m --method NAME",
@@ -164,6 +239,11 @@ OPTIONS: dict[str, list[Option]] = {
         ),
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
         _option("--targets FILE", "csv file with the columns path and target", "target"),
+        _option(
+            "--columns NAMES",
+            "columns of lists with other names, as in path=file,target=label",
+            type=_parsed(_columns, "path=NAME,target=NAME"),
+        ),
         _option("--layer NAME", "layer that CAMs read; see saliency layers (default: automatic)"),
         _option(
             "--set OPTION=VALUE",
@@ -175,7 +255,7 @@ OPTIONS: dict[str, list[Option]] = {
         ),
     ],
     "output": [
-        _option("-o --out DIR", "output folder (default: out)", type=Path, default=Path("out")),
+        _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         _option("--save", "also save the values as .safetensors, for Explanation.load"),
         _option("--maps", "also save the attribution values, for saliency render"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -139,7 +139,10 @@ class Preprocess:
             ImageError: The config is not for RGB, or has no `input_size`.
         """
         if config.get("input_size") is None:
-            raise ImageError(f'the timm config {dict(config)} has no "input_size"; pass model.pretrained_cfg')
+            raise ImageError(
+                f'the timm config {dict(config)} has no "input_size"; pass model.pretrained_cfg, or '
+                f"fields of saliency.Preprocess: {', '.join(each.name for each in fields(cls))}"
+            )
         channels, *size = (3, *config["input_size"])[-3:]
         if channels != 3:
             raise ImageError(f"the model takes {channels} channels, an image has 3; pass a float tensor")
@@ -288,7 +291,7 @@ PreprocessLike = Preprocess | TransformPreprocess | Callable[[Image.Image], Tens
 
 
 def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
-    """Convert a torchvision preset, a timm config or any callable to a preprocessing.
+    """Convert a torchvision preset, a timm config, the fields of a `Preprocess` or any callable to a preprocessing.
 
     Raises:
         ImageError: `like` is none of these.
@@ -296,7 +299,8 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     if isinstance(like, Preprocess | TransformPreprocess):
         return like
     if isinstance(like, Mapping):
-        return Preprocess.from_timm(like)
+        own = {each.name for each in fields(Preprocess)}
+        return Preprocess(**like) if own.issuperset(like) else Preprocess.from_timm(like)
     if _is_torchvision_preset(like):
         return Preprocess.from_torchvision(like)
     if callable(like):

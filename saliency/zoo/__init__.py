@@ -16,10 +16,11 @@ from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, ModelInfo, Source, Timm, Torchvision, WeightsLocation
+from .python_models import PythonModel, is_python
 
 _LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
-_RANDOM_LOCK = threading.Lock()  # the random state is shared by all threads
+_RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; the user's code may call `load`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ def load(
 
     Args:
         name: "efficientnet_lite0" (whose weights need no download), or any model of torchvision or timm, looked up in
-            that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" choose the library.
+            that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" choose the library. Or a model in Python
+            code that is run: "mine.py:make" or "package.module:make", the name of a model or of a function that returns
+            one. Its attributes `preprocess` and `categories` are used.
         weights: "default" for the library's best ones; None for random ones; the name of another set of the library
             ("IMAGENET1K_V2", "a1_in1k"); or the path of a checkpoint, from which no code is run.
         preprocess: Replaces the library's own: torchvision's `weights.transforms()`, timm's `pretrained_cfg`, or any
@@ -56,7 +59,8 @@ def load(
     Raises:
         DependencyError: The library, or the package of bundled weights, is not installed.
         ModelError: The model or its weights do not exist or cannot be downloaded. The checkpoint is missing, damaged,
-            unsafe or of another model. The library cannot be imported, or the number of categories is wrong.
+            unsafe or of another model. The library cannot be imported, or the number of categories is wrong. The
+            user's code raises an error; the message names its file and line.
 
     Example:
         >>> import saliency
@@ -79,7 +83,8 @@ def load(
     if classes is not None:
         facts = ModelInfo(facts.preprocess, None, classes)
     plain: Any = model.eval()
-    plain.preprocess = as_preprocess(facts.preprocess if preprocess is None else preprocess)
+    chosen = facts.preprocess if preprocess is None else preprocess
+    plain.preprocess = None if chosen is None else as_preprocess(chosen)
     plain.categories = facts.categories if categories is None else _check_categories(categories, facts.classes)
     return model
 
@@ -110,8 +115,10 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
     return path if is_path else None
 
 
-def _find(name: str) -> tuple[Torchvision | Timm, str]:
+def _find(name: str) -> tuple[Torchvision | Timm | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
+    if is_python(name):
+        return PythonModel(), name
     source, slash, bare = name.partition("/")
     for library in _LIBRARIES:
         sought = bare if slash and source == library.source else name

@@ -21,7 +21,7 @@ from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..io.preprocess import PreprocessLike
 from .checkpoints import load_checkpoint
 
-Source = Literal["bundled", "torchvision", "timm"]
+Source = Literal["bundled", "torchvision", "timm", "python"]
 _TIMEOUT = 5.0  # seconds for a host to answer
 WeightsLocation = Literal["here", "download", "pip install", "none"]
 
@@ -30,7 +30,7 @@ WeightsLocation = Literal["here", "download", "pip install", "none"]
 class ModelInfo:
     """Preprocessing and classes that a library provides for a model."""
 
-    preprocess: PreprocessLike
+    preprocess: PreprocessLike | None  # None if unknown
     categories: tuple[str, ...] | None  # None if the class names are unknown
     classes: int | None  # None if their number is unknown
 

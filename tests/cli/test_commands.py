@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 import re
 import shutil
@@ -25,7 +27,9 @@ from saliency import batch, cli, zoo
 from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
-from saliency.cli import main, options
+from saliency.cli import command_parser, main, options
+from saliency.cli.completion import SCRIPTS, candidates, method_names, model_names
+from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
 from saliency.render.heatmap import SIGNS
 from saliency.render.overlay import overlay, save_picture
@@ -144,6 +148,97 @@ def test_an_option_goes_to_the_methods_that_have_it(run: Callable[..., Run], tmp
     assert kept.settings["percentile"] == 50
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("names.txt", "\ufeffant\nbee\r\n\ncat\ndog\nemu\n"),
+        ("names.json", '["ant", "bee", "cat", "dog", "emu"]'),
+        ("config.json", '{"id2label": {"0": "ant", "2": "cat", "1": "bee", "4": "emu", "3": "dog"}}'),
+        ("keras.json", '{"dog": 3, "ant": 0, "bee": 1, "cat": 2, "emu": 4}'),
+        (
+            "imagenet.json",
+            '{"0": ["n0", "ant"], "1": ["n1", "bee"], "2": ["n2", "cat"], "3": ["", "dog"], "4": ["emu"]}',
+        ),
+    ],
+)
+def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    arguments = command_parser("explain").parse(["--classes", str(tmp_path / name)])
+    assert arguments.categories == ["ant", "bee", "cat", "dog", "emu"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("imagenet", saliency.Preprocess(size=(224, 224), resize=256)),
+        ("size=224,resize=256", saliency.Preprocess(size=(224, 224), resize=256)),
+        (
+            "size=8,9,resize=10,12,mean=0.5,0.5,0.5,std=1,1,1,interpolation=bicubic,fit=cover",
+            saliency.Preprocess(
+                size=(8, 9), resize=(10, 12), mean=(0.5,) * 3, std=(1,) * 3, interpolation="bicubic", fit="cover"
+            ),
+        ),
+        ({"size": [8, 9], "resize": 10}, saliency.Preprocess(size=(8, 9), resize=10)),
+        (
+            {"input_size": [3, 8, 8], "crop_pct": 1},
+            saliency.Preprocess.from_timm({"input_size": (3, 8, 8), "crop_pct": 1}),
+        ),
+        ({"pretrained_cfg": {"input_size": [3, 8, 8]}}, saliency.Preprocess.from_timm({"input_size": (3, 8, 8)})),
+    ],
+)
+def test_preprocessing_is_a_word_fields_or_a_file(tmp_path: Path, text: Any, expected: saliency.Preprocess) -> None:
+    if isinstance(text, dict):
+        (tmp_path / "p.json").write_text(json.dumps(text))
+        text = str(tmp_path / "p.json")
+    assert as_preprocess(command_parser("explain").parse(["--preprocess", text]).preprocess) == expected
+
+
+def test_one_photo_may_come_and_go_through_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(COFFEE.read_bytes())))
+    assert main(["explain", str(COFFEE), "-o", str(tmp_path), "-q"]) == 0
+    capfdbinary.readouterr()
+    assert main(["explain", "-", "-o", "-", "-m", "grad_cam"]) == 0
+    out, err = capfdbinary.readouterr()
+    assert (out, err) == ((tmp_path / "coffee.grad_cam.png").read_bytes(), b"")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"no picture")))
+    assert main(["explain", "-m", "grad_cam", "-", "-o", "-"]) == 1
+    out, err = capfdbinary.readouterr()
+    assert out == b""
+    assert err.startswith(b"saliency: stdin is not an AVIF")
+    for words in ([COFFEE], ["-m", "layer_cam", "grad_cam"], ["--sheet"], ["--save"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(COFFEE.read_bytes())))
+        assert main(["explain", "-", "-o", "-", *map(str, words)]) == 2
+        out, err = capfdbinary.readouterr()
+        assert out == b""
+        assert b"-o - writes one overlay" in err
+
+
+def test_an_own_model_is_explained_with_own_classes_and_preprocessing(run: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("a\nb\nc\nd\ne")
+    model = (
+        "--model",
+        "tests.batchwork:Tiny",
+        "--classes",
+        tmp_path / "names.txt",
+        "--preprocess",
+        "size=32,resize=32",
+    )
+    assert explain(run, tmp_path / "out", COFFEE, *model, "--target", "d", "--save").code == 0
+    kept = saliency.Explanation.load(tmp_path / "out" / "coffee.grad_cam.safetensors")
+    assert (kept.target_names, kept.input_size) == (("d",), (32, 32))
+    assert run("layers", *model[1:], "--gradients", "--target", "d").code == 0
+    (tmp_path / "names.txt").write_text("a\nb")
+    assert (
+        explain(run, tmp_path / "out", COFFEE, *model).err == "saliency: got 2 class names for a model of 5 classes\n"
+    )
+    answer = explain(run, tmp_path / "out", COFFEE, *model[:4], "--preprocess", "sise=3")
+    assert "fields of saliency.Preprocess: size, resize" in answer.err
+    answer = explain(run, tmp_path / "out", COFFEE, "--preprocess", "imagent")
+    assert "imagent: expected imagenet, a JSON file" in answer.err
+
+
 def test_all_methods_of_a_photo_share_one_forward(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,15 +279,15 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
     assert answer.code == 1
     assert names(tmp_path / "out") == ["fine.grad_cam.png", "sheet.png"]
     for reason in (
-        "broken.jpg: is damaged: image file is truncated",
-        "empty.png: is empty",
-        "folder.png: is a folder",
-        "notes.txt: is not an AVIF",
+        "broken.jpg is damaged: image file is truncated",
+        "empty.png is empty",
+        "folder.png is a folder",
+        "notes.txt is not an AVIF",
         "nothing: the folder contains no images",
-        "missing.jpg: cannot be read: No such file",
+        "missing.jpg cannot be read: No such file",
     ):
         assert reason in answer.err
-        assert reason.partition(": ")[2] not in answer.out  # once, and where errors belong
+        assert reason.partition(" ")[2] not in answer.out  # once, and where errors belong
     assert answer.err.count("\n") == 6
     assert "hidden" not in answer.out
 
@@ -264,7 +359,7 @@ def test_a_full_disk_is_told_of_the_file(
 def test_quiet_prints_nothing_but_errors(run: Callable[..., Run], tmp_path: Path) -> None:
     answer = explain(run, tmp_path, COFFEE, "missing.jpg", "-q", "--sheet")
     assert (answer.code, answer.out) == (1, "")
-    assert answer.err == "saliency: missing.jpg: cannot be read: No such file or directory\n"
+    assert answer.err == "saliency: missing.jpg cannot be read: No such file or directory\n"
     assert explain(run, tmp_path, COFFEE, "-q", "-m", "grad_cam_plus_plus", *SILU).err == ""
 
 
@@ -346,13 +441,14 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         (["layers", "efficientnet_lite9"], 'no model "efficientnet_lite9"; did you mean'),
         (["layers", "--photo", "missing.jpg"], "'missing.jpg' cannot be read: No such file"),
         (["layers", "--phot", "missing.jpg"], 'no option "--phot"; did you mean "--photo"'),
-        (["methods", "grad_cam"], "unrecognized"),
+        (["methods", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
+        (["completion", "powershell"], "invalid choice: 'powershell'"),
     ],
 )
 def test_every_slip_gets_the_closest_right_word(run: Callable[..., Run], words: list[str], answer: str) -> None:
     got = run(*words)
     assert (got.code, got.out) == (2, "")
-    assert answer in got.err or 'no option "grad_cam"' in got.err
+    assert answer in got.err
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
@@ -470,6 +566,53 @@ def test_methods_lists_the_whole_registry_with_papers(run: Callable[..., Run]) -
     assert "Selvaraju et al. 2016" in lines[1]
 
 
+def test_a_method_is_described_with_every_option(run: Callable[..., Run]) -> None:
+    text = run("methods", "rise").out
+    assert "The paper uses probabilities" in text
+    assert "Petsiuk et al." in text
+    assert re.search(r"^Cost: \d+ forwards. Units: score. Sign: positive.$", text, re.MULTILINE)
+    assert re.search(r"^grid=7 +The number of cells of a mask along each edge.$", text, re.MULTILINE)
+    assert re.search(r"^debiased=true +", text, re.MULTILINE)
+    assert re.search(r"^precision=exact +exact \| fast \| bf16 +", text, re.MULTILINE)
+    assert "--set" not in run("methods", "grad_cam").out
+
+
+def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:
+    described = {about["method"]: about for about in json.loads(run("methods", "--json").out)}
+    assert list(described) == list(METHODS)
+    for name, about in described.items():
+        assert list(about["options"]) == METHODS[name].options()
+        assert all(option["description"] for option in about["options"].values()), name
+    assert json.loads(run("methods", "rise", "--json").out) == [described["rise"]]
+    smooth = described["guided_backprop"]["options"]["smooth"]
+    assert (smooth["default"], smooth["choices"]) == ("leave", ["leave", "positive"])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("saliency ex", {"explain"}),
+        ("saliency  explain a.jpg --shee", {"--sheet"}),
+        ("saliency explain -m grad_cam gra", {"grad_cam", "grad_cam_plus_plus"}),
+        ("saliency batch x --method al", {"all"}),
+        ("saliency batch --engine ", {"local", "ray"}),
+        ("saliency explain --engine ", set()),
+        ("saliency explain --model efficientnet_lite", {f"efficientnet_lite{i}" for i in range(5)}),
+        ("saliency explain --model vgg16 c", set()),
+        ("saliency methods ris", {"rise"}),
+        ("saliency completion ", {"bash", "zsh", "fish"}),
+        ("saliency nothing --", {"--help"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(line: str, expected: set[str]) -> None:
+    assert set(candidates(line)) == expected
+
+
+def test_completion_knows_all_methods_and_models() -> None:
+    assert set(method_names()) == {*METHODS, "all"}
+    assert {model.name.rpartition("/")[2] for model in zoo.models()} <= set(model_names())
+
+
 def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable[..., Run]) -> None:
     few = run("models").out.splitlines()
     assert [line.split()[:2] for line in few[1:4]] == [[f"efficientnet_lite{i}", "bundled"] for i in range(3)]
@@ -493,6 +636,7 @@ def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable
         ([], 2, "usage: saliency COMMAND"),
         (["explain", "--metod", "x"], 2, "--method"),
         (["expl"], 2, "explain"),
+        (["completion", "--help"], 0, "~/.zshrc"),
     ],
 )
 def test_help_version_and_slips_answer_without_torch(words: list[str], code: int, answer: str) -> None:
@@ -507,6 +651,27 @@ def test_help_version_and_slips_answer_without_torch(words: list[str], code: int
     assert answer in done.stdout + done.stderr
 
 
+def test_the_command_completes_a_line_without_torch() -> None:
+    program = (
+        "import sys; from saliency.cli import main; main(); "
+        "print({'torch', 'numpy', 'PIL', 'matplotlib'} & set(sys.modules) or 'light', file=sys.stderr)"
+    )
+    line = {"COMP_LINE": "saliency explain --model resnet1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **line})  # noqa: S603
+    assert "resnet18" in done.stdout.split()
+    assert done.stderr == "light\n"
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+@pytest.mark.slow
+def test_the_script_of_a_shell_is_valid(run: Callable[..., Run], shell: str) -> None:
+    found = shutil.which(shell)
+    if found is None:
+        pytest.skip(f"{shell} is not installed")
+    checked = subprocess.run([found, "-n"], input=run("completion", shell).out, capture_output=True, text=True)  # noqa: S603
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
 def test_the_installed_command_is_this_one() -> None:
     (command,) = entry_points(group="console_scripts", name="saliency")
     assert command.load() is main
@@ -518,6 +683,7 @@ def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
     for command in cli.COMMANDS:
         text = run(command, "--help").out
         assert max(map(len, text.splitlines())) <= 80
+    assert "\n  -m, --method NAME [NAME ...]\n" in run("explain", "--help").out
 
 
 def test_choices_of_the_parser_are_those_of_the_library() -> None:

@@ -74,6 +74,17 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     assert "5 of 5 images done by earlier runs" in out
 
 
+@pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
+def test_paths_may_come_through_a_pipe(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes
+) -> None:
+    (source / "04.png").rename(source / os.fsdecode(b"x \xff.png"))
+    paths = [*sorted(map(os.fsencode, source.iterdir())), b""]
+    for _ in range(2):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(separator.join(paths))))
+        assert "5 of 5 images done" in run("-", "--out", tmp_path / "out")[1]
+
+
 def test_failures_are_told_and_the_exit_code_says_so(
     run: Run, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +92,7 @@ def test_failures_are_told_and_the_exit_code_says_so(
     code, out, err = run(source, "--out", tmp_path / "out")
     assert code == 1
     assert "is empty" not in out  # once, and where errors belong
-    assert err == f"saliency: {source}/02.png: is empty\n"
+    assert err == f"saliency: {source}/02.png is empty\n"
     assert "1 image with failures: 1 ImageError; --retry" in out
     assert run(source, "--out", tmp_path / "out")[0] == 1
     assert main(["batch", str(source), "--out", str(tmp_path / "strict"), "--strict"]) == 1

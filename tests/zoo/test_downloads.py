@@ -113,7 +113,7 @@ def test_torchvision_weights_by_name_bring_their_own_preprocessing() -> None:
     first, second = (
         Torchvision().facts(nn.Identity(), "resnet50", f"ResNet50_Weights.IMAGENET1K_V{n}") for n in (1, 2)
     )
-    assert [as_preprocess(facts.preprocess).resize for facts in (first, second)] == [256, 232]  # type: ignore[union-attr]
+    assert [as_preprocess(facts.preprocess or {}).resize for facts in (first, second)] == [256, 232]  # type: ignore[union-attr]
 
 
 def run(code: str, *, first_on_path: Path | None = None) -> str:

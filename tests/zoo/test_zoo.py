@@ -120,7 +120,7 @@ def test_every_torchvision_model_has_torchvisions_preprocessing_and_names() -> N
         assert facts.categories is not None
         if repr(transform) not in seen:
             seen.add(repr(transform))
-            assert torch.equal(as_preprocess(facts.preprocess)(picture), transform(picture)), name
+            assert torch.equal(as_preprocess(facts.preprocess or {})(picture), transform(picture)), name
     assert len(seen) > 10
 
 
