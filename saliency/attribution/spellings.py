@@ -12,27 +12,25 @@ from ..errors import did_you_mean
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Of captum, grad-cam, torchcam, zennit, tf-explain, Xplique and the authors' code; the first entry that fits is shown.
+# Of captum, grad-cam, torchcam, zennit, tf-explain and the authors' code; the first entry that fits is shown.
 _OPTIONS = {
     "model": "forward_func net network",
     "layer": "target_layer target_layers layer_name conv_layer",
     "layers": "target_layer target_layers layer_names",
     "draws": "num_samples",
-    "passes": "n_samples nt_samples num_samples nb_samples nsamples n_iter num_masks nb_masks n_masks",
+    "passes": "n_samples nt_samples num_samples nsamples n_iter num_masks n_masks",
     "steps": "n_steps num_steps x_steps n_iter max_iter num_samples",
     "noise": "noise_level stdevs std stdev_spread",
-    "baseline": "baselines baseline_fn x_baseline baseline_value",
+    "baseline": "baselines baseline_fn x_baseline",
     "references": "baselines",
-    "fill": "baselines occlusion_fn occlusion_value mask_value",
+    "fill": "baselines occlusion_fn",
     "window": "sliding_window_shapes patch_size window_size",
-    "stride": "strides patch_stride",
+    "stride": "strides",
     "segments": "feature_mask n_segments num_segments",
     "rule": "method",
     "cam": "base_method",
     "inner": "attribution_method base_method",
     "max_distance": "max_dist",
-    "grid": "grid_size",
-    "shown": "p1 preservation_probability",
     "chunk": "batch_size internal_batch_size nt_samples_batch_size perturbations_per_eval",
     "progress": "show_progress",
     "seed": "random_state",
@@ -64,8 +62,6 @@ _PUBLIC = {
     "DeconvNet": "Deconvolution",
     "ExpectedGradients": "GradientShap",
     "SmoothGrad": "NoiseTunnel",
-    "ShapleySampling": "ShapleyValueSampling ShapleyValues",
-    "GuidedBackprop": "GuidedBackpropReLUModel",
     "GradCAM": "LayerGradCam",
     "overlay": "show_cam_on_image overlay_mask visualize_image_attr",
     "probability": "ClassifierOutputSoftmaxTarget",
@@ -90,14 +86,18 @@ def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         for name in keywords:
             if name not in known:
-                cls: Any = type(arguments[0])
-                options = cls.parameters()
-                ours = next((ours for ours in (name, *_matches(name, _OPTIONS)) if ours in options), None)
-                option = f"; the method takes it: {cls.__name__}(model, {ours}=...)"
-                raise TypeError(f'attribute has no argument "{name}"{option if ours else option_hint(name, known)}')
+                hint = _attribute_hint(name, type(arguments[0]), known)
+                raise TypeError(f'attribute has no argument "{name}"{hint}')
         return function(*arguments, **keywords)
 
     return checked
+
+
+def _attribute_hint(name: str, cls: Any, known: Collection[str]) -> str:
+    for ours in (name, *_matches(name, _OPTIONS)):
+        if ours in cls.parameters():
+            return f"; the method takes it: {cls.__name__}(model, {ours}=...)"
+    return option_hint(name, known)
 
 
 def public_hint(name: str, known: Collection[str]) -> str:

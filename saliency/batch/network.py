@@ -140,7 +140,7 @@ class Network:
             )
         self.preprocess = preprocess
         self.categories = self.methods[0].categories
-        self._target = find_class(options.target, self.categories)
+        self._target = None if options.target is None else class_index(options.target, self.categories)
         self._named = None if options.categories is None else len(options.categories)
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
@@ -175,7 +175,7 @@ class Network:
         for index, image in enumerate(batch):
             target = image.entry.target
             try:
-                targets.append(self._target if target is None else find_class(target, self.categories))
+                targets.append(self._target if target is None else class_index(target, self.categories))
             except TargetError as error:
                 targets.append(None)
                 results[index] = {method.name: error for method in self.methods}
@@ -234,11 +234,6 @@ class Network:
             for start in range(0, len(x), size)
         ]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
-
-
-def find_class(target: int | str | None, categories: Categories) -> int | None:
-    """Return the index of a class given by index or name. Raises TargetError if the class names do not contain it."""
-    return None if target is None else class_index(target, categories)
 
 
 def load_model(options: RunOptions) -> nn.Module:

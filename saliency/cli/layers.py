@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..attribution.resolved_target import ResolvedTarget
-from ..batch.network import find_class
 from ..errors import visible
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, run_model
 from ..inspection import activation_statistics, gradient_statistics, layer_table
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting(f"loading {arguments.model}"):
         model = load(arguments.model, weights=arguments.weights)
     categories = arguments.categories or getattr(model, "categories", None)
-    target = ResolvedTarget(find_class(arguments.target, categories), 1, categories)
+    target = ResolvedTarget(arguments.target, 1, categories)
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     batch = read(arguments.photo or _noise(), preprocess, like=reference_tensor(model))
     x = batch.tensor  # (1, C, H, W)
