@@ -24,11 +24,12 @@ from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import ModelAttribute, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
-from ..io.preprocess import PreprocessLike, as_preprocess
+from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..targets.targets import TargetLike, as_categories
+from ..validation import check_choice
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
-from .options import ConvertedOption, HasOptions, PerImage, PositionalOption, RunStats, declared_options
+from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
 
@@ -67,6 +68,8 @@ class Attribution(HasOptions, ABC):
         preprocess: The preprocessing of images: a `Preprocess`, a torchvision preset, timm's pretrained
             configuration, or any function from a PIL image to a tensor. By default `model.preprocess`.
         categories: The class names in the order of the output. By default `model.categories`.
+        whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
+            keeps its aspect ratio, for models that take any size. Float tensors are used as they are.
     """
 
     name: ClassVar[str] = ""
@@ -90,6 +93,7 @@ class Attribution(HasOptions, ABC):
     categories: ConvertedOption[Sequence[str] | None, tuple[str, ...] | None] = ConvertedOption(
         None, lambda name, like: as_categories(like)
     )
+    whole: Option[Whole] = Option(False)
 
     if TYPE_CHECKING:  # METHODS[name] takes options that this class does not declare
 
@@ -111,17 +115,20 @@ class Attribution(HasOptions, ABC):
         for name in get_args(ModelAttribute):
             if values[name] is None:
                 values[name] = model_attribute(name, values["model"])
+        if check_choice("whole", values["whole"], WHOLE):
+            values["preprocess"] = without_crop(values["preprocess"], values["whole"])
         super().set_options(values)
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """Options of this method: the arguments of its constructor except those about the model."""
-        return {name: _to_json(getattr(self, name)) for name in type(self).options()}
+        """Options of this method: the arguments of its constructor except those about the model, and `whole` if set."""
+        names = [*type(self).options(), *(["whole"] if self.whole else [])]
+        return {name: _to_json(getattr(self, name)) for name in names}
 
     @classmethod
     def options(cls) -> list[str]:
         """Return the names of the options, in the order of the constructor."""
-        about_the_model = ("model", "layer", "layers", "preprocess", "categories")
+        about_the_model = ("model", "layer", "layers", "preprocess", "categories", "whole")
         return [name for name in cls.parameters() if name not in about_the_model]
 
     @classmethod

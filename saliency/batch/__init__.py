@@ -31,7 +31,7 @@ from .sources import find_images
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..io.preprocess import PreprocessLike
+    from ..io.preprocess import PreprocessLike, Whole
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
@@ -47,6 +47,7 @@ def batch(
     categories: Sequence[str] | None = None,
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
+    whole: Whole = False,
     target: int | str | None = None,
     targets: str | os.PathLike[str] | None = None,
     columns: Mapping[str, str] | None = None,
@@ -83,6 +84,7 @@ def batch(
         categories: Class names; None for those of the model.
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.
+        whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
         target: Class index or name for all images without their own target; None for the top class of each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
         columns: Names of the columns "path" and "target" of lists and `targets`; by default the usual ones.
@@ -124,6 +126,7 @@ def batch(
         methods=(methods,) if isinstance(methods, str) else tuple(methods),
         layer=layer,
         options=dict(options or {}),
+        whole=whole,
         target=target,
         style=style or OverlayStyle(),
         maps=maps,

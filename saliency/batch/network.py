@@ -305,5 +305,6 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
     for cls in classes:
         given = {name: value for name, value in values.items() if name in cls.options()}
         given |= {name: value for name, value in layers.items() if name in cls.parameters()}
-        methods.append(cls(model, preprocess=options.preprocess, categories=options.categories, **given))
+        about_the_model = {name: getattr(options, name) for name in ("preprocess", "categories", "whole")}
+        methods.append(cls(model, **about_the_model, **given))
     return methods

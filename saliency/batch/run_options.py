@@ -18,7 +18,7 @@ from .errors import BatchError
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..io.preprocess import PreprocessLike
+    from ..io.preprocess import PreprocessLike, Whole
 
 Format = Literal["png", "jpg", "webp"]
 Sign = Literal["positive", "signed", "absolute"]
@@ -126,6 +126,7 @@ class RunOptions:
         methods: Names in the registry.
         layer: Layer for the methods that read one; None for their default.
         options: Options of the methods, applied to each method that has them.
+        whole: Whether the model sees the whole image, as for every method: False, True or "aspect".
         target: Class index or name for all images without their own target; None for the top class of each image.
         style: How overlays are drawn.
         maps: Whether the values are saved.
@@ -147,6 +148,7 @@ class RunOptions:
     methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    whole: Whole = False
     target: int | str | None = None
     style: OverlayStyle = field(default_factory=OverlayStyle)
     maps: bool = False
@@ -184,6 +186,7 @@ class RunOptions:
             "model source": self._source(),
             "preprocess": None if self.preprocess is None else re.sub(r" at 0x\w+", "", str(self.preprocess)),
             "classes": None if self.categories is None else _sha256(str(list(self.categories)).encode()),
+            "whole": self.whole,
             "target": self.target,
             **asdict(self.style),
         }

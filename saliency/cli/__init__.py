@@ -118,7 +118,7 @@ def _unknown_command(name: str) -> str:
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
-_MODEL = "--model --weights --classes --preprocess --method --target --layer --set --device"
+_MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"
 _STYLE = "--opacity --colormap --sign --percentile"
 _EXIT_CODES = """\
 exit codes:

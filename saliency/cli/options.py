@@ -187,7 +187,7 @@ def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Opti
     """Create an option from its usage: "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR"."""
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = usage.split()[len(flags) :]
-    keywords |= {"metavar": metavar[0]} if metavar else {"action": "store_true"}
+    keywords = ({"metavar": metavar[0]} if metavar else {"action": "store_true"}) | keywords
     return Option(flags[-1] if flags else usage, flags or [keywords.pop("dest")], exclusive, {"help": text, **keywords})
 
 
@@ -244,6 +244,8 @@ OPTIONS: dict[str, list[Option]] = {
             "columns of lists with other names, as in path=file,target=label",
             type=_parsed(_columns, "path=NAME,target=NAME"),
         ),
+        _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
+        _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
         _option("--layer NAME", "layer that CAMs read; see saliency layers (default: automatic)"),
         _option(
             "--set OPTION=VALUE",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -24,6 +24,8 @@ from ..validation import check_choice, is_integer, is_pair, is_real
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
 Fit = Literal["stretch", "cover", "contain"]
+Whole = bool | Literal["aspect"]
+WHOLE: tuple[Whole, ...] = (False, True, "aspect")
 
 _FILTER_NAMES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 _FILTERS = {name: Image.Resampling[name.upper()] for name in _FILTER_NAMES}
@@ -160,6 +162,21 @@ class Preprocess:
             fit="stretch" if is_square else _TIMM_FITS[mode],
             fill=tuple(round(255 * value) for value in mean) if mode == "border" else (0, 0, 0),
         )
+
+    def without_crop(self, whole: Whole) -> Preprocess:
+        """Return a preprocessing that shows the model the whole image.
+
+        Args:
+            whole: True resizes the image to the input's size, which changes its aspect ratio. "aspect" resizes it as
+                before and leaves the crop out, so the model's input differs in size and shape between images.
+        """
+        if self.size is None or not whole:
+            return self
+        if whole != "aspect":
+            return replace(self, resize=self.size, fit="stretch")
+        if isinstance(self.resize, tuple) and self.fit == "stretch":
+            return replace(self, size=None, resize=min(self.resize))
+        return replace(self, size=None)
 
     @property
     def input_range(self) -> tuple[float, float]:
@@ -308,6 +325,22 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     raise ImageError(
         f"preprocess is a {type(like).__name__}; expected a callable from an image to a tensor (3, H, W), "
         "weights.transforms() of torchvision or the pretrained_cfg of a timm model"
+    )
+
+
+def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
+    """Return a preprocessing without its crop; see `Preprocess.without_crop`.
+
+    Raises:
+        ImageError: There is no preprocessing, or it is a function, whose crop cannot be taken out.
+    """
+    prepare = None if like is None else as_preprocess(like)
+    if isinstance(prepare, Preprocess):
+        return prepare.without_crop(whole)
+    came = "this model has no preprocessing" if prepare is None else "the preprocessing is a function"
+    raise ImageError(
+        f"whole={whole!r}: {came}, so no crop can be taken out of it; describe it, for example by "
+        "preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
     )
 
 

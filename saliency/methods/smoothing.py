@@ -54,7 +54,8 @@ class NoisyAttribution(SampledAttribution):
         if not isinstance(inner_options, Mapping):
             raise MethodError(f"inner_options={inner_options!r} is not a mapping of names to options")
         if not isinstance(wrapped, Attribution):
-            wrapped = get_method(inner)(wrapped, **inner_options)
+            about_the_model = {name: values[name] for name in ("preprocess", "categories", "whole")}
+            wrapped = get_method(inner)(wrapped, **{**about_the_model, **inner_options})
         elif inner_options or inner not in (VanillaGradient.name, _name_of(wrapped)):
             raise MethodError(
                 f"{type(self).__name__} got the method {wrapped!r} and also inner={inner!r} with inner_options="
@@ -62,6 +63,7 @@ class NoisyAttribution(SampledAttribution):
             )
         else:
             values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories") if values[n] is None}
+        values["whole"] = values["whole"] or wrapped.whole
         self._wrapped: Attribution = wrapped
         values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
         super().set_options(values)

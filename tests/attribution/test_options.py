@@ -6,22 +6,25 @@ import copy
 import inspect
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import saliency
+import saliency.testing
 from saliency import METHODS, MethodError, SaliencyError
 from saliency.attribution.options import Option
-from saliency.errors import RenderError
+from saliency.errors import RenderError, SaliencyWarning
 from saliency.validation import check_choice, check_integer, check_number, is_integer
-from tests.models import PooledNet
+from tests.models import PooledNet, small_vit
 
 NO_NUMBERS: list[Any] = [
     "many", None, [None], math.nan, math.inf, True, np.True_, object(), torch.tensor(1), np.array([1.0])
@@ -142,7 +145,8 @@ class Written(Shifted):
 
 
 def test_declared_options_are_the_keywords_of_the_constructor() -> None:
-    assert str(inspect.signature(Shifted)) == "(model, *, shift=2, limit=None, preprocess=None, categories=None)"
+    about_the_model = "preprocess=None, categories=None, whole=False"
+    assert str(inspect.signature(Shifted)) == f"(model, *, shift=2, limit=None, {about_the_model})"
     assert str(inspect.signature(saliency.SmoothGrad.__init__)).startswith("(self, model, *, inner=")
     assert Shifted.options() == ["shift", "limit"]
     method = Shifted(SMALL, shift=np.int64(3).item(), limit=0.5)
@@ -184,3 +188,51 @@ def test_an_option_without_its_constructor_names_the_cause() -> None:
     assert Forgetful.options() == []
     with pytest.raises(AttributeError, match=r"call super\(\).__init__"):
         Forgetful(SMALL).shift  # noqa: B018
+
+
+# The whole image.
+
+
+def photo_model() -> nn.Module:
+    model: Any = saliency.testing.tiny_model()
+    model.preprocess = saliency.Preprocess(size=(16, 16), resize=20)
+    return cast("nn.Module", model)
+
+
+PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 60, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "size"), [("grad_cam", True, (16, 16)), *((name, "aspect", (20, 40)) for name in METHODS)]
+)
+def test_every_method_explains_the_whole_image(name: str, whole: Any, size: tuple[int, int]) -> None:
+    quick = METHODS[name].quick_options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaliencyWarning)
+        found = METHODS[name](photo_model(), **quick, whole=whole).attribute(PHOTO, 1)
+    assert found.input_size == size
+    assert [frame.box for frame in found.frames if frame] == [(0, 0, 60, 30)]
+    assert found.settings["whole"] == whole
+    assert saliency.overlay(found).size == PHOTO.size
+    assert "whole" not in METHODS[name](photo_model(), **quick).settings
+
+
+def test_a_wrapped_method_and_its_wrapper_see_the_same_whole_image() -> None:
+    inside = saliency.SmoothGrad(saliency.GradCAM(photo_model(), whole=True), passes=2)
+    named = saliency.SmoothGrad(photo_model(), inner="grad_cam", passes=2, whole=True)
+    also = saliency.SmoothGrad(photo_model(), inner="grad_cam", inner_options={"whole": True}, passes=2)
+    assert inside.settings == named.settings == also.settings
+    assert inside.preprocess == named.preprocess == also.preprocess
+    maps = [method.attribute(PHOTO, 1).values for method in (inside, named, also)]
+    assert torch.equal(maps[0], maps[1])
+    assert torch.equal(maps[0], maps[2])
+
+
+def test_a_whole_image_that_the_model_does_not_take_is_an_error_with_its_size() -> None:
+    model: Any = small_vit(size=16)
+    model.preprocess = saliency.Preprocess(size=(16, 16), resize=20)
+    assert saliency.VanillaGradient(model, whole=True).attribute(PHOTO, 1).values.shape == (1, 3, 16, 16)
+    with pytest.raises(saliency.ModelError, match="1x3x20x40"):
+        saliency.VanillaGradient(model, whole="aspect").attribute(PHOTO, 1)
+    with pytest.raises(MethodError, match="whole='no' is not one of False, True, 'aspect'"):
+        saliency.VanillaGradient(model, whole="no")  # type: ignore[arg-type]

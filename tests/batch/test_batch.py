@@ -109,6 +109,22 @@ def test_the_heat_image_has_the_opacity_of_the_map(source: Path, tmp_path: Path)
     assert len(np.unique(heat[..., 3])) > 4
 
 
+@pytest.mark.parametrize("whole", [True, "aspect"])
+def test_whole_images_of_all_shapes_are_explained_and_resumed(tmp_path: Path, whole: Any) -> None:
+    for number in range(6):
+        noise(tmp_path / "in" / f"{number}.png", number, [(60, 30), (30, 60), (40, 40)][number % 3])
+    options: dict[str, Any] = {"methods": BOTH, "whole": whole, "maps": True}
+    quick(tmp_path / "in", tmp_path / "out", **options)
+    quick(tmp_path / "in", tmp_path / "again", **options, limit=2)
+    quick(tmp_path / "in", tmp_path / "again", **options)
+    assert_same(tmp_path / "out", tmp_path / "again")
+    for row in rows(tmp_path / "out"):
+        assert row["box"] == [0, 0, row["width"], row["height"]]
+        assert row["settings"]["whole"] == whole
+    with pytest.raises(BatchError, match=f"whole was {whole!r} and is now False"):
+        quick(tmp_path / "in", tmp_path / "out", **options | {"whole": False})
+
+
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_overlays_have_the_chosen_format(source: Path, tmp_path: Path, suffix: Any) -> None:
     quick(source, tmp_path / "out", style=OverlayStyle(format=suffix), limit=1)

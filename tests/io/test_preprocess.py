@@ -17,7 +17,7 @@ from torchvision import models
 from torchvision.transforms import InterpolationMode, v2
 
 from saliency.errors import ImageError
-from saliency.io.preprocess import Box, Preprocess, TransformPreprocess, as_preprocess
+from saliency.io.preprocess import Box, Preprocess, TransformPreprocess, as_preprocess, without_crop
 
 TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -186,6 +186,46 @@ def test_a_strip_that_would_fill_the_memory_is_refused() -> None:
 
 
 # Descriptions
+
+
+# Without the crop.
+
+CROPS = [
+    Preprocess(size=(20, 20), resize=24),
+    Preprocess(size=(20, 16), resize=(24, 18), fit="cover"),
+    Preprocess(size=(20, 20), resize=(24, 24), fit="stretch"),
+    Preprocess(size=(20, 20), resize=(24, 24), fit="contain"),
+    Preprocess(size=(20, 20)),
+]
+
+
+@pytest.mark.parametrize("size", [(90, 40), (40, 90), (64, 64)])
+@pytest.mark.parametrize("crop", CROPS, ids=str)
+def test_a_whole_image_is_the_box_of_the_input(crop: Preprocess, size: tuple[int, int]) -> None:
+    stretched, own = crop.without_crop(whole=True), crop.without_crop("aspect")
+    assert stretched.box(size) == own.box(size) == (0, 0, *size)
+    assert stretched(noise(size)).shape[1:] == crop.size
+    height, width = own(noise(size)).shape[1:]
+    assert width / height == pytest.approx(size[0] / size[1], rel=0.07)
+    assert crop.without_crop(whole=False) is crop
+    assert own.without_crop("aspect") == own
+
+
+@pytest.mark.parametrize("size", [(90, 40), (40, 90), (64, 64)])
+def test_the_crop_is_a_part_of_the_whole_image_at_its_own_aspect(size: tuple[int, int]) -> None:
+    crop = Preprocess(size=(20, 20), resize=24)
+    whole = crop.without_crop("aspect")(noise(size))
+    top, left = ((edge - 20) // 2 for edge in whole.shape[1:])
+    inside = [whole[:, t : t + 20, x : x + 20] for t in (top, top + 1) for x in (left, left + 1)]
+    assert any(torch.equal(crop(noise(size)), part) for part in inside)
+
+
+@pytest.mark.parametrize(
+    ("like", "words"), [(None, "no preprocessing"), (lambda picture: torch.zeros(3, 8, 8), "is a function")]
+)
+def test_a_crop_that_cannot_be_taken_out_is_refused(like: Any, words: str) -> None:
+    with pytest.raises(ImageError, match=rf"whole='aspect': .*{words}.*saliency.Preprocess\(size="):
+        without_crop(like, "aspect")
 
 
 def test_equal_descriptions_are_equal_and_hash_alike() -> None:
