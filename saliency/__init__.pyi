@@ -12,6 +12,7 @@ from .engine.estimates import generator as generator
 from .engine.multi_pass import ImageAttribution as ImageAttribution
 from .engine.multi_pass import MultiPassAttribution as MultiPassAttribution
 from .engine.multi_pass import SampledAttribution as SampledAttribution
+from .engine.multi_pass import TimedAttribution as TimedAttribution
 from .engine.multi_pass import from_estimate as from_estimate
 from .errors import DependencyError as DependencyError
 from .errors import ExplanationError as ExplanationError

@@ -171,7 +171,7 @@ class RunStats:
 
     Attributes:
         passes: The number of passes of the model.
-        seconds: The time of these passes, in seconds.
+        seconds: The time of the image, in seconds, from the first forward on.
         stopped: Why the passes ended: "complete" (all that the method needs), a limit that was set ("passes",
             "seconds", "tolerance"), or an "interrupt".
         precision: The precision of the passes.

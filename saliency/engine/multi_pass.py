@@ -8,6 +8,8 @@ size that fits into memory.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import signal
 import sys
 import threading
@@ -88,6 +90,11 @@ class ChunkTuner:
         is_falling = len(last_two) == 2 and all(rates[size] < 0.9 * rates[fastest] for size in last_two)
         return None if 2 * last_two[-1] <= self.most and not is_falling else fastest
 
+    @property
+    def rate(self) -> float:
+        """The rows per second of the fastest size; infinite while unknown."""
+        return max((self._rates or {}).values(), default=math.inf)
+
     def size(self) -> int:
         """Return the size of the next chunk."""
         tried = [size for size in self._rates or {} if size <= self.most]
@@ -165,6 +172,7 @@ class PassRunner(ExitStack):
     Attributes:
         x: The image.
         chunk: The number of passes that run at once, or "auto".
+        began: The moment from which the time counts, as of `time.perf_counter`.
         used: The number of passes so far.
         stopped: What ended the passes; "complete" until a limit is met.
         precisions: How each kind of pass is run: see `RunStats.precision`.
@@ -182,7 +190,7 @@ class PassRunner(ExitStack):
         self._method, self._model, self._budget = method, method.model, method.limits()
         self._batch_target, self._image = batch_target, image
         self._bar: Any = None
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         self._next_check = 2 * CHECK_INTERVAL  # the number of samples at which a tolerance is checked next
         device = x.device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -203,11 +211,11 @@ class PassRunner(ExitStack):
     @property
     def effort(self) -> RunStats:
         """The passes, the time and how the passes were run, so far."""
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self.began
         precisions = [f"{precision} ({kind})" for kind, precision in self.precisions.items()]
         if len(set(self.precisions.values())) < 2:
             precisions = list(self.precisions.values())[:1] or ["exact"]
-        return RunStats(self.used, seconds, self.stopped, "; ".join(precisions), "; ".join(self.notes))
+        return RunStats(self.used, seconds, self.stopped, "; ".join(precisions), "; ".join(dict.fromkeys(self.notes)))
 
     def target(self, count: int) -> ResolvedTarget:
         """Return the target for an output of `count` passes of the image."""
@@ -312,8 +320,8 @@ class PassRunner(ExitStack):
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
-        while at < most and not self._is_over(at):
-            size = min(most - at, min(tuner.size(), fits) if self.chunk == "auto" else self.chunk)
+        while at < most and not self.is_over(at):
+            size = min(most - at, min(tuner.size(), fits) if self.chunk == "auto" else self.chunk, self._in_time(tuner))
             if tolerance is not None:
                 size = min(size, CHECK_INTERVAL - at % CHECK_INTERVAL)
             if size > 1 and self._is_single:
@@ -349,15 +357,62 @@ class PassRunner(ExitStack):
         if at >= most and most < count:
             self.stopped = "passes"
 
-    def _is_over(self, at: int) -> bool:
+    def is_over(self, at: int) -> bool:
+        """Return whether an interrupt or the limit of time ends the passes, of which `at` were run."""
         if self.used < self.least:
             return False
-        seconds = self._budget.seconds
-        if self.interrupted:
-            self.stopped = "interrupt"
-        elif at and seconds is not None and time.perf_counter() - self._began >= seconds:
+        is_over = self.interrupted or (at > 0 and self._left <= 0)
+        if is_over:
+            self.stopped = "interrupt" if self.interrupted else "seconds"
+        return is_over
+
+    @property
+    def _left(self) -> float:
+        """The remaining time in seconds."""
+        seconds = math.inf if self._budget.seconds is None else self._budget.seconds
+        return seconds - (time.perf_counter() - self.began)
+
+    def _in_time(self, tuner: ChunkTuner) -> int:
+        """Return how many passes fit into the remaining time; at least one, and those that a map needs."""
+        passes = self._left * tuner.rate
+        return max(1, self.least - self.used, int(passes) if math.isfinite(passes) else sys.maxsize)
+
+    def affordable(self, run: Callable[[int], object], most: int) -> int:
+        """Return how many steps fit into the remaining time, from trials that take about a tenth of it.
+
+        Args:
+            run: Runs a number of steps.
+            most: The number of steps without a limit of time. The result is at most that, and at least two, or one if
+                `most` is one.
+        """
+        budget = self._budget
+        if budget.seconds is None:
+            return most
+        began, steps = time.perf_counter(), min(2, most)
+        self._budget = Budget()
+        for trial in itertools.count():
+            start = time.perf_counter()
+            run(steps)
+            now = time.perf_counter()
+            # The first trial is warm-up: repeat it, unless it took too long.
+            if now - began > budget.seconds / (8 if trial else 2) or (trial and 2 * steps > most):
+                break
+            steps *= 2 if trial else 1
+        self._budget = budget
+        return min(most, max(2, int(self._left * steps / max(now - start, 1e-9))))
+
+    def in_time(self, run: Callable[[int], _T], steps: int) -> _T:
+        """Return the result of `run(steps)`, with fewer steps if more do not fit into the remaining time.
+
+        The limit of time then ends no pass, since the first steps of a path alone would be misleading.
+        """
+        fitting = self.affordable(run, steps)
+        if fitting < steps:
             self.stopped = "seconds"
-        return self.stopped in ("interrupt", "seconds")
+            self.notes.append(f"{fitting} of {steps} steps fit into the time")
+        if self._budget.seconds is not None:
+            self._budget, self.least = Budget(), self.used + 1
+        return run(fitting)
 
     def until_precise(self, estimate: Estimate, results: Iterator[_T]) -> Iterator[_T]:
         """Yield results, which the caller adds to an estimate, until the estimate meets the tolerance."""
@@ -461,10 +516,13 @@ class MultiPassAttribution(Attribution):
         stats: list[RunStats] = []
         interrupted = False
         with HookManager(), torch.no_grad():  # a manager of its own: hooks of an outer call do not act on this one
+            began = time.perf_counter()
             scores = target(run_model(self.model, x))
+            spent = (time.perf_counter() - began) / len(x)
             for image in range(len(x)):
                 method = self._for_image(image)
                 with PassRunner(method, x[image : image + 1], target, image) as passes, no_autocast(x):
+                    passes.began -= spent
                     passes.interrupted |= interrupted  # one Ctrl-C ends the passes of all images
                     images.append(method.explain_image(passes, scores[image]))
                     stats.append(passes.effort)
@@ -495,7 +553,50 @@ class MultiPassAttribution(Attribution):
         """
 
 
-class SampledAttribution(MultiPassAttribution):
+class TimedAttribution(MultiPassAttribution):
+    """Base of the methods that can do less in less time.
+
+    Args:
+        model: As for every method.
+        seconds: The maximum time per image, in seconds. If less is done than without it, `effort` says so.
+        **options: As for `MultiPassAttribution`.
+    """
+
+    seconds: Option[float | None] = Option(None, check_number, above=0)
+
+    def limits(self) -> Budget:
+        """Return the limits that were set."""
+        return Budget(seconds=self.seconds)
+
+
+class SteppedAttribution(TimedAttribution):
+    """Base of the methods that take a number of steps, which must be known before the first one.
+
+    Args:
+        model: As for every method.
+        steps: The number of steps; with `seconds`, as many of them as fit.
+        **options: As for `TimedAttribution`.
+    """
+
+    steps: Option[int] = Option(50, check_integer)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Explain one image in as many steps as fit into the time."""
+
+        def run(steps: int) -> ImageAttribution:
+            shorter = copy.copy(self)
+            shorter.steps = steps
+            shorter.__post_init__()
+            return shorter.explain_steps(passes, score)
+
+        return passes.in_time(run, self.steps)
+
+    @abstractmethod
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Explain one image in `self.steps` steps. See `MultiPassAttribution.explain_image`."""
+
+
+class SampledAttribution(TimedAttribution):
     """Base of the methods that draw samples, and can stop after any number of them.
 
     The first limit that is met ends the sampling.
@@ -511,7 +612,6 @@ class SampledAttribution(MultiPassAttribution):
     """
 
     passes: Option[int | None] = Option(None, check_integer)
-    seconds: Option[float | None] = Option(None, check_number, above=0)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
     samples: ClassVar[int] = 50
     """The number of passes if no limit is set."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import Budget, Option, PositionalOption
 from ..engine.estimates import ScoreEstimate, generator
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
+from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, TimedAttribution, from_estimate
 from ..engine.recording import TailForward
-from ..errors import NotApplicableError, TargetError
+from ..errors import MethodError, NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
@@ -65,7 +65,7 @@ class LayerOutput:
         return torch.einsum("k,khw->hw", weights.to(self.maps), self.maps)[None]
 
 
-class LayerPasses(MultiPassAttribution):
+class LayerPasses(TimedAttribution):
     """Base class of methods that read a layer of one image once, and then run the model many times.
 
     Args:
@@ -198,7 +198,7 @@ class ScoreCAM(LayerPasses):
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
             in pytorch-grad-cam. By default the outer corners of these cells do, as in drawn maps and in the authors'
             code.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -241,6 +241,8 @@ class ScoreCAM(LayerPasses):
 
         for done in passes.forwards(make, count):
             scores[done.start : done.start + len(done.scores)] = done.scores.to(scores)
+        if bool(scores.isnan().any()):
+            passes.notes.append(f"{passes.used} of {count} masks were run")
         return scores
 
 
@@ -257,7 +259,7 @@ class ISCAM(ScoreCAM):
         steps: The number N of strengths of each mask.
         channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: As for `ScoreCAM`.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
 
@@ -344,6 +346,8 @@ class SSCAM(ScoreCAM, SampledAttribution):
         count = self.draws * masks.count if self.limits() == Budget() else self.most_passes + 1
         for done in passes.until_precise(estimate, passes.forwards(make, count)):
             estimate.add(done.scores)
+        if estimate.count < masks.count:
+            passes.notes.append(f"{estimate.count} of {masks.count} masks were run")
         return from_estimate(estimate, estimate.mean)
 
 
@@ -394,7 +398,7 @@ class AblationCAM(LayerPasses):
         model: As for every method.
         layer: As for `GradCAM`.
         channels: The number of channels to remove, by falling energy; None for all.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
     Values: (N, 1, h, w), signed, in units of score times activation.
 
@@ -429,6 +433,8 @@ class AblationCAM(LayerPasses):
                     passes, layer, lambda start, stop: layer.without(channels[start:stop, None]), len(channels)
                 )
             weights[channels[: len(scores)]] = (score - scores).to(weights)
+            if len(scores) < len(channels):
+                passes.notes.append(f"{len(scores)} of {len(channels)} channels, by falling energy")
         return ImageAttribution(layer.weighted(weights), layer=layer.layer)
 
     def _scores_in_closed_form(self, passes: PassRunner, layer: LayerOutput, channels: Tensor) -> Tensor | None:
@@ -504,6 +510,11 @@ class ReciproCAM(LayerPasses):
     assumes_unsigned = False
 
     alone: Option[bool] = Option(False, check_flag)
+
+    def __post_init__(self) -> None:
+        """Refuse a limit of time, which would leave locations out."""
+        if self.seconds is not None:
+            raise MethodError(f"seconds={self.seconds}: {self.name} runs each location; choose a later layer instead")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, from_estimate
+from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..targets.targets import ClassScore, OutputTarget, Probability, class_scores
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
@@ -32,7 +32,7 @@ STEP_TOLERANCE = 1e-9
 """The allowed error in the length of a step of Guided IG, as a share of the whole path."""
 
 
-class IntegratedGradients(MultiPassAttribution):
+class IntegratedGradients(SteppedAttribution):
     """The mean gradient on the straight path from a baseline to the image, times their difference.
 
     The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
@@ -58,7 +58,7 @@ class IntegratedGradients(MultiPassAttribution):
         steps: The number of nodes on each path.
         tolerance: The residual at which no more nodes are added, relative to the difference of the score and the
             baseline's score. Nodes are then chosen as described above; `rule` and `steps` are not used.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
@@ -77,20 +77,26 @@ class IntegratedGradients(MultiPassAttribution):
 
     baseline: BaselineOption = BaselineOption("mean")
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
-    steps: Option[int] = Option(50, check_integer)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the integrals in a number of steps, or with nodes that are added until the tolerance is met."""
+        if self.tolerance is None:
+            return super().explain_image(passes, score)
+        references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
+        if self.seconds is not None:
+            passes.least = FIRST_NODES * len(references)
+        return _adaptively_integrated(passes, references, self.tolerance)
+
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the baselines of the integrals on their paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        if self.tolerance is not None:
-            return _adaptively_integrated(passes, references, self.tolerance)
         gradients = mean_gradients(passes, references, self.rule, self.steps)
         values = ((passes.x - references) * gradients).mean(0)  # (C, H, W)
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
 
-class IDGI(MultiPassAttribution):
+class IDGI(SteppedAttribution):
     """The rise of the score along the path from a baseline, divided at each step in proportion to squared gradients.
 
     Of each step that integrated gradients add up, only the component along the gradient changes the score; the rest is
@@ -106,7 +112,7 @@ class IDGI(MultiPassAttribution):
         model: As for every method.
         baseline: As for `IntegratedGradients`.
         steps: The number of steps on each path.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
@@ -124,7 +130,6 @@ class IDGI(MultiPassAttribution):
     quick_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
-    steps: Option[int] = Option(50, check_integer)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the probability of a class instead of its logit."""
@@ -132,7 +137,7 @@ class IDGI(MultiPassAttribution):
             return target
         return ResolvedTarget(_ProbabilityIfAny((target.target,)), target.images, target.categories)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Divide the rise of each step in proportion to the squared gradient at its start."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         nodes = self.steps + 1
@@ -225,7 +230,7 @@ class ExpectedGradients(SampledAttribution):
         return from_estimate(estimate, x.to(wide(x)))
 
 
-class GuidedIG(MultiPassAttribution):
+class GuidedIG(SteppedAttribution):
     """Integrated gradients on a path that moves the values with the smallest gradients first.
 
     Where the gradient is large, a straight path collects noise from pixels that it only passes. This path postpones
@@ -242,7 +247,7 @@ class GuidedIG(MultiPassAttribution):
         fraction: The share of values that move together, above 0 and at most 1.
         max_distance: The largest distance of a value from the straight path, 0 to 1 as a share of it. 0 gives
             integrated gradients, 1 a free path.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
 
@@ -262,7 +267,7 @@ class GuidedIG(MultiPassAttribution):
     fraction: Option[float] = Option(0.25, check_number, above=0, most=1)
     max_distance: Option[float] = Option(0.02, check_number, least=0, most=1)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
         values = torch.stack([self._path_values(passes, reference[None]) for reference in references]).mean(0)
@@ -311,7 +316,7 @@ class GuidedIG(MultiPassAttribution):
             waiting = torch.where(chosen, torch.inf, waiting)
 
 
-class BlurIG(MultiPassAttribution):
+class BlurIG(SteppedAttribution):
     """Integrated gradients on the path from a blurred image to the sharp one: which details matter, and their scale.
 
     The baseline lacks detail, but has the colours of the image. The Gaussian blur reflects the image at its edges, so
@@ -324,7 +329,7 @@ class BlurIG(MultiPassAttribution):
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
         rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
         steps: The number of nodes.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
     residual.
@@ -345,7 +350,7 @@ class BlurIG(MultiPassAttribution):
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(100, check_integer)
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
         nodes, weights = quadrature(self.rule, self.steps)
         sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0])
@@ -520,7 +525,7 @@ def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: fl
     differences = (x - references).to(wide(x))  # (K, C, H, W)
     paths = [AdaptiveIntegral() for _ in references]
     gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
-    while passes.stopped == "complete" and not _is_met(paths, tolerance):
+    while not _is_met(paths, tolerance) and not passes.is_over(passes.used):
         if passes.used >= MOST_NODES * len(paths):
             passes.notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
             break

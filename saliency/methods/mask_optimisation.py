@@ -13,7 +13,7 @@ from torch import Tensor
 from ..attribution.forward import at_least_float32
 from ..attribution.options import ConvertedOption, Option
 from ..engine.estimates import generator
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
+from ..engine.multi_pass import ImageAttribution, PassRunner, SteppedAttribution
 from ..errors import MethodError
 from ..hooks.model_state import leaf
 from ..validation import check_choice, check_integer, check_number
@@ -26,7 +26,7 @@ REFERENCE_EDGE = 224
 """The edge in pixels of the images for which the papers give lengths. Lengths are scaled with the image."""
 
 
-class OptimisedMask(MultiPassAttribution):
+class OptimisedMask(SteppedAttribution):
     """Base class of methods that optimise masks step by step.
 
     The steps of an image run one by one, regardless of `chunk`.
@@ -37,7 +37,7 @@ class OptimisedMask(MultiPassAttribution):
     Args:
         model: As for every method.
         steps: The number of steps of gradient descent for each mask.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
     """
 
     sign = "positive"
@@ -125,7 +125,7 @@ class MeaningfulPerturbation(OptimisedMask):
         sparsity: The cost of hiding, as above; the paper's 0.08 is for probabilities.
         smoothness: The cost of edges; 0.01 in the paper.
         fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`, without "inpaint".
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), 0 to 1: the degree to which each pixel was hidden.
 
@@ -145,7 +145,7 @@ class MeaningfulPerturbation(OptimisedMask):
     smoothness: Option[float] = Option(0.01, check_number, least=0)
     fill: FillOption = FillOption("blur", partial="meaningful_perturbation")
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the final mask."""
         x = passes.x.clone()  # an inference tensor cannot be saved for a gradient
         background = Filler(x, self.fill).background
@@ -224,7 +224,7 @@ class ExtremalPerturbation(OptimisedMask):
         steps: Steps of gradient descent, which are larger if there are fewer; 800 in the paper.
         weight: The cost of a wrong area at the first step.
         keep: "best" finds the part that suffices; "worst" the part whose loss lowers the score the most.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), 0 to 1: the mask, 1 where a pixel belongs to the part; for several areas their mean. Zero
     everywhere if the score does not depend on the mask.
@@ -250,7 +250,7 @@ class ExtremalPerturbation(OptimisedMask):
     def __post_init__(self) -> None:
         self.rate = max(self.rate, min(0.25, 1.5 / self.steps))
 
-    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+    def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean of the masks of all areas."""
         x = at_least_float32(passes.x.clone())  # an inference tensor cannot be saved for a gradient
         size = (int(x.shape[2]), int(x.shape[3]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..attribution.options import ConvertedOption
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
+from ..engine.estimates import generator
+from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..engine.window import WindowForward
 from ..errors import MethodError
 from ..validation import is_integer, is_pair
@@ -28,7 +30,7 @@ def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
     raise MethodError(f"{option}={edges!r} is neither a whole number of pixels of at least 1 nor two of them")
 
 
-class Occlusion(MultiPassAttribution):
+class Occlusion(TimedAttribution):
     """The fall of the score when a window around a pixel is hidden.
 
     The window moves by `stride`; the value of a pixel is the mean over the windows that cover it. The last window of a
@@ -44,6 +46,8 @@ class Occlusion(MultiPassAttribution):
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
+        seconds: The maximum time per image, in seconds. The first windows cover the image and are always run; the
+            others follow in random order, so fewer windows are averaged where the time ended.
         **options: As for `saliency.MultiPassAttribution`.
 
     Values: (N, 1, H, W), signed, in score units: the fall of the score, positive where the window hides support.
@@ -76,13 +80,20 @@ class Occlusion(MultiPassAttribution):
         size = (int(passes.x.shape[2]), int(passes.x.shape[3]))
         height, width = map(min, _pair(self.window), size)
         tops, lefts = map(_starts, size, (height, width), _pair(self.stride))
-        corners = [(top, left) for top in tops for left in lefts]
+        first = list(product(_covering(tops, height), _covering(lefts, width)))
+        others = sorted({*product(tops, lefts)} - {*first})
+        order = torch.randperm(len(others), generator=generator(self.seed), device="cpu")
+        corners = first + [others[number] for number in order.tolist()]
+        if self.seconds is not None:
+            passes.least = len(first)
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
         for start, scores in self._scores(passes, corners, (height, width)):
             for (top, left), fall in zip(corners[start:], (score - scores).tolist(), strict=False):
                 window = (slice(top, top + height), slice(left, left + width))
                 total[window] += fall
                 covered[window] += 1
+        if passes.used < len(corners):
+            passes.notes.append(f"{passes.used} of {len(corners)} windows")
         if not bool(covered.all()):
             passes.notes.append(f"{float((covered > 0).double().mean()):.0%} of the image was covered")
         return ImageAttribution((total / covered.clamp(min=1))[None].to(passes.x))
@@ -120,6 +131,14 @@ def _starts(length: int, window: int, stride: int) -> list[int]:
     """The first pixels of the windows along one edge; the last window ends with the image."""
     last = length - window
     return [*range(0, last, stride), last]
+
+
+def _covering(starts: list[int], window: int) -> list[int]:
+    """The first pixels of as few of the windows along one edge as cover it."""
+    chosen = starts[:1]
+    while chosen[-1] < starts[-1]:
+        chosen.append(max(start for start in starts if start <= chosen[-1] + window))
+    return chosen
 
 
 def _pair(edges: int | tuple[int, int]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -19,6 +20,9 @@ from ..validation import check_integer
 from .baselines import Filler, FillOption
 
 _BLOCK = 1024  # rows of a kernel matrix that are computed at once, and scores that its width is taken from
+
+ROWS_IN_TIME = 4
+"""With a limit of time, the grid of Sobol indices is coarser until so many rows of the design fit."""
 
 
 class TotalOrder(ScoreEstimate):
@@ -200,10 +204,29 @@ class Sobol(GridAttribution):
     fill: FillOption = FillOption(partial="sobol")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the total effect of each cell, on a coarser grid if too few passes fit into the time."""
+        x, coarser = passes.x, copy.copy(self)
+
+        def trial(count: int) -> None:
+            list(passes.forwards(lambda start, stop: x.expand(stop - start, -1, -1, -1), count))
+
+        fitting = passes.affordable(trial, ROWS_IN_TIME * self._length(x))
+        while coarser.grid > 2 and ROWS_IN_TIME * coarser._length(x) > fitting:
+            coarser.grid -= 1
+        if coarser.grid < self.grid:
+            passes.notes.append(f"a grid of {coarser.grid} cells along each edge, to fit into the time")
+        return coarser._explain_grid(passes, score)
+
+    def _length(self, x: Tensor) -> int:
+        """The number of passes of a row."""
+        down, across = self.cells_of(x)
+        return down * across + 2
+
+    def _explain_grid(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the total effect of each cell."""
         x = passes.x
         down, across = self.cells_of(x)
-        length = down * across + 2
+        length = self._length(x)
         rows = self.rows if self.limits() == Budget() else self.most_passes // length
         if rows < 2:
             raise MethodError(
@@ -216,7 +239,7 @@ class Sobol(GridAttribution):
         def make(start: int, stop: int) -> Tensor:
             return torch.lerp(background, x, self.enlarged(design(start, stop), x).to(x.dtype))
 
-        passes.least = 2 * length
+        passes.least = passes.used + 2 * length
         estimate = TotalOrder(length - 2, _rounding(x, score))
         for done in passes.until_precise(estimate, passes.forwards(make, rows * length)):
             estimate.add(done.scores)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.options import Option
-from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner
+from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import optional_import
 from ..validation import check_choice, check_integer
 from .integrated_gradients import RULES, QuadratureRule, mean_gradients, wide
@@ -28,7 +28,7 @@ LEAST_GAIN = 50
 RADIUS = 5
 
 
-class XRAI(MultiPassAttribution):
+class XRAI(TimedAttribution):
     """The mean integrated gradient of whole regions, from segmentations of the image at six scales.
 
     Integrated gradients start from the darkest and from the brightest value of the image, so that neither black nor
@@ -40,7 +40,7 @@ class XRAI(MultiPassAttribution):
         model: As for every method.
         rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
-        **options: As for `saliency.MultiPassAttribution`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), in score units per pixel, constant within a region; their order is what counts.
 
@@ -67,7 +67,7 @@ class XRAI(MultiPassAttribution):
         x = passes.x
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
         regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
-        gradients = mean_gradients(passes, references, self.rule, self.steps)
+        gradients = passes.in_time(lambda steps: mean_gradients(passes, references, self.rule, steps), self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)

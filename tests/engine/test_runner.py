@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
 from saliency.attribution.options import Budget, Option, RunStats
 from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.engine import multi_pass
 from saliency.engine.estimates import Estimate, generator
 from saliency.engine.multi_pass import (
     MAX_CHUNK_CPU,
@@ -146,8 +147,101 @@ def test_the_first_limit_that_is_met_ends_the_work() -> None:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 10
     assert (passes.used, passes.stopped) == (10, "passes")
     with prepared_for_attribution(model), passes_on(model, Budget(seconds=1e-9), chunk=4) as passes:
-        assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 4
+        assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 1  # at the rate before
     assert passes.stopped == "seconds"
+
+
+class Clock:
+    """Time that passes only where a model says so."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Ticking(nn.Module):
+    """A model whose rows take some seconds each, three times as many with a gradient.
+
+    Its forward reads a value, so parts of it cannot be replayed, which would take no time.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner, self.clock, self.seconds = inner or tiny_model(), clock, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        float(x.detach().sum())
+        self.clock.now += self.seconds * len(x) * (3 if x.requires_grad else 1)
+        out: Tensor = self.inner(x)
+        return out
+
+
+TIMED = [name for name, cls in METHODS.items() if "seconds" in cls.options() and name != "recipro_cam"]
+COUNTED = ("passes", "steps", "channels")
+SMALL: dict[str, dict[str, Any]] = {"occlusion": {"window": 8, "stride": 2}, "sobol": {"grid": 8}}
+
+
+def timed(
+    name: str, monkeypatch: pytest.MonkeyPatch, inner: nn.Module | None = None, **options: Any
+) -> tuple[Any, Clock]:
+    """The explanation of one image in two seconds, where a forward takes 20 ms, and the clock."""
+    clock = Clock()
+    monkeypatch.setattr(multi_pass, "time", clock)
+    quick = {key: each for key, each in METHODS[name].quick_options.items() if key not in COUNTED}
+    method = METHODS[name](Ticking(clock, 0.02, inner), **quick | SMALL.get(name, {}) | options, seconds=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaliencyWarning)
+        return method.attribute(images(1, (32, 32)), 0), clock
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, clock = timed(name, monkeypatch)
+    (effort,) = found.effort
+    assert effort.seconds == pytest.approx(clock.now)
+    assert clock.now <= 2.4
+    if effort.stopped == "complete":
+        assert name in ("ablation_cam", "score_cam", "is_cam", "kernel_shap")  # all that they need fits
+    else:
+        assert effort.stopped == "seconds"
+        assert clock.now > 1.2
+
+
+def test_fewer_windows_cover_the_image_and_the_note_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    (effort,) = timed("occlusion", monkeypatch)[0].effort
+    assert f"{effort.passes} of 169 windows" in effort.note
+    (effort,) = timed("occlusion", monkeypatch, window=4)[0].effort  # 64 windows cover it
+    assert f"{effort.passes} of 225 windows" in effort.note
+    assert "covered" not in effort.note
+
+
+def test_fewer_steps_are_a_complete_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = timed("integrated_gradients", monkeypatch, steps=1000)
+    (effort,) = found.effort
+    steps = int(effort.note.split(" of 1000 steps")[0])
+    assert effort.stopped == "seconds"
+    expected = METHODS["integrated_gradients"](tiny_model(), steps=steps).attribute(images(1, (32, 32)), 0)
+    torch.testing.assert_close(found.values, expected.values)
+
+
+def test_nodes_are_added_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    waves = Packed(lambda scores: (4e4 * scores).sin())
+    found, clock = timed("integrated_gradients", monkeypatch, waves, tolerance=1e-6, baseline=["mean", 0.5, -0.5])
+    assert (found.effort[0].stopped, found.effort[0].passes > 20) == ("seconds", True)
+    assert clock.now <= 2.4
+
+
+def test_sobol_takes_a_coarser_grid_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = timed("sobol", monkeypatch)
+    assert "a grid of 4 cells along each edge" in found.effort[0].note
+    found, _ = timed("sobol", monkeypatch, grid=3)
+    assert "grid" not in found.effort[0].note
+
+
+def test_a_method_that_needs_all_its_passes_refuses_a_time() -> None:
+    with pytest.raises(MethodError, match="choose a later layer"):
+        METHODS["recipro_cam"](tiny_model(), seconds=2)
 
 
 def test_a_tolerance_is_reached_at_the_same_pass_whatever_the_chunk_size() -> None:

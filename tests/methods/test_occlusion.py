@@ -120,7 +120,7 @@ def test_an_interrupt_leaves_the_windows_that_were_run() -> None:
     found = Occlusion(model, window=4, stride=4, chunk=1, on_interrupt="return").attribute(x, 0)
     assert found.effort[0].stopped == "interrupt"
     assert found.effort[0].passes == 2
-    assert found.effort[0].note == "40% of the image was covered"
+    assert found.effort[0].note == "2 of 6 windows; 40% of the image was covered"
     assert found.values[0, 0, :4, :8].all()
     assert not found.values[0, 0, 4:].any()
 
