@@ -33,7 +33,9 @@ class PythonModel:
         place, _, attribute = name.partition(":")
         with _user_code(place):
             # A file is not importable elsewhere: under this name, its classes are pickled with their code for workers.
-            names = runpy.run_path(place, run_name=f"<{place}>") if _is_file(place) else vars(import_module(place))
+            names = (
+                runpy.run_path(place, run_name=f"<{place}>") if place.endswith(".py") else vars(import_module(place))
+            )
             found: Any = names.get(attribute)
             model = found() if callable(found) and not isinstance(found, nn.Module) else found
         if not isinstance(model, nn.Module):
@@ -56,11 +58,7 @@ class PythonModel:
 
 def is_python(name: str) -> bool:
     """Return whether the name of a model refers to Python code."""
-    return ":" in name or _is_file(name)
-
-
-def _is_file(place: str) -> bool:
-    return place.endswith(".py")
+    return ":" in name or name.endswith(".py")
 
 
 @contextmanager
