@@ -23,6 +23,8 @@ from nbformat import NotebookNode
 
 from saliency.io.atomic_write import atomic_write
 
+from .kernels import ENVIRONMENT, ForkedKernel
+
 HOME = Path(__file__).parent
 SECONDS_PER_CELL = 600
 
@@ -30,13 +32,6 @@ _METADATA = {
     "jupytext": {"formats": "ipynb,py:percent"},
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
-}
-_ENVIRONMENT = {
-    # With several threads, the last digits of sums differ between runs.
-    "OMP_NUM_THREADS": "1",
-    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-    # timm's progress bars warn if ipywidgets is missing, but work without it.
-    "PYTHONWARNINGS": "ignore:IProgress not found",
 }
 _KERNEL = """\
 c.InlineBackend.figure_formats = {"png", "jpeg"}
@@ -101,13 +96,14 @@ async def execute(script: Path) -> NotebookNode:
     manager = client.create_kernel_manager()
     # Without kernel folders, only the kernel of the running Python is found.
     manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
+    manager.provisioner = ForkedKernel(kernel_spec=manager.kernel_spec, parent=manager)
     with TemporaryDirectory() as folder:
         manager.connection_file = str(Path(folder) / "kernel.json")
         profile = Path(folder) / "profile_default"
         profile.mkdir()
         (profile / "ipython_kernel_config.py").write_text(_KERNEL)
         try:
-            await client.async_execute(env={**os.environ, **_ENVIRONMENT, "IPYTHONDIR": folder})
+            await client.async_execute(env={**os.environ, **ENVIRONMENT, "IPYTHONDIR": folder})
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             reason = error.traceback if isinstance(error, CellExecutionError) else str(error)
             raise CellError(f"{script.stem}, {position}:\n{_COLOR.sub('', reason).strip()}") from None
