@@ -42,7 +42,8 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/saliency explain assets --method $(DEMO_METHODS) --sheet --out out
 
-test: lint types unit
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types unit
 
 quick: $(VENV)/.installed-quick
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quick --numprocesses auto --dist worksteal

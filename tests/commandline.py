@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from saliency import zoo
+from saliency.cli import main
+from tests.batchwork import forked
 
 ASSETS = Path(__file__).parents[1] / "assets"
 COFFEE = ASSETS / "coffee.jpg"
@@ -33,6 +35,18 @@ def copies(folder: Path, *files: str) -> list[Path]:
         with Image.open(COFFEE) as picture:
             picture.resize((60, 40)).save(folder / name, format="PNG" if name.endswith("png") else "JPEG")
     return [folder / name for name in files]
+
+
+def forked_command(said: Path, *words: object) -> Any:
+    """Start a command in a process that has imported torch before. What it says goes to a file."""
+    return forked(run_command, said, [str(word) for word in words])
+
+
+def run_command(said: Path, words: list[str]) -> None:
+    """Run a command as the program does, and end the process."""
+    sys.stdout = sys.stderr = said.open("w", encoding="utf-8")
+    sys.argv[1:] = words
+    sys.exit(main())
 
 
 def started(*words: object, **options: Any) -> subprocess.Popen[bytes]:

@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in quick]
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
     """Leave what is imported by now out of each later collection of garbage, which takes a second otherwise."""
     gc.collect()
     gc.freeze()

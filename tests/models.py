@@ -75,6 +75,18 @@ def small_vit(classes: int = 5, size: int = 32, patch: int = 8) -> nn.Module:
     return model
 
 
+def small_vgg(classes: int = 10) -> nn.Module:
+    """VGG-11 of torchvision with a small classifier: nine of ten parameters are in that of the original."""
+    from torchvision.models import VGG
+    from torchvision.models.vgg import cfgs, make_layers
+
+    with torch.device("meta"):
+        model: nn.Module = VGG(nn.Identity(), init_weights=False)
+    model.features = make_layers(cfgs["A"])
+    model.classifier = nn.Sequential(nn.Linear(512 * 7 * 7, 32), nn.ReLU(True), nn.Dropout(), nn.Linear(32, classes))
+    return model
+
+
 def sigmoid_net() -> nn.Sequential:
     """The network of the textbooks: two inputs, two hidden units, two outputs, and known weights."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid(), nn.Linear(2, 2), nn.Sigmoid())

@@ -391,7 +391,7 @@ def _plain_gradient(model: nn.Module, x: Tensor) -> Tensor:
     return gradient
 
 
-def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 4) -> None:
+def _run_in_threads(jobs: Sequence[Callable[[int], None]], rounds: int = 2) -> None:
     """Run each job in its own thread, all in parallel, and raise the first failure."""
     start = threading.Barrier(len(jobs))
 

@@ -15,7 +15,8 @@ from torch import nn
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, ModelInfo, PythonModel, Source, Timm, Torchvision, WeightsLocation
+from .libraries import Bundled, ModelInfo, Source, Timm, Torchvision, WeightsLocation
+from .python_models import PythonModel, is_python
 
 _LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
@@ -116,7 +117,7 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
 
 def _find(name: str) -> tuple[Torchvision | Timm | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
-    if ":" in name or name.endswith(".py"):
+    if is_python(name):
         return PythonModel(), name
     source, slash, bare = name.partition("/")
     for library in _LIBRARIES:

@@ -86,13 +86,13 @@ def cluster(ray: Any) -> Iterator[Any]:
         signal.signal(signal.SIGTERM, before)
 
 
-def on_cluster(source: Path, out: Path, model: Any, **options: Any) -> Run:
-    """Run a batch on Ray with two workers."""
+def on_cluster(source: Path, out: Path, model: Any, workers: int = 1, **options: Any) -> Run:
+    """Run a batch on Ray. Each worker is a new process, which imports torch."""
     out.mkdir(exist_ok=True)
     run_options = RunOptions(model=model, **{"methods": METHODS, "batch_size": 4, **options})
     with locked(out):
         run = Run(run_options, find_images([source]), out)
-        with open_ray("cpu", 2) as engine:
+        with open_ray("cpu", workers) as engine:
             run.execute(engine)
         run.finish()
     return run
@@ -119,7 +119,7 @@ def test_ray_writes_the_files_of_the_local_engine_and_is_unchanged(ray: Any, tmp
     def watch(progress: Progress) -> None:
         workers.update(child_processes() - before)
 
-    on_cluster(tmp_path / "in", tmp_path / "out", "efficientnet_lite0", maps=True, on_progress=watch)
+    on_cluster(tmp_path / "in", tmp_path / "out", "efficientnet_lite0", workers=2, maps=True, on_progress=watch)
     assert not ray.is_initialized()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert len(workers) > 2
@@ -133,7 +133,7 @@ def test_the_batch_of_a_killed_worker_is_repeated(cluster: Any, tmp_path: Path) 
     plain(tmp_path / "in" / "09.png", BLACK)
     (tmp_path / "marks").mkdir()
     model = Deadly(tmp_path / "marks", 1)
-    on_cluster(tmp_path / "in", tmp_path / "out", model, maps=True)
+    on_cluster(tmp_path / "in", tmp_path / "out", model, workers=2, maps=True)
     killed = [int(path.name) for path in (tmp_path / "marks").iterdir()]
     assert len(killed) == 1
     assert os.getpid() not in killed

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import batch, cli, zoo
+from saliency import Preprocess, batch, cli, zoo
 from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
@@ -33,7 +33,8 @@ from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
 from saliency.render.heatmap import SIGNS
 from saliency.render.overlay import overlay, save_picture
-from tests.commandline import ASSETS, COFFEE, copies, loaded, share_models, started
+from saliency.testing import tiny_model
+from tests.commandline import ASSETS, COFFEE, copies, forked_command, loaded, share_models, started
 
 PHOTOS = sorted(ASSETS.glob("*.jpg"))
 # A few passes for each method of many.
@@ -108,16 +109,21 @@ def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Call
 
 
 @pytest.mark.slow
-def test_every_method_is_drawn_and_on_the_sheet(run: Callable[..., Run], tmp_path: Path) -> None:
-    small = ("--model", "shufflenet_v2_x0_5", "--weights", "none")
-    answer = explain(run, tmp_path, COFFEE, *small, "--method", "all", *QUICK, "--sheet")
+def test_every_method_is_drawn_and_on_the_sheet(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model()  # every method applies to it
+    model.preprocess, model.categories = Preprocess(size=(32, 32), resize=32, mean=(0.5,) * 3, std=(0.5,) * 3), None
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
+    (photo,) = copies(tmp_path, "coffee.jpg")
+    answer = explain(run, tmp_path / "out", photo, "--method", "all", *QUICK, "--sheet")
     assert answer.code == 0, answer.err
-    assert set(names(tmp_path)) == {f"coffee.{method}.png" for method in METHODS} | {"sheet.png"}
-    with Image.open(tmp_path / "sheet.png") as sheet:
+    assert set(names(tmp_path / "out")) == {f"coffee.{method}.png" for method in METHODS} | {"sheet.png"}
+    with Image.open(tmp_path / "out" / "sheet.png") as sheet:
         assert sheet.width > (len(METHODS) + 1) * 240
     rows = [line for line in answer.out.splitlines() if "coffee.jpg" in line]
     assert len(rows) == len(METHODS)
-    assert f"contact sheet: {tmp_path / 'sheet.png'}" in answer.out
+    assert f"contact sheet: {tmp_path / 'out' / 'sheet.png'}" in answer.out
 
 
 @pytest.mark.parametrize(
@@ -508,13 +514,14 @@ def test_control_c_and_sigterm_end_with_130_and_leave_no_partial_file(tmp_path: 
     photos.mkdir()
     for i in range(300):
         shutil.copy(COFFEE, photos / f"{i:03}.jpg")
-    process = started("explain", photos, "--out", tmp_path / "out", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = forked_command(tmp_path / "said", "explain", photos, "--out", tmp_path / "out")
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "out").glob("*.png")) and process.poll() is None and time.monotonic() < deadline:
+    while not list((tmp_path / "out").glob("*.png")) and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(number)
-    err = process.communicate(timeout=60)[1].decode()
-    assert process.returncode == 130, err
+    os.kill(process.pid, number)
+    process.join(60)
+    err = (tmp_path / "said").read_text()
+    assert process.exitcode == 130, err
     assert re.search(r"interrupted; \d+ of 300 images are done", err)
     assert "Traceback" not in err
     made = names(tmp_path / "out")

@@ -29,7 +29,7 @@ from saliency.cli import batch as batching
 from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
-from tests.commandline import started
+from tests.commandline import forked_command
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -210,15 +210,16 @@ def test_a_command_that_is_terminated_is_interrupted_and_goes_on_to_the_same_fil
     photos(tmp_path / "in", 200)
     out = tmp_path / "out"
     words = ("--out", out, "--maps", "--batch-size", 2, "--workers", 2)
-    process = started("batch", tmp_path / "in", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = forked_command(tmp_path / "said", "batch", tmp_path / "in", *words)
     deadline = time.monotonic() + 120
     while not (out / "manifest.jsonl").exists() or not rows(out):
-        assert process.poll() is None
+        assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.terminate()
-    err = process.communicate(timeout=120)[1].decode()
-    assert process.returncode == 130, err
+    process.join(120)
+    err = (tmp_path / "said").read_text()
+    assert process.exitcode == 130, err
     done = len(rows(out))
     assert f"interrupted; {done} of 200 images are done; re-run to resume" in err
     assert 0 < done < 200

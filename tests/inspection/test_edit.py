@@ -23,7 +23,7 @@ from saliency.errors import LayerError, MethodError, NotApplicableError, Salienc
 from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations, edit_gradients
 from saliency.testing import Snapshot
-from tests.models import Argmax, Checkpointed, Fork, OwnForward
+from tests.models import Argmax, Checkpointed, Fork, OwnForward, small_vgg
 
 
 class Plain(nn.Module):
@@ -223,7 +223,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "densenet121": lambda: torchvision.models.densenet121(weights=None),
     "mobilenet_v2": lambda: torchvision.models.mobilenet_v2(weights=None),
     "googlenet": lambda: torchvision.models.googlenet(weights=None, init_weights=False, aux_logits=False),
-    "vgg11": lambda: torchvision.models.vgg11(weights=None),
+    "vgg11": small_vgg,
     "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(weights=None),
 }
 

@@ -144,13 +144,15 @@ def test_layers_have_the_gradients_of_full_backward_hooks() -> None:
         assert row.count == wanted[row.name].numel()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "googlenet", "mobilenet_v2", "densenet121", "vit_b_16"])
+@pytest.mark.parametrize("name", ["resnet18", "googlenet", "mobilenet_v2", "densenet121", "VisionTransformer"])
 @pytest.mark.slow
 def test_parameters_of_torchvisions_networks_have_the_gradients_of_backward(name: str) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"init_weights": False} if name == "googlenet" else {}
-    options |= {"image_size": 32} if name == "vit_b_16" else {}
-    network = getattr(torchvision.models, name)(weights=None, num_classes=5, **options).double().eval()
+    if name == "VisionTransformer":
+        sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+        options = {"image_size": 32, "patch_size": 16, **sizes}
+    network = getattr(torchvision.models, name)(num_classes=5, **options).double().eval()
     x = images(2, (32, 32), dtype=torch.float64)
 
     def loss(output: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError
 from saliency.hooks.model_state import prepared_for_attribution
 from saliency.layers.find import LayerScan, find, layout_of, scan_layers
 from saliency.layers.layout import Layout
+from tests.models import small_vgg
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +170,14 @@ def torchvision_model(name: str) -> nn.Module:
     return made
 
 
+def small_swin() -> nn.Module:
+    """torchvision's own class, narrower and not as deep."""
+    from torchvision.models import SwinTransformer
+
+    made: nn.Module = SwinTransformer([4, 4], 24, [2, 2, 2, 2], [3, 6, 12, 24], [7, 7], num_classes=10)
+    return made
+
+
 def vision_transformer() -> Any:
     """torchvision's own class, smaller; its head is zeros without weights."""
     from torchvision.models import VisionTransformer
@@ -210,12 +219,12 @@ class Case:
 
 CASES: dict[str, Case] = {
     "resnet18": Case(lambda: torchvision_model("resnet18"), (128, 192), "layer4", Layout("NCHW", (4, 6)), 1),
-    "vgg11": Case(lambda: torchvision_model("vgg11"), (96, 160), "features", Layout("NCHW", (3, 5)), 1),
+    "vgg11": Case(small_vgg, (96, 160), "features", Layout("NCHW", (3, 5)), 1),
     "densenet121": Case(lambda: torchvision_model("densenet121"), (96, 160), "features", Layout("NCHW", (3, 5)), 1),
     "mobilenet_v3_small": Case(
         lambda: torchvision_model("mobilenet_v3_small"), (128, 192), "features", Layout("NCHW", (4, 6)), 1
     ),
-    "torchvision swin_t": Case(lambda: torchvision_model("swin_t"), (96, 160), "permute", Layout("NCHW", (3, 5))),
+    "torchvision swin_t": Case(small_swin, (96, 160), "permute", Layout("NCHW", (3, 5))),
     "torchvision vit": Case(
         vision_transformer, (32, 48), "encoder.layers.encoder_layer_1.ln_1", Layout("NTC", (4, 6), 1)
     ),
@@ -245,7 +254,7 @@ CASES: dict[str, Case] = {
         Layout("NTC", (5, 8), 5),
     ),
     "swin_tiny": Case(
-        lambda: timm_model("swin_tiny_patch4_window7_224", img_size=(96, 160)),
+        lambda: timm_model("swin_tiny_patch4_window7_224", img_size=(96, 160), embed_dim=24, depths=(2, 2, 2, 2)),
         (96, 160),
         "norm",
         Layout("NHWC", (3, 5)),

@@ -36,7 +36,7 @@ def test_a_mask_is_an_enlarged_grid_moved_by_less_than_a_cell(size: tuple[int, i
 @pytest.mark.slow
 def test_masks_have_the_mean_and_the_variance_that_are_claimed_at_every_pixel() -> None:
     drawn = RandomMasks(picture(), 3, 0.3, seed=0)
-    masks = torch.cat([drawn(at, at + 500) for at in range(0, 20_000, 500)])
+    masks = torch.cat([drawn(at, at + 500) for at in range(0, 10_000, 500)])
     torch.testing.assert_close(masks.mean(0), torch.full_like(masks[0], 0.3), rtol=0, atol=0.015)
     torch.testing.assert_close(masks.var(0), drawn.variance, rtol=0.06, atol=0)
 
@@ -109,8 +109,8 @@ def test_a_constant_score_is_a_map_of_zeros_where_debiased_and_of_itself_where_n
 def test_the_intervals_hold_a_long_run_as_often_as_they_claim(debiased: bool, passes: int) -> None:
     model, x = tiny_model().double(), noise(1, 3, 8, 8)
     options: dict[str, Any] = {"grid": 3, "debiased": debiased}
-    truth = RISE(model, passes=20_000, chunk=2000, seed=10**6, **options).attribute(x, 0).values[0]
-    runs = [RISE(model, passes=passes, chunk=passes, seed=seed, **options).attribute(x, 0) for seed in range(100)]
+    truth = RISE(model, passes=10_000, chunk=2000, seed=10**6, **options).attribute(x, 0).values[0]
+    runs = [RISE(model, passes=passes, chunk=passes, seed=seed, **options).attribute(x, 0) for seed in range(60)]
     errors = [run.error[0] for run in runs if run.error is not None]
     share = coverage(torch.stack([run.values[0] for run in runs]), torch.stack(errors), truth)
     assert 0.92 <= share <= 0.98
