@@ -12,11 +12,12 @@ DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradi
 ifeq ($(TORCH),cpu)
 SIZE := less than 1 GB, with PyTorch for CPUs from $(CPU_WHEELS)
 INSTALL_TORCH = $(PIP) install --index-url $(CPU_WHEELS) torch torchvision \
-	|| { echo "No PyTorch from $(CPU_WHEELS): see the error above; without TORCH=cpu, it comes from PyPI"; exit 1; }
+	&& $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda)' \
+	|| { echo "No PyTorch for CPUs from $(CPU_WHEELS), see above. For the one of PyPI: make clean, and no TORCH=cpu"; exit 1; }
 else ifneq ($(TORCH),)
 $(error TORCH=$(TORCH) is unknown: write TORCH=cpu, or nothing)
 else
-SIZE := 2.8 GB on Linux (6.1 GB on disk), most of it CUDA. Without a GPU, use: make $(MAKECMDGOALS) TORCH=cpu
+SIZE := about 3 GB on Linux (6.1 GB on disk), most of it CUDA. Without a GPU, use: make $(MAKECMDGOALS) TORCH=cpu
 endif
 
 # $(call install,EXTRAS)
@@ -32,7 +33,7 @@ endef
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
-	@echo "  make quick        run a sample of the tests, without optional dependencies"
+	@echo "  make quick        run a sample of the tests, without Ray, a browser and notebooks"
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make notebooks    run the notebooks and update their outputs"
