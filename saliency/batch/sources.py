@@ -54,34 +54,33 @@ def find_images(
         BatchError: A list cannot be read, or the targets match no image.
     """
     top = None if out is None else os.path.realpath(out)
-    read = partial(read_list, columns=columns or {})
+    read = None if literal else partial(read_list, columns=columns or {})
     found: dict[tuple[object, ...], ImageEntry] = {}
     for source in map(os.fsdecode, sources):
         is_list = Path(source).suffix.lower() in LISTS and not literal
-        for number, image in enumerate(_images_of_source(source, recursive, top, literal, read)):
+        for number, image in enumerate(_images_of_source(source, recursive, top, read)):
             found.setdefault((*image.key, *((source, number) if is_list else ())), image)
     images = list(found.values())
-    return images if targets is None else _with_targets(images, os.fsdecode(targets), read)
+    return images if targets is None or read is None else _with_targets(images, os.fsdecode(targets), read)
 
 
-def _images_of_source(
-    source: str, recursive: bool, out: str | None, literal: bool, read: _ReadList
-) -> Iterator[ImageEntry]:
+def _images_of_source(source: str, recursive: bool, out: str | None, read: _ReadList | None) -> Iterator[ImageEntry]:
+    """Yield the images of a source. Without a function that reads lists, it is a file or folder."""
     suffix = Path(source).suffix.lower()
     if is_output(source, out):
         return
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
-        yield from _images_of_folder(source, recursive, out, literal)
-    elif os.path.isfile(source) and suffix in LISTS and not literal:  # noqa: PTH113
+        yield from _images_of_folder(source, recursive, out, read is None)
+    elif os.path.isfile(source) and suffix in LISTS and read:  # noqa: PTH113
         yield from read(source)
-    elif os.path.isfile(source) and suffix == ".tar" and not literal:  # noqa: PTH113
+    elif os.path.isfile(source) and suffix == ".tar" and read:  # noqa: PTH113
         yield from read_shard(source)
-    elif glob.has_magic(source) and not os.path.lexists(source) and not literal:
+    elif glob.has_magic(source) and not os.path.lexists(source) and read:
         matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 - accepts paths with surrogates
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
         for match in matches:
-            yield from _images_of_source(match, recursive, out, literal, read)
+            yield from _images_of_source(match, recursive, out, read)
     else:
         yield _entry(source)
 

@@ -11,13 +11,9 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from . import COMMANDS
 from .options import ALL, OPTIONS, Option
-
-if TYPE_CHECKING:
-    from .console import Screen
 
 SCRIPTS = {
     "bash": "complete -o default -C saliency saliency",
@@ -28,7 +24,7 @@ _OF_MODELS = ("--model", "MODEL", "PATTERN")
 _MODEL = r"^@register_model\b.*\n(?:@.*\n|[ )].*\n)*def (\w+)"  # the decorator in torchvision and timm
 
 
-def run(arguments: argparse.Namespace, screen: Screen) -> int:
+def run(arguments: argparse.Namespace, screen: object) -> int:
     """Print the script of a shell."""
     print(SCRIPTS[arguments.shell])
     return 0

@@ -61,14 +61,10 @@ def _print_method(about: dict[str, Any], cls: type[Attribution], screen: Screen)
         if not paragraph.startswith(("Args:", "Raises:")):
             screen.say(f"{' '.join(paragraph.split())}\n")
     screen.say(f"Cost: {about['cost']}. Units: {about['units']}. Sign: {about['sign']}.")
-    rows = [
-        (
-            f"{name}={json.dumps(option['default'], default=str)}".replace('"', ""),
-            " | ".join(map(str, option["choices"])),
-            option["description"],
-        )
-        for name, option in about["options"].items()
-    ]
+    rows = []
+    for name, option in about["options"].items():
+        default = json.dumps(option["default"], default=str).strip('"')
+        rows.append((f"{name}={default}", " | ".join(map(str, option["choices"])), option["description"]))
     if rows:
         screen.say("\nOptions, set with --set OPTION=VALUE:")
         screen.table(["default", "values", "meaning"], rows)

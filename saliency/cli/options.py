@@ -113,8 +113,8 @@ def _weights(text: str) -> str | None:
     return None if text == "none" else text
 
 
-def _parsed(parse: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
-    """Return a function that parses an argument. Errors say what was expected."""
+def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    """Return a function that parses an argument. Its errors say what was expected."""
 
     def convert(text: str) -> Any:
         try:
@@ -187,10 +187,13 @@ def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Opti
     """Create an option from its usage: "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR"."""
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = usage.split()[len(flags) :]
+    if "type" in keywords:
+        keywords["type"] = _explained(keywords["type"], text)
     keywords = ({"metavar": metavar[0]} if metavar else {"action": "store_true"}) | keywords
     return Option(flags[-1] if flags else usage, flags or [keywords.pop("dest")], exclusive, {"help": text, **keywords})
 
 
+_METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD}; render: all)"
 OPTIONS: dict[str, list[Option]] = {
     "": [
         _option("IMAGE", "image files or folders; - reads one image from stdin", dest="images", nargs="*"),
@@ -219,37 +222,20 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "--weights NAME|FILE", "name, checkpoint file, or none for random weights", type=_weights, default="default"
         ),
+        _option("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
         _option(
-            "--classes FILE",
-            "class names, one per line or JSON (default: those of the model)",
-            dest="categories",
-            type=_parsed(_class_names, "a file of class names, one per line or JSON"),
+            "--preprocess TEXT", "imagenet, a JSON file, or size=224,resize=256,mean=0.5,0.5,0.5", type=_preprocess
         ),
-        _option(
-            "--preprocess TEXT",
-            "imagenet, a JSON file, or size=224,resize=256,mean=0.5,0.5,0.5 (default: that of the model)",
-            type=_parsed(_preprocess, "imagenet, a JSON file, or fields such as size=224,resize=256"),
-        ),
-        _option(
-            "-m --method NAME",
-            f"one or more, or all; see saliency methods (default: {METHOD}; render: all)",
-            dest="methods",
-            nargs="+",
-            action="extend",
-        ),
+        _option("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
         _option("--targets FILE", "csv file with the columns path and target", "target"),
-        _option(
-            "--columns NAMES",
-            "columns of lists with other names, as in path=file,target=label",
-            type=_parsed(_columns, "path=NAME,target=NAME"),
-        ),
+        _option("--columns NAMES", "names of columns of lists, as in path=file,target=label", type=_columns),
         _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
         _option("--layer NAME", "layer that CAMs read; see saliency layers (default: automatic)"),
         _option(
             "--set OPTION=VALUE",
-            "option of all methods that have it, such as smooth=positive",
+            "see saliency methods NAME",
             dest="settings",
             type=_setting,
             action="append",

