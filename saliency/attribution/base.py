@@ -66,8 +66,10 @@ class Attribution(HasOptions, ABC):
     Args:
         model: Any `torch.nn.Module`. It is unchanged after each call, bit for bit.
         preprocess: The preprocessing of images: a `Preprocess`, a torchvision preset, timm's pretrained
-            configuration, or any function from a PIL image to a tensor. By default `model.preprocess`.
-        categories: The class names in the order of the output. By default `model.categories`.
+            configuration, an image processor of Hugging Face, or any function from a PIL image to a tensor. By default
+            `model.preprocess`.
+        categories: The class names in the order of the output. By default `model.categories`, or `config.id2label` of
+            a Hugging Face model.
         whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
             keeps its aspect ratio, for models that take any size. Float tensors are used as they are.
     """

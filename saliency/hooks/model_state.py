@@ -46,9 +46,16 @@ _ATTRIBUTES: dict[str, tuple[Any, ...]] = {"preprocess": (Callable, Mapping), "c
 
 
 def model_attribute(name: ModelAttribute, model: nn.Module) -> Any:
-    """Return the preprocessing or the class names of a model, or of the model inside its wrapper; else None."""
-    attributes = (getattr(owner, name, None) for owner in (model, unwrap(model)))
-    return next((value for value in attributes if isinstance(value, _ATTRIBUTES[name])), None)
+    """Return the preprocessing or the class names of a model, or of the model inside its wrapper; else None.
+
+    A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ...
+    """
+    values = [getattr(owner, name, None) for owner in (model, unwrap(model))]
+    if name == "categories":
+        labels = getattr(getattr(unwrap(model), "config", None), "id2label", None)  # of Hugging Face
+        has_names = isinstance(labels, Mapping) and labels != {key: f"LABEL_{key}" for key in labels}
+        values.append(labels if has_names else None)
+    return next((value for value in values if isinstance(value, _ATTRIBUTES[name])), None)
 
 
 _lock = threading.RLock()

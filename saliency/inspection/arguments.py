@@ -19,7 +19,7 @@ from ..hooks.manager import is_hookable
 from ..hooks.model_state import call, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
-from ..layers.find import find
+from ..layers.find import find, named_layers
 from ..targets.targets import Categories, as_categories
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
@@ -37,7 +37,7 @@ def select_layers(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Mo
     wanted: list[Any] = [layers] if isinstance(layers, str | nn.Module | type) else list(layers)
     if not wanted:
         raise LayerError('no layer was given; "*" selects every layer')
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_layers(model)
     names = {name for selector in wanted for name in _matching_names(model, modules, selector)}
     first_names: dict[nn.Module, str] = {}
     for name, module in modules.items():

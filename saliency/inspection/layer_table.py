@@ -20,6 +20,7 @@ from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
+from ..layers.find import named_layers
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
 from .tables import Column, Table, listed, shape_text, share, si
@@ -144,7 +145,9 @@ def layer_table(
     call, model = model_call(wrapper, example), network
     names = {module: name for name, module in model.named_modules()}
     require_hookable(model, {name: module for module, name in names.items()})
-    chosen = list(names)[1:] or [model] if layers is None else select_layers(model, layers).values()
+    chosen = (
+        list(named_layers(model).values())[1:] or [model] if layers is None else select_layers(model, layers).values()
+    )
     with prepared_for_attribution(model):
         profiles = _profile(model, call)
         called = {names[module] for module in profiles}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import os
 import re
@@ -10,7 +11,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from ..errors import ImageError, NonFiniteError, warn
 from .preprocess import Frame, Preprocess, PreprocessLike, TransformPreprocess, as_preprocess
 
-ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray[Any, Any] | Tensor
+Bytes = bytes | bytearray | memoryview
+ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
 ImagesLike = ImageLike | Sequence[ImageLike]
 Prepare = Preprocess | TransformPreprocess | None
 
@@ -50,8 +52,9 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
     JPEG 2000, PNG, PPM, TIFF or WebP.
 
     Args:
-        image: A path, a PIL image, a uint8 or uint16 array (H, W, 3), (H, W, 4), (H, W, 1) or (H, W), or a uint8 tensor
-            (C, H, W).
+        image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
+            (H, W, 4), (H, W, 1) or (H, W), or a uint8 tensor (C, H, W). A file is read from its start if it is
+            seekable, and keeps its position; it is not closed.
         max_pixels: A larger image is refused before it is decoded.
 
     Raises:
@@ -59,15 +62,19 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
     """
     if isinstance(image, str | os.PathLike):
         return _open_path(image, max_pixels)
+    if isinstance(image, Bytes):
+        return decode(io.BytesIO(image), "the bytes", max_pixels)
     if isinstance(image, Image.Image):
         return _decode_checked(image, "the PIL image", max_pixels)
     if isinstance(image, np.ndarray):
         return _decode_checked(_array_to_image(image), "the array", max_pixels)
     if isinstance(image, Tensor):
         return _decode_checked(_array_to_image(_tensor_to_array(image)), "the tensor", max_pixels)
+    if hasattr(image, "read"):
+        return _open_file(image, max_pixels)
     raise ImageError(
-        f"{type(image).__name__} is not an image; expected a path, a PIL image, a uint8 array (H, W, 3), a tensor, or "
-        "a list of these"
+        f"{type(image).__name__} is not an image; expected a path, an open file, bytes, a PIL image, a uint8 array "
+        "(H, W, 3), a tensor, or a list of these"
     )
 
 
@@ -88,7 +95,21 @@ def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
         raise ImageError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def decode(file: BinaryIO, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def _open_file(file: IO[bytes], max_pixels: int) -> Image.Image:
+    name = str(getattr(file, "name", type(file).__name__))
+    try:
+        position = file.tell() if file.seekable() else None
+        if position is not None:
+            file.seek(0)
+        content = io.BytesIO(file.read())
+        if position is not None:
+            file.seek(position)
+    except (OSError, ValueError, TypeError) as error:
+        raise ImageError(f"{name!r} cannot be read: {error}; expected a file open in binary mode") from error
+    return decode(content, name, max_pixels)
+
+
+def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an open file as an upright RGB image.
 
     Pillow's readers are called directly, so that the size is checked before anything is decoded. `Image.open` only
@@ -211,9 +232,9 @@ class Batch:
 def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: Tensor | None = None) -> Batch:
     """Read images as one batch.
 
-    Paths, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors, (C, H, W) or
-    (N, C, H, W), are the model's own normalised input. They are used unchanged, and copied only if their device or
-    dtype differs.
+    Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
+    (C, H, W) or (N, C, H, W), are the model's own normalised input. They are used unchanged, and copied only if their
+    device or dtype differs.
 
     Args:
         images: One image, or a sequence of images.
@@ -248,7 +269,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
 def _as_items(images: ImagesLike) -> list[ImageLike]:
     """Split the images into items: a uint8 tensor (N, C, H, W) is N items, a float tensor is one item."""
-    if isinstance(images, Sequence) and not isinstance(images, str | bytes):
+    if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
         items = [item for image in images for item in _as_items(image)]

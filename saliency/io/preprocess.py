@@ -68,7 +68,8 @@ class Preprocess:
     Args:
         size: (h, w) of the model's input; None keeps the whole resized image. A smaller image is padded.
         resize: The length of the shorter edge, or (h, w); None keeps the size of the image.
-        mean, std: One number per channel, for values in 0..1.
+        mean, std: One number per channel, for values in 0..1: three for RGB, or one for greyscale. Images are then
+            converted to greyscale, and overlays still show them in colour.
         interpolation: One of nearest, box, bilinear, hamming, bicubic, lanczos.
         fit: How an image is resized if `resize` is (h, w): "stretch" changes its aspect ratio; "cover" keeps it and
             covers (h, w); "contain" keeps it and fits into (h, w).
@@ -90,12 +91,14 @@ class Preprocess:
         for name in ("mean", "std"):
             values = getattr(self, name)
             values = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
-            if not _are_three(values, is_real):
-                raise ImageError(f"{name}={values}: expected three finite numbers, one per channel of RGB")
+            if not _are_numbers(values, (1, 3), is_real):
+                raise ImageError(f"{name}={values}: expected one finite number per channel, for RGB or greyscale")
             object.__setattr__(self, name, tuple(map(float, values)))
+        if len(self.mean) != len(self.std):
+            raise ImageError(f"mean={self.mean} and std={self.std}: expected the same number of channels")
         if 0 in self.std:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
-        if not _are_three(self.fill, lambda value: is_integer(value, least=0)) or max(self.fill) > 255:
+        if not _are_numbers(self.fill, (3,), lambda value: is_integer(value, least=0)) or max(self.fill) > 255:
             raise ImageError(f"fill={self.fill!r}: expected three whole numbers from 0 to 255, a colour in RGB")
         check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
         check_choice("fit", self.fit, get_args(Fit), error=ImageError)
@@ -138,7 +141,7 @@ class Preprocess:
         The size is `input_size`; for the test size, first resolve the config with `use_test_size=True`.
 
         Raises:
-            ImageError: The config is not for RGB, or has no `input_size`.
+            ImageError: The config is neither for RGB nor for greyscale, or has no `input_size`.
         """
         if config.get("input_size") is None:
             raise ImageError(
@@ -146,21 +149,26 @@ class Preprocess:
                 f"fields of saliency.Preprocess: {', '.join(each.name for each in fields(cls))}"
             )
         channels, *size = (3, *config["input_size"])[-3:]
-        if channels != 3:
-            raise ImageError(f"the model takes {channels} channels, an image has 3; pass a float tensor")
+        if channels not in (1, 3):
+            raise ImageError(f"the model takes {channels} channels, an image has 3 or 1; pass a float tensor")
         crop = config.get("crop_pct") or 0.875
         scaled = (math.floor(size[0] / crop), math.floor(size[1] / crop))
         mode = check_choice("crop_mode", config.get("crop_mode") or "center", tuple(_TIMM_FITS), error=ImageError)
-        mean = config.get("mean") or _IMAGENET_MEAN
+        mean, std = (
+            tuple(values) * (channels if len(values) == 1 else 1)
+            for values in (config.get("mean") or _IMAGENET_MEAN, config.get("std") or _IMAGENET_STD)
+        )
+        if len(mean) != channels:
+            raise ImageError(f"the timm config has {channels} channels and mean={mean}; expected one mean per channel")
         is_square = mode == "center" and scaled[0] == scaled[1]
         return cls(
             size=(size[0], size[1]),
             resize=scaled[0] if is_square else scaled,
             mean=mean,
-            std=config.get("std") or _IMAGENET_STD,
+            std=std,
             interpolation=_filter_name(config.get("interpolation") or "bicubic"),
             fit="stretch" if is_square else _TIMM_FITS[mode],
-            fill=tuple(round(255 * value) for value in mean) if mode == "border" else (0, 0, 0),
+            fill=tuple(round(255 * value) for value in mean * (3 // channels)) if mode == "border" else (0, 0, 0),
         )
 
     def without_crop(self, whole: Whole) -> Preprocess:
@@ -185,20 +193,21 @@ class Preprocess:
         return min(ends), max(ends)
 
     def __call__(self, picture: Image.Image) -> Tensor:
-        """Return the model's input for one image: (3, H, W) float32 on the CPU.
+        """Return the model's input for one image: (3, H, W), or (1, H, W) for greyscale, float32 on the CPU.
 
         Raises:
             ImageError: The image is so long and thin that resizing it would take all memory.
         """
-        picture = picture if picture.mode == "RGB" else picture.convert("RGB")
+        mode = "RGB" if len(self.mean) == 3 else "L"
+        picture = picture if picture.mode == mode else picture.convert(mode)
         resized = self._resized(picture.size)
         if resized != picture.size:
             picture = picture.resize(resized, _FILTERS[self.interpolation])
         if self.size is not None and self.size != (picture.height, picture.width):
-            canvas = Image.new("RGB", self.size[::-1], self.fill)
+            canvas = Image.new("RGB", self.size[::-1], self.fill).convert(mode)
             canvas.paste(picture, (-_offset(picture.width, canvas.width), -_offset(picture.height, canvas.height)))
             picture = canvas
-        pixels = torch.from_numpy(np.array(picture))  # (H, W, 3)
+        pixels = torch.from_numpy(np.array(picture)).view(picture.height, picture.width, -1)  # (H, W, C)
         tensor = pixels.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
         return self.normalise(tensor.div_(255))
 
@@ -212,11 +221,11 @@ class Preprocess:
         return (left * x, top * y, (left + crop_width) * x, (top + crop_height) * y)
 
     def normalise(self, tensor: Tensor) -> Tensor:
-        """Normalise values in 0..1, (..., 3, H, W), for the model."""
+        """Normalise values in 0..1, (..., C, H, W), for the model."""
         return tensor.sub(self._channels(self.mean, tensor)).div_(self._channels(self.std, tensor))
 
     def denormalise(self, tensor: Tensor) -> Tensor:
-        """Convert the model's input, (..., 3, H, W), to values in 0..1."""
+        """Convert the model's input, (..., C, H, W), to values in 0..1."""
         return tensor * self._channels(self.std, tensor) + self._channels(self.mean, tensor)
 
     def _channels(self, values: tuple[float, ...], like: Tensor) -> Tensor:
@@ -255,7 +264,8 @@ class TransformPreprocess:
     of the pixel. Therefore a callable that resizes, crops, pads and normalises needs no description.
 
     Args:
-        transform: Takes an RGB image and returns a float tensor (C, H, W). It must be deterministic.
+        transform: Takes an RGB image and returns a float tensor (C, H, W), or an image processor of Hugging Face. It
+            must be deterministic.
     """
 
     transform: Callable[[Image.Image], Tensor]
@@ -267,13 +277,14 @@ class TransformPreprocess:
         Raises:
             ImageError: The callable returned something else.
         """
-        tensor: object = self.transform(picture)
+        transform: Any = self.transform
+        if "pixel_values" in getattr(transform, "model_input_names", ()):  # an image processor of Hugging Face
+            tensor = transform(images=picture, return_tensors="pt")["pixel_values"][0]
+        else:
+            tensor = transform(picture)
         if not isinstance(tensor, Tensor):
-            raise ImageError(
-                f"the preprocessing returned {type(tensor).__name__}, expected a tensor (3, H, W); append "
-                'ToTensor to it, or extract the tensor: lambda p: processor(p, return_tensors="pt")'
-                '["pixel_values"][0]'
-            )
+            name = type(tensor).__name__
+            raise ImageError(f"the preprocessing returned {name}, expected a tensor (3, H, W); append ToTensor to it")
         if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
             raise ImageError(
                 f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
@@ -352,9 +363,9 @@ def _is_torchvision_preset(transform: object) -> bool:
     )
 
 
-def _are_three(values: object, is_valid: Callable[[object], bool]) -> bool:
-    """Return whether these are three valid values, one per channel of RGB."""
-    return isinstance(values, list | tuple) and len(values) == 3 and all(map(is_valid, values))
+def _are_numbers(values: object, channels: tuple[int, ...], is_valid: Callable[[object], bool]) -> bool:
+    """Return whether these are valid values, one per channel."""
+    return isinstance(values, list | tuple) and len(values) in channels and all(map(is_valid, values))
 
 
 def _filter_name(interpolation: Any) -> str:

@@ -24,13 +24,21 @@ LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the default layer."""
 
 
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by name, except a preset of torchvision in `model.preprocess`, which is a module too."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if type(modules.get("preprocess")).__module__.startswith("torchvision.transforms"):
+        modules = {name: module for name, module in modules.items() if name.partition(".")[0] != "preprocess"}
+    return modules
+
+
 def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
     """Return the name and the module of a layer.
 
     Raises:
         LayerError: The model has no such layer; the message lists the closest names.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = named_layers(model)
     if isinstance(layer, nn.Module):
         name = next((name for name, module in modules.items() if module is layer), None)
         if name is None:
@@ -43,7 +51,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
         if name in modules:
             return name, modules[name]
     near = closest(layer, [name for name in modules if name], most=4)
-    outermost = [name for name, _ in model.named_children()][:12]
+    outermost = [name for name in modules if name and "." not in name][:12]
     hint = (
         f"the closest are {', '.join(near)}" if near else f"its outermost layers are {', '.join(outermost) or 'none'}"
     )

@@ -127,7 +127,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
 def _image(x: Tensor, preprocess: object) -> NDArray[np.float64]:
     """The image as the model sees it, (H, W, C), in 0..1."""
     image = x[0].detach().cpu().double()
-    if isinstance(preprocess, Preprocess) and len(image) == 3:
+    if isinstance(preprocess, Preprocess) and len(image) == len(preprocess.mean):
         image = preprocess.denormalise(image)
     else:
         low, high = float(image.min()), float(image.max())

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.model_state import evaluating, leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
 from saliency.testing import tiny_model
+from saliency.testing.case import images
 from tests.models import PooledNet, Raises
 
 
@@ -514,3 +516,30 @@ def test_captures_in_one_block_see_one_call_each() -> None:
             model(noise(1, 3, 16, 16))
         model(noise(1, 3, 16, 16))
     assert (len(seen), len(inside)) == (2, 1)
+
+
+# Models of Hugging Face, by their shape.
+
+
+class HuggingFace(nn.Module):
+    """A classifier with class names in its configuration and an output with `.logits`."""
+
+    def __init__(self, labels: dict[int, str]) -> None:
+        super().__init__()
+        self.net, self.config = tiny_model(), SimpleNamespace(id2label=labels)
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        return SimpleNamespace(logits=self.net(pixel_values))
+
+
+def test_a_model_of_hugging_face_brings_its_class_names() -> None:
+    classes = tiny_model()(images(1)).shape[1]
+    names = {index: f"animal {index}" for index in reversed(range(classes))}
+    model = HuggingFace(names).eval()
+    explanation = GradCAM(model).attribute(images(1), "animal 1")
+    assert (explanation.target, explanation.target_names) == ((1,), ("animal 1",))
+    assert GradCAM(model, categories=["own"] * classes).categories == ("own",) * classes
+    vars(model)["categories"] = [f"mine {index}" for index in range(classes)]
+    assert GradCAM(model).attribute(images(1), 1).target_names == ("mine 1",)
+    generic = HuggingFace({index: f"LABEL_{index}" for index in range(classes)}).eval()
+    assert GradCAM(generic).attribute(images(1), 1).target_names == ("class 1",)

@@ -12,10 +12,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch import Tensor
-from torchvision import models
+from torch import Tensor, nn
+from torchvision import models, transforms
 from torchvision.transforms import InterpolationMode, v2
 
+import saliency
 from saliency.errors import ImageError
 from saliency.io.preprocess import Box, Preprocess, TransformPreprocess, as_preprocess, without_crop
 
@@ -253,19 +254,20 @@ def test_a_resolved_test_size_is_taken() -> None:
     ("make", "words"),
     [
         (lambda: Preprocess((224, 224), 256, interpolation="bicubik"), 'did you mean "bicubic"'),
-        (lambda: Preprocess((224, 224), 256, mean=(0.5,)), "three finite numbers"),
+        (lambda: Preprocess((224, 224), 256, mean=(0.5,)), "expected the same number of channels"),
         (lambda: Preprocess((224, 224), 256, std=(0.5, 0.0, 0.5)), "divide by zero"),
         (lambda: Preprocess((0, 224), 256), "at least one pixel"),
         (lambda: Preprocess(size=128, resize=128), r"size=128: expected \(height, width\)"),  # type: ignore[arg-type]
         (lambda: Preprocess((8, 8), resize=True), "resize=True: expected the length of the shorter edge"),
         (lambda: Preprocess((8, 8), resize=(8, 8.5)), "resize=.* at least one pixel"),  # type: ignore[arg-type]
-        (lambda: Preprocess(mean=0.5), "mean=0.5: expected three finite numbers"),  # type: ignore[arg-type]
-        (lambda: Preprocess(std=(1, True, 1)), "std=.*: expected three finite numbers"),
+        (lambda: Preprocess(mean=0.5), "mean=0.5: expected one finite number per channel"),  # type: ignore[arg-type]
+        (lambda: Preprocess(std=(1, True, 1)), "std=.*: expected one finite number per channel"),
         (lambda: Preprocess(fill=0), "fill=0: expected three whole numbers"),  # type: ignore[arg-type]
         (lambda: Preprocess(interpolation=None), "interpolation=None is not one of"),  # type: ignore[arg-type]
         (lambda: Preprocess((4, 4), (4, 4), fit="crop"), "'stretch', 'cover', 'contain'"),  # type: ignore[arg-type]
         (lambda: Preprocess.from_timm({"mean": 1}), 'has no "input_size"'),
-        (lambda: Preprocess.from_timm({"input_size": (1, 28, 28)}), "takes 1 channels"),
+        (lambda: Preprocess.from_timm({"input_size": (1, 28, 28)}), "1 channels and mean="),
+        (lambda: Preprocess.from_timm({"input_size": (4, 28, 28)}), "takes 4 channels"),
         (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), "crop_mode='middle' is not one of"),
         (lambda: Preprocess.from_torchvision(torch.nn.Identity()), "Identity is not a torchvision image preset"),
         (lambda: as_preprocess(7), "preprocess is a int"),  # type: ignore[arg-type]
@@ -361,7 +363,7 @@ def test_a_callable_is_probed_once_per_size_also_by_threads() -> None:
         (lambda p: torch.zeros(3, 8, 8), "equal or non-finite values"),
         (lambda p: torch.full((3, 8, 8), torch.nan), "equal or non-finite values"),
         (lambda p: p, "returned Image, expected a tensor"),
-        (lambda p: {"pixel_values": 1}, "pixel_values"),
+        (lambda p: {"pixel_values": 1}, "returned dict, expected a tensor"),
         (lambda p: torch.zeros(1, 3, 8, 8), r"shape \(1, 3, 8, 8\)"),
         (lambda p: torch.zeros(3, 8, 8, dtype=torch.uint8), "torch.uint8"),
         (lambda p: torch.zeros(8, 8), r"expected floating-point values of shape \(C, H, W\)"),
@@ -377,3 +379,63 @@ def test_a_callable_that_cannot_be_followed_is_refused(transform: Any, words: st
 def test_means_may_be_lists_arrays_and_tensors(given: Any) -> None:
     assert Preprocess(mean=given).mean == (0.5, 0.5, 0.5)
     assert hash(Preprocess(mean=given)) == hash(Preprocess(mean=(0.5, 0.5, 0.5)))
+
+
+# Greyscale models.
+
+GREY = Preprocess(size=(20, 24), resize=20, mean=(0.5,), std=(0.25,))
+
+
+def test_one_number_per_channel_describes_a_greyscale_model() -> None:
+    colour = Image.effect_noise((40, 30), 60).convert("RGB")
+    colour.putpixel((20, 15), (255, 0, 0))
+    steps = [transforms.Grayscale(), transforms.Resize(20), transforms.CenterCrop((20, 24)), transforms.ToTensor()]
+    reference = transforms.Compose([*steps, transforms.Normalize([0.5], [0.25])])(colour)
+    assert torch.equal(GREY(colour), reference)
+    assert torch.equal(GREY(colour.convert("L")), GREY(colour.convert("L").convert("RGB")))
+    assert GREY.input_range == (-2.0, 2.0)
+    assert torch.allclose(GREY.denormalise(GREY(colour)), GREY(colour) / 4 + 0.5)
+    padded = Preprocess(size=(4, 4), mean=(0.0,), std=(1.0,), fill=(255, 255, 255))(Image.new("RGB", (2, 2)))
+    assert padded.tolist()[0] == [[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
+
+
+def test_greyscale_presets_of_timm_and_torchvision_are_converted() -> None:
+    from torchvision.transforms._presets import ImageClassification
+
+    config = {"input_size": (1, 20, 24), "mean": (0.5,), "std": (0.25,), "crop_mode": "border"}
+    assert Preprocess.from_timm(config)(Image.new("RGB", (30, 30))).shape == (1, 20, 24)
+    assert Preprocess.from_timm({**config, "input_size": (3, 20, 24)}).mean == (0.5, 0.5, 0.5)
+    preset = ImageClassification(crop_size=20, resize_size=20, mean=(0.5,), std=(0.25,))
+    picture = Image.effect_noise((40, 30), 60)
+    assert torch.equal(Preprocess.from_torchvision(preset)(picture), preset(picture))
+
+
+def test_a_greyscale_model_explains_a_photo_and_draws_on_its_colours() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 18 * 22, 3)).eval()
+    photo = Image.new("RGB", (48, 40), (200, 40, 40))
+    for method in (saliency.VanillaGradient, saliency.IntegratedGradients):
+        explanation = method(model, preprocess=GREY).attribute(photo, 1)
+        assert explanation.values.shape == (1, 1, 20, 24)
+        frame = explanation.frames[0]
+        assert frame is not None
+        assert frame.picture.getpixel((0, 0)) == (200, 40, 40)
+    assert saliency.overlay(explanation).mode == "RGB"
+
+
+class Processor:
+    """An image processor of Hugging Face, by its shape."""
+
+    model_input_names = ("pixel_values",)
+
+    def __call__(self, images: Image.Image, return_tensors: str | None = None) -> dict[str, Any]:
+        values = transforms.functional.pil_to_tensor(images.resize((16, 16))).float()[None] / 255 - 0.5
+        return {"pixel_values": values if return_tensors == "pt" else values.tolist()}
+
+
+def test_a_processor_of_hugging_face_is_a_preprocessing() -> None:
+    processor: Any = Processor()
+    picture = Image.effect_noise((40, 30), 60).convert("RGB")
+    prepare = as_preprocess(processor)
+    assert torch.equal(prepare(picture), processor(picture, "pt")["pixel_values"][0])
+    assert prepare.box((40, 30)) == pytest.approx((0, 0, 40, 30), abs=1)
+    assert prepare == as_preprocess(processor)  # methods of one model share it

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 import saliency
 from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
 from saliency.hooks.model_state import prepared_for_attribution
+from saliency.inspection import layer_table
+from saliency.inspection.arguments import select_layers
+from saliency.io.preprocess import Preprocess
 from saliency.layers.find import LayerScan, find, layout_of, scan_layers
 from saliency.layers.layout import Layout
-from tests.models import small_vgg
+from saliency.testing import tiny_model
+from saliency.testing.case import images
+from tests.models import OwnForward, small_vgg
 
 
 @pytest.fixture(autouse=True)
@@ -561,3 +566,23 @@ def test_the_example_of_a_target_for_a_detector_works_as_it_is_written() -> None
 def test_shapley_cam_says_that_a_detectors_pooling_has_no_second_derivative() -> None:
     with pytest.raises(NotApplicableError, match=r"roi_align.*grad_cam"):
         saliency.ShapleyCAM(detector("faster_rcnn")).attribute(torch.rand(1, 3, 64, 64), summed("scores"))
+
+
+# A preset of torchvision, which is a module.
+
+
+def test_a_preset_on_the_model_is_not_a_layer() -> None:
+    from torchvision.transforms._presets import ImageClassification
+
+    plain, model = tiny_model().eval(), tiny_model().eval()
+    model.preprocess = ImageClassification(crop_size=16)
+    with pytest.raises(LayerError) as caught:
+        GradCAM(model, "preprocess")
+    assert "preprocess," not in str(caught.value)
+    assert list(select_layers(model, "*")) == list(select_layers(plain, "*"))
+    assert str(layer_table(model, images(1), times=0)) == str(layer_table(plain, images(1), times=0))
+    expected = GradCAM(plain).attribute(images(1), 0)
+    assert torch.equal(GradCAM(model).attribute(images(1), 0).values, expected.values)
+    assert GradCAM(model).preprocess == Preprocess.from_torchvision(model.preprocess)
+    own = OwnForward(lambda model, x: model.preprocess(x).mean((2, 3)), preprocess=nn.Conv2d(3, 4, 3))
+    assert GradCAM(own, "preprocess").layer == "preprocess"  # a layer of the network's own
