@@ -7,11 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
+PAIR := torch torchvision
+OLDEST := torch==2.6.0 torchvision==0.21.0
+PROMISES := tests/methods/test_methods.py tests/methods/test_gradient.py
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
 ifeq ($(TORCH),cpu)
 SIZE := less than 1 GB, with PyTorch for CPUs from $(CPU_WHEELS)
-INSTALL_TORCH = $(PIP) install --index-url $(CPU_WHEELS) torch torchvision \
+INSTALL_TORCH = $(PIP) install --index-url $(CPU_WHEELS) $(PAIR) \
 	&& $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda)' \
 	|| { echo "No PyTorch for CPUs from $(CPU_WHEELS), see above. For the one of PyPI: make clean, and no TORCH=cpu"; exit 1; }
 else ifneq ($(TORCH),)
@@ -25,15 +28,16 @@ define install
 @echo "Installing the toolkit and PyTorch into $(VENV), once. Later runs download nothing."
 @echo "To download, where nothing is cached: $(SIZE)"
 @$(INSTALL_TORCH)
-$(PIP) install --editable ".[$(1)]"
+$(PIP) install $(PAIR) --editable ".[$(1)]"
 @touch $@
 endef
 
-.PHONY: demo test quick lint types unit format notebooks zoo benchmarks dist release-notes clean help
+.PHONY: demo test quick test-oldest lint types unit format notebooks zoo benchmarks dist release-notes clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
 	@echo "  make quick        run a sample of the tests, without Ray, a browser and notebooks"
+	@echo "  make test-oldest  the same, and the promises of all methods, with the oldest supported PyTorch"
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make notebooks    run the notebooks and update their outputs"
@@ -48,6 +52,10 @@ test: lint
 
 quick: $(VENV)/.installed-quick
 	OMP_NUM_THREADS=1 $(BIN)/pytest --quick --numprocesses auto --dist worksteal
+
+test-oldest:
+	$(MAKE) quick VENV=.venv-oldest PAIR="$(OLDEST)"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest --numprocesses auto --dist worksteal -m "not slow" $(PROMISES)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
@@ -84,7 +92,7 @@ release-notes:  # of TAG=v1.2.3, from CHANGELOG.md
 		END { if (!n) { print "CHANGELOG.md has no section " tag > "/dev/stderr"; exit 1 } }' CHANGELOG.md
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -27,7 +27,7 @@ from ..hooks.model_state import is_out_of_memory, run_model
 from ..hooks.pytree import first_tensor, tree_leaves, tree_map_tensors, tree_tensors, trees_agree
 from ..layers.find import find
 
-Op = OpOverload[..., Any]
+Op = OpOverload
 _T = TypeVar("_T")
 
 

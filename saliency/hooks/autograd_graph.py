@@ -4,7 +4,7 @@ This is the only file with private names of PyTorch (`tests/test_architecture.py
 the test that fails first when PyTorch changes it:
 
 - `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
-  operations: `methods/test_gradient.py`.
+  operations: `methods/test_gradient.py`. PyTorch before 2.14 has no `_wrapped_node`.
 - `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call;
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
   `inspection/test_edit.py`.
@@ -95,7 +95,7 @@ def module_hooks(module: nn.Module) -> list[Any]:
 
 def has_global_module_hooks() -> bool:
     """Return whether hooks are registered for all modules of the process."""
-    return bool(_nn_module._has_any_global_hook())  # type: ignore[no-untyped-call]
+    return any(hooks for _, hooks in global_module_hooks())
 
 
 def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:
@@ -148,6 +148,17 @@ def result_shape(node: Any) -> tuple[int, ...]:
 def wrapped_node(node: Any) -> Node | None:
     """Return the in-place operation on a view whose result this node copies into the viewed tensor; else None."""
     return cast("Node | None", getattr(node, "_wrapped_node", None))
+
+
+def hides_operation(node: Any) -> bool:
+    """Return whether this is an in-place operation on a view that this PyTorch does not show, and may be an activation.
+
+    An operation with exactly one other operand, which has a gradient, is not an activation: an assignment, a sum.
+    """
+    if hasattr(node, "_wrapped_node") or type(node).__name__ != "CopySlices":
+        return False
+    others = node.next_functions[1:]
+    return len(others) != 1 or others[0][0] is None
 
 
 # Operators.

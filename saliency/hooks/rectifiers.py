@@ -20,6 +20,7 @@ from ..errors import NotApplicableError, TargetError
 from .autograd_graph import (
     CHECKPOINT_NODE,
     MODULE_HOOK_NODE,
+    hides_operation,
     next_functions,
     result_shape,
     saved,
@@ -29,6 +30,10 @@ from .autograd_graph import (
 _REENTRANT = (
     "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
     "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or disable checkpointing"
+)
+_VIEW = (
+    "works in place on a view of another tensor, where its gradient cannot be rewritten; set inplace=False there, or "
+    "apply it to the whole tensor"
 )
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 INDEPENDENT = (
@@ -112,6 +117,11 @@ def _is_clamp_to_zero(node: Any) -> bool:
     return saved(node, "min") is None and _is_zero(saved(node, "max"))
 
 
+def _is_assignment_by_mask(node: Any) -> bool:
+    masks = [index for index in saved(node, "indices") if index is not None and index.dtype == torch.bool]
+    return _tracked(node) == [True, False] and bool(masks)
+
+
 def _is_product_with_mask(node: Any) -> bool:
     mask = _constant_operand(node)
     # Unlike a scale or a gate, a mask has the shape of the masked tensor and holds only 0 and 1.
@@ -156,6 +166,8 @@ _OTHERS = (
 _HIDDEN = (
     _Kind("where", lambda t: torch.where(t > 0, t, 0.0), lambda node: sum(_tracked(node)) == 1),
     _Kind("masked_fill", lambda t: t.masked_fill(t < 0, 0.0)),
+    # `t[t < 0] = torch.tensor(0.0)`; before PyTorch 2.14 also `t[t < 0] = 0`.
+    _Kind("masked_fill", lambda t: t.index_put_((t < 0,), torch.zeros_like(t[0])), _is_assignment_by_mask),
     _Kind("masked_scatter", lambda t: t.masked_scatter(t < 0, torch.zeros_like(t))),
     _Kind("minimum with 0", lambda t: torch.minimum(t, torch.zeros_like(t)), _is_constant_zero),
     _Kind("fmin with 0", lambda t: torch.fmin(t, torch.zeros_like(t)), _is_constant_zero),
@@ -281,16 +293,18 @@ def _opaque(node: Any) -> str:
             "TorchScript has fused a part of the model, which hides its ReLUs from the autograd graph; pass the "
             "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
         )
-    wrapped = wrapped_node(node)
-    kind = _kind_of(wrapped)
-    if kind in (*_RECTIFIERS, *_OTHERS):
+    if hides_operation(node):
         raise NotApplicableError(
-            f"a {kind.name} works in place on a view of another tensor, where its gradient cannot be rewritten; "
-            "set inplace=False there, or apply it to the whole tensor"
+            f"an operation, possibly a ReLU, {_VIEW}; torch>=2.14 shows which one it is (this is {torch.__version__})"
         )
+    if wrapped := wrapped_node(node):
+        kind = _kind_of(wrapped)
+        if kind in (*_RECTIFIERS, *_OTHERS):
+            raise NotApplicableError(f"a {kind.name} {_VIEW}")
+        return kind.name if kind else _opaque(wrapped)
     if type(node).__name__ == "CppFunction":
-        return "" if "torchvision" in name else name
-    if wrapped is None:
+        return "" if "vision::ops" in name or "torchvision" in name else name
+    if type(node).__name__ != "CopySlices":
         _transparent.add(type(node))
     return ""
 

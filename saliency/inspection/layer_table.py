@@ -413,6 +413,12 @@ def _weighted_last(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any)
     return int(2 * out_val.numel() * math.prod(weight.shape[:-1]))
 
 
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Count the products of each query with all keys, and the weighted sum of the values."""
+    queries = query.numel() // query.shape[-1]
+    return int(2 * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+
+
 def _recurrent(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
     """Count each weight once per step of each sequence. The weights are the arguments after the input."""
     weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
@@ -428,5 +434,8 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("aten.mv", "aten.addmv", "aten.addmv_", "aten.dot", "aten.vdot"), _vector_product),
     **dict.fromkeys(("aten._trilinear", "torchvision.deform_conv2d"), _weighted),
     **dict.fromkeys(("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"), _recurrent),
+    **dict.fromkeys(
+        ("aten.scaled_dot_product_attention", "aten._scaled_dot_product_flash_attention_for_cpu"), _attention
+    ),
     "aten.conv_tbc": _weighted_last,
 }

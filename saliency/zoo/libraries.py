@@ -294,7 +294,7 @@ def library(module: str) -> Any:
         raise ModelError(
             f"{module} cannot be imported with torch {torch.__version__}: {error}. "
             "torchvision's compiled operators were built for another torch, for example a CPU torch and a CUDA "
-            'torchvision; fix it with: pip install --upgrade "torch>=2.14" "torchvision>=0.29"'
+            "torchvision; fix it with: pip install --upgrade torch torchvision"
         ) from error
 
 

