@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from threading import Thread
 from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
@@ -53,7 +54,7 @@ class _Process:
 
 
 def _run_kernel(arguments: list[str], environment: dict[str, str], folder: str) -> None:
-    """Run a kernel in this process, until it is asked to end or its parent ends."""
+    """Run a kernel in this process, until it is asked to end or the runner ends."""
     os.environ.update(environment)
     os.chdir(folder)
     os.setsid()  # Ctrl-C ends the runner, which ends the kernels
@@ -63,4 +64,11 @@ def _run_kernel(arguments: list[str], environment: dict[str, str], folder: str) 
 
     mpl.use(ENVIRONMENT["MPLBACKEND"])
     torch.set_num_threads(1)
-    IPKernelApp.launch_instance([*arguments, f"--IPKernelApp.parent_handle={os.getppid()}"])
+    Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    IPKernelApp.launch_instance(arguments)
+
+
+def _end_with(runner: Any) -> None:
+    """End this process when the runner has ended, also where the runner was killed."""
+    runner.join()
+    os._exit(1)
