@@ -32,7 +32,7 @@ $(PIP) install $(PAIR) --editable ".[$(1)]"
 @touch $@
 endef
 
-.PHONY: demo test quick test-oldest lint types unit format notebooks zoo benchmarks dist release-notes clean help
+.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo benchmarks dist release-notes clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
@@ -40,6 +40,7 @@ help:
 	@echo "  make test-oldest  the same, and the promises of all methods, with the oldest supported PyTorch"
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
+	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check guided backpropagation and Grad-CAM on 178 architectures (slow)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
@@ -70,6 +71,9 @@ unit: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+sheet: demo
+	$(BIN)/python -c "from PIL import Image; Image.open('out/sheet.png').save('assets/readme/sheet.jpg', quality=88)"
 
 notebooks: $(VENV)/.installed-test
 	$(BIN)/python -m notebooks

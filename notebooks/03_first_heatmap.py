@@ -41,16 +41,16 @@ explanation = gradient.attribute(ASSETS / "coffee.jpg")
 explanation
 
 # %% [markdown]
-# The values have the shape of the network's *input*, 224 by 224 pixels with three colours. A value is the rise of the
-# score per unit of this one number of the input, for a small change. The overlay places the map on the part of the
-# photo that the network saw:
+# A notebook shows an explanation as an overlay: the map in colours on the part of the photo that the network saw. The
+# values have the shape of the network's *input*, 224 by 224 pixels with three colours. A value is the rise of the score
+# per unit of this one number of the input, for a small change. A figure adds the photo and a colour bar:
 
 # %%
 saliency.figure(explanation)
 
 # %% [markdown]
-# **What to see.** The brightest specks lie in the coffee and on the inside of the cup above it. The tinted border was
-# cropped away: the network never saw it.
+# **What to see.** The brightest specks lie in the coffee and on the inside of the cup above it. What lies outside
+# the thin line was cropped away: the network never saw it.
 #
 # **What to beware of.** The map is speckled, and this is not an artefact of drawing: in a network like this one,
 # neighbouring pixels have quite different gradients. A gradient shows how the score *would change*, not why it has its
@@ -79,7 +79,7 @@ methods = [
     saliency.RectGrad(model),
 ]
 rows = [saliency.explain_together(methods, photo) for photo in PHOTOS]
-saliency.contact_sheet(rows, thumb=150, opacity=0.8)
+saliency.contact_sheet(rows, thumb=150)
 
 # %% [markdown]
 # **What to see.**
@@ -114,7 +114,7 @@ for method in (saliency.DeconvNet(model), saliency.GuidedBackprop(model)):
 # %%
 classes = ["espresso", "space shuttle"]
 explained = [each.attribute_classes(ASSETS / "coffee.jpg", classes) for each in (methods[0], methods[2], methods[4])]
-saliency.contact_sheet([list(row) for row in zip(*explained, strict=True)], thumb=220, opacity=0.8)
+saliency.contact_sheet([list(row) for row in zip(*explained, strict=True)], thumb=220)
 
 # %%
 for of_espresso, of_shuttle in explained:
@@ -128,12 +128,13 @@ for of_espresso, of_shuttle in explained:
 #
 # ## Only the pixels that matter
 #
-# There are two more ways to draw a map. With `opacity="map"`, the opacity follows the strength of the map, so the rest
-# of the photo is unchanged. `cutout` keeps the strongest share of the pixels.
+# In an overlay, the opacity follows the strength of the map, and the rest of the photo is unchanged. The drawing is
+# smoothed over about a pixel of the input; `smoothing=0` draws each value as it is. With a number as the opacity, the
+# whole crop is covered. `cutout` keeps the strongest share of the pixels.
 
 # %%
 guided = methods[2].attribute(ASSETS / "chelsea.jpg", "tiger cat")
-saliency.overlay(guided, opacity="map")
+saliency.overlay(guided, opacity=0.7, smoothing=0)
 
 # %%
 saliency.cutout(guided, keep=0.1, background="white")

@@ -35,25 +35,27 @@ saliency.figure(saliency.GradCAM(model).attribute(ASSETS / "coffee.jpg"))
 #
 # ## The family side by side
 #
-# All CAMs of one layer share one forward and one backward pass, so five CAMs take hardly longer than one.
+# Many methods build on the same idea. They share the forward pass, and the gradients of each layer.
 
 # %%
 family = [
     saliency.GradCAM(model),
     saliency.GradCAMPlusPlus(model),
-    saliency.LayerCAM(model),
     saliency.EigenCAM(model),
-    saliency.EigenGradCAM(model),
+    saliency.FusedCAM(model),
+    saliency.GuidedGradCAM(model),
 ]
 saliency.contact_sheet([saliency.explain_together(family, photo) for photo in PHOTOS], thumb=150)
 
 # %% [markdown]
-# **What to see.** The maps agree on this network, at its last layer. They differ in the weak parts: Grad-CAM++ and
-# LayerCAM use only positive gradients, so more of the image is highlighted, for example on the astronaut. Eigen-CAM
-# ignores the class and shows what is most prominent in the layer.
+# **What to see.** The first three read the last layer and agree on where the evidence is. They differ in the weak
+# parts: Grad-CAM++ uses only positive gradients, so more of the image is highlighted, for example on the astronaut.
+# Eigen-CAM ignores the class and shows what is most prominent in the layer. FusedCAM adds finer layers, and guided
+# Grad-CAM shows the lines inside the Grad-CAM.
 #
-# Four other CAMs are missing here. After this layer there are only an average over the locations and one linear layer.
-# Therefore the gradient is the same at all locations, and the four definitions give the same map, up to a factor:
+# Other CAMs of the last layer look like Grad-CAM here, and three even equal it. After this layer there are only an
+# average over the locations and one linear layer. Therefore the gradient is the same at all locations, and the four
+# definitions give the same map, up to a factor:
 
 # %%
 names = ["CAM", "GradCAM", "XGradCAM", "HiResCAM"]
@@ -122,7 +124,7 @@ draw(explained, titles)
 # although the network gives the shuttle a tiny probability. A class that is not in the photo also has a map: it
 # highlights the helmet and an area by her shoulder for "bobsled", and the bright wall for "torch".
 #
-# **What to beware of.** Every map here is equally bright, because each is drawn on its own scale. So the shuttle looks
+# **What to beware of.** Every map here is equally strong, because each is drawn on its own scale. So the shuttle looks
 # as convincing as the helmet. `shared_limit` gives the maps a common scale, on which equal colours mean equal values:
 
 # %%
@@ -161,7 +163,7 @@ pair = ["football helmet", "space shuttle"]
 guided, focused = (
     each.attribute_classes(photo, pair) for each in (saliency.GuidedBackprop(model), saliency.GuidedGradCAM(model))
 )
-draw([*guided, *focused], [f"{each.method}: {each.target_names[0]}" for each in [*guided, *focused]], opacity=0.8)
+draw([*guided, *focused], [f"{each.method}: {each.target_names[0]}" for each in [*guided, *focused]])
 
 # %% [markdown]
 # **What to see.** The two maps on the left are nearly the same. The two on the right show the helmet and the shuttle.

@@ -15,10 +15,11 @@
 # the registry, so a new method appears here without any change. Each map explains the network's own top class.
 
 # %%
+import math
 from pathlib import Path
 
-from IPython.display import Markdown
-from PIL import Image
+import numpy as np
+from IPython.display import Markdown, display
 
 import saliency
 from saliency.attribution.base import summary
@@ -47,29 +48,45 @@ Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *r
 
 
 # %%
-def sheet(rows, columns, thumb):
-    """Contact sheets of `columns` methods, one below the other."""
-    starts = range(0, len(rows[0]), columns)
-    strips = [
-        saliency.contact_sheet([row[at : at + columns] for row in rows], thumb=thumb, opacity=0.8) for at in starts
-    ]
-    page = Image.new("RGB", (max(strip.width for strip in strips), sum(strip.height for strip in strips)), "white")
-    top = 0
-    for strip in strips:
-        page.paste(strip, (0, top))
-        top += strip.height
-    return page
+FAMILIES = {
+    "Class activation maps": ["cam"],
+    "Class activation maps with other layers, classes or gradients": ["combined_cam"],
+    "Class activation maps from forward passes": ["gradient_free_cam"],
+    "Gradients": ["gradient", "full_grad"],
+    "Path methods": ["integrated_gradients", "xrai"],
+    "Smoothing": ["smoothing"],
+    "Masks and windows": ["occlusion", "rise", "mask_optimisation", "sobol_hsic"],
+    "Superpixels: ablation, Shapley values and local models": ["lime_shap", "segments"],
+}
+
+
+def family(explanation):
+    """Return the heading of a method: that of the file in which its class is defined."""
+    file = saliency.METHODS[explanation.method].__module__.rpartition(".")[2]
+    return next((name for name, files in FAMILIES.items() if file in files), "Other methods")
+
+
+def draw(rows, thumb, columns=6):
+    """Draw the contact sheets of each family below its heading."""
+    for heading in [*FAMILIES, "Other methods"]:
+        chosen = [[each for each in row if family(each) == heading] for row in rows]
+        if not chosen[0]:
+            continue
+        display(Markdown(f"### {heading}"))
+        sheets = math.ceil(len(chosen[0]) / columns)
+        for part in np.array_split(np.arange(len(chosen[0])), sheets):
+            display(saliency.contact_sheet([[row[index] for index in part] for row in chosen], thumb=thumb))
 
 
 many = [cls for cls in saliency.METHODS.values() if issubclass(cls, saliency.MultiPassAttribution)]
 single = [cls(model) for cls in saliency.METHODS.values() if cls not in many]
 rows = [saliency.explain_together(single, photo) for photo in PHOTOS]
 print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} maps")
-sheet(rows, columns=7, thumb=120)
+draw(rows, thumb=140)
 
 # %% [markdown]
-# Each map has its own scale. Dark to bright is zero to maximum. In the maps on a white background, red is evidence
-# for the class and blue is evidence against it.
+# Each map has its own scale. The stronger a value, the brighter and the more opaque is its colour. In the maps in red
+# and blue, red is evidence for the class and blue is evidence against it.
 #
 # **What to see.** Maps of a layer are smooth and show *where*; maps of the input are fine and show *what*. Most of the
 # former agree on the helmet, the cup and the tripod. Several are equal on this network; the page on
@@ -94,7 +111,7 @@ for cls in many:
 
 coffee = saliency.explain_together(methods, "../assets/coffee.jpg")
 print(f"{len(coffee)} methods on one photo")
-sheet([coffee], columns=7, thumb=120)
+draw([coffee], thumb=140)
 
 # %% [markdown]
 # **What to see.** FullGrad above, and occlusion, RISE, Sobol and XRAI here, highlight the coffee as a whole. The path

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
-from ..io.atomic_write import save_tensors
+from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode
 from ..io.preprocess import Box, Frame
 from .options import RunStats
@@ -107,6 +107,12 @@ class Explanation:
         where = f" at {self.layer}" if self.layer else ""
         return f"<Explanation of {targets} by {self.method}{where}, values {tuple(self.values.shape)}>"
 
+    def _repr_png_(self) -> bytes | None:
+        """Return the picture that a notebook shows; None if it cannot be drawn, then it shows the text."""
+        from ..render.notebook import notebook_png  # the one import of drawing below `render`
+
+        return notebook_png(self)
+
     def to(self, device: torch.device | str) -> Explanation:
         """Return the explanation with its tensors on another device."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
@@ -116,24 +122,41 @@ class Explanation:
         return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write everything, including the original images, to one safetensors file with a JSON header.
+        """Write the explanation in the format of the path's suffix, and return the path.
 
         The file is written atomically: under a temporary name, and then renamed.
 
+        Args:
+            path: `.safetensors` keeps everything, including the original images, for `Explanation.load`. `.npy` keeps
+                the values, as `np.asarray(explanation)` returns them: (N, C, H, W).
+
         Raises:
+            ExplanationError: The suffix is another one.
             FileNotFoundError: The folder does not exist.
             OSError: The file cannot be written.
         """
         path = Path(path)
+        if path.suffix not in (".npy", ".safetensors"):
+            raise ExplanationError(
+                f'cannot save to "{path.name}": the suffix must be .safetensors, for everything, or .npy, for the '
+                "values; to save a picture, draw it: saliency.overlay(explanation).save(...)"
+            )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
+        if path.suffix == ".npy":
+            with atomic_write(path) as temporary, temporary.open("wb") as file:
+                np.save(file, np.asarray(self))
+        else:
+            self._save_all(path)
+        return path
+
+    def _save_all(self, path: Path) -> None:
         tensors = {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in self._tensors().items()
         }
         tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(self.frames) if f is not None}
         save_tensors(path, tensors, {"saliency": json.dumps(self._header(), default=asdict)})
-        return path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Explanation:

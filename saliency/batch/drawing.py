@@ -28,7 +28,7 @@ from ..errors import ExplanationError, ImageError
 from ..io.atomic_write import atomic_write
 from ..io.inputs import open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
-from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, paint, scale_map, units
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, outline, paint, scale_map, units
 from ..render.overlay import save_picture
 from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
@@ -114,7 +114,7 @@ def _write_method(
 ) -> Row:
     """Write the files of one method, and return its row."""
     style, method = options.style, explanation.method
-    scaled = scale_map(explanation, style.sign, style.percentile)
+    scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
     probabilities = explanation.probabilities
     facts = {
         **facts,
@@ -159,7 +159,10 @@ def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
 
 
 def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:
-    """Encode the heatmap without the picture: opaque inside the crop, transparent outside.
+    """Encode the heatmap without the picture: transparent outside the crop.
+
+    Inside the crop it is opaque. If the opacity follows the map, it is as opaque as the scaled map is strong, with the
+    lines around the crop; the page multiplies it by its own opacity.
 
     The image has the proportions of the preview, and a half or a third of its size if the map cells are large enough.
     """
@@ -173,6 +176,11 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
     visibility = np.abs(scaled.values) if style.opacity == "map" else np.ones_like(scaled.values)
     alpha = paint(plane, replace(scaled, values=visibility, sign="positive"), "gray", 1.0)
     heat.putalpha(alpha.convert("L"))
+    if style.opacity == "map":
+        pixels = np.array(heat)
+        for tone, edge in outline(pixels, box_pixels(plane)):
+            edge[:] = (tone, tone, tone, 128)
+        heat = Image.fromarray(pixels)
     return _encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
@@ -324,7 +332,8 @@ def _draw(
     try:
         picture, is_small = pictures(about["entry"], Path(root) / PREVIEWS)
         frame = Frame(picture, resize_box(about["box"], (about["width"], about["height"]), picture.size))
-        drawing = paint(frame, scale_map(explanation, style.sign, style.percentile), style.colormap, style.opacity)
+        scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
+        drawing = paint(frame, scaled, style.colormap, style.opacity)
         file.parent.mkdir(parents=True, exist_ok=True)
         save_picture(drawing, file)
     except Exception as error:

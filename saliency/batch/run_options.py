@@ -83,10 +83,11 @@ class OverlayStyle:
 
     Attributes:
         format: File format. "png" is lossless; "jpg" files are about a seventh as large and several times faster.
-        opacity: A number in 0..1, or "map".
-        colormap: Name of a matplotlib colormap; None for inferno, or RdBu_r for signed maps.
+        opacity: "map" for an opacity that follows the map, or a number in 0..1.
+        colormap: Name of a matplotlib colormap; None for inferno, or bwr for signed maps.
         sign: "positive", "signed" or "absolute"; None for the method's default.
         percentile: Percentile of the values at which colours saturate.
+        smoothing: Standard deviation of the smoothing, as a share of the map's longer edge.
 
     Raises:
         BatchError: A value is outside its range.
@@ -94,10 +95,11 @@ class OverlayStyle:
     """
 
     format: Format = "png"
-    opacity: float | Literal["map"] = 0.5
+    opacity: float | Literal["map"] = "map"
     colormap: str | None = None
     sign: Sign | None = None
     percentile: float | Literal["auto"] | None = "auto"
+    smoothing: float = 0.005
 
     def __post_init__(self) -> None:
         check_choice("format", self.format, FORMATS, error=BatchError)
@@ -105,6 +107,7 @@ class OverlayStyle:
             check_choice("sign", self.sign, SIGNS, error=BatchError)
         if self.opacity != "map":
             check_number("opacity", self.opacity, least=0, most=1, hint=', or "map"', error=BatchError)
+        check_number("smoothing", self.smoothing, least=0, most=0.1, error=BatchError)
         if self.percentile not in (None, "auto"):
             hint = ', "auto" or None'
             check_number("percentile", self.percentile, above=0, most=100, hint=hint, error=BatchError)

@@ -119,7 +119,7 @@ def _unknown_command(name: str) -> str:
 
 
 _MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"
-_STYLE = "--opacity --colormap --sign --percentile"
+_STYLE = "--opacity --colormap --sign --percentile --smoothing"
 _EXIT_CODES = """\
 exit codes:
   0    success; with --method all, methods that do not apply are not failures
@@ -139,7 +139,7 @@ examples:
   saliency explain cat.jpg
   saliency explain cat.jpg -m grad_cam guided_backprop --target "tiger cat"
   saliency explain photos/ --method all --sheet --out maps
-  saliency explain *.jpg --model resnet50 --layer layer3 --opacity map
+  saliency explain *.jpg --model resnet50 --layer layer3 --opacity 0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
   curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 

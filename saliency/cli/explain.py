@@ -28,8 +28,9 @@ from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..io.preprocess import Frame
 from ..methods import METHODS
+from ..render.blending import shrink
 from ..render.overlay import save_picture
-from ..render.sheet import contact_sheet, shrink
+from ..render.sheet import contact_sheet
 from .console import Screen, UsageError
 from .options import ALL, METHOD, arguments_of, overlay_style
 
@@ -159,7 +160,12 @@ def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, 
     style = options.style
     with screen.waiting("drawing the contact sheet"):
         sheet = contact_sheet(
-            complete, thumb=THUMB, opacity=style.opacity, colormap=style.colormap, percentile=style.percentile
+            complete,
+            thumb=THUMB,
+            opacity=style.opacity,
+            colormap=style.colormap,
+            percentile=style.percentile,
+            smoothing=style.smoothing,
         )
         path = save_picture(sheet, out / SHEET)
     screen.say(f"contact sheet: {visible(path)}")

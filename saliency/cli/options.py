@@ -255,15 +255,21 @@ OPTIONS: dict[str, list[Option]] = {
     "overlay style": [
         _option("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
         _option(
-            "--opacity NUMBER", "0 to 1, or map: opacity follows the map (default: 0.5)", type=_number, default=0.5
+            "--opacity NUMBER", "0 to 1, or map: opacity follows the map (default: map)", type=_number, default="map"
         ),
-        _option("--colormap NAME", "any matplotlib colormap (default: inferno, or RdBu_r if signed)"),
+        _option("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
         _option("--sign SIGN", f"{', '.join(SIGNS)} (default: that of the method)", choices=SIGNS),
         _option(
             "--percentile NUMBER",
-            "percentile at which colours saturate, or none (default: 99.5 for gradients)",
+            "percentile at which colours saturate, or none (default: 99 for gradients and layers)",
             type=_number,
             default="auto",
+        ),
+        _option(
+            "--smoothing NUMBER",
+            "smoothing of the drawing, as a share of the map's edge; 0 for none (default: 0.005)",
+            type=float,
+            default=0.005,
         ),
     ],
     "execution": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -15,10 +16,10 @@ from PIL import Image
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError, did_you_mean, warn
 from ..io.inputs import ImageLike, open_picture
-from ..io.preprocess import Frame
+from ..io.preprocess import Frame, resize_box, scaled_size
 from ..methods import METHODS
 from ..validation import check_number
-from .heatmap import Percentile, limits, reduced_maps, require_explanation, resolve_percentile
+from .heatmap import Percentile, limits, reduced_maps, require_explanation, resolve_percentile, smoothed
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
@@ -27,12 +28,15 @@ Area = tuple[slice, slice]
 """Rows and columns, as an index into an array of an image."""
 
 SEQUENTIAL = "inferno"
-DIVERGING = "RdBu_r"
+DIVERGING = "bwr"  # its ends are bright, and stay visible on dark images
 
 CENTRE = 128  # the entry of zero in a centred table
 
 PER_UNIT = "score per unit of normalised input"
 IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
+
+MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
+LINES_PER_EDGE = 400  # thickness of the lines around the crop: one of so many parts of the image's longer edge
 
 STRIP = 64  # rows resized or blended at once: the weights of a strip cover few cells, and it stays in the cache
 
@@ -104,8 +108,9 @@ def scale_map(
     sign: Sign | None = None,
     percentile: Percentile = "auto",
     limit: float | None = None,
+    smoothing: float = 0.0,
 ) -> ScaledMap:
-    """Return the map of one image, divided by its limit and clipped.
+    """Return the map of one image, smoothed, divided by its limit and clipped.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -131,6 +136,7 @@ def scale_map(
             f"{float(explanation.scores[0]):.4g}"
         )
         maps = torch.zeros_like(maps) if is_zeroed else maps
+    maps = smoothed(maps, smoothing)
     if limit is None:
         limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
@@ -166,6 +172,13 @@ def _why_flat(explanation: Explanation, value: float, sign: Sign) -> str:
     if value == 0:
         return f"{label} is zero everywhere: according to this method, no part of the image affects the score"
     return f"{label} is constant ({value:.3g}), so it highlights nothing"
+
+
+def shrink(frame: Frame, thumb: int) -> Frame:
+    """Resize a frame so that the longer edge of its image is `thumb`."""
+    size = scaled_size(frame.picture.size, thumb)
+    small = frame.picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
+    return Frame(small, resize_box(frame.box, frame.picture.size, size))
 
 
 def box_pixels(frame: Frame) -> Area:
@@ -237,7 +250,8 @@ def paint(
 ) -> Image.Image:
     """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
-    `visibility` (h, w) scales the opacity of each cell, 0 to 1; None leaves it unchanged.
+    With opacity "map", two thin lines mark the box, unless it covers the image. `visibility` (h, w) scales the opacity
+    of each cell, 0 to 1; None leaves it unchanged.
     """
     if not isinstance(opacity, str) or opacity != "map":
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
@@ -246,11 +260,43 @@ def paint(
     pixels: Pixels = np.array(frame.picture)
     photo = pixels[area]
     colors = scaled.colors(colormap).take(table_entries(values, scaled.sign), axis=0)
-    weight = np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
+    weight = np.float32(MOST_OPACITY) * np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
     if visibility is not None:
         weight *= resize_to_pixels(visibility, frame, area)
     pixels[area] = blend(photo, colors, weight)
-    return Image.fromarray(pixels)
+    if isinstance(opacity, str):
+        for tone, edge in outline(pixels, area):
+            edge[:] = edge // 2 + tone // 2
+    return as_drawing(Image.fromarray(pixels))
+
+
+def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:
+    """Yield the edges of two lines along the border of an area, inside it: black (0), and inside that white (255).
+
+    One of them is visible on any image. Nothing is yielded if the area covers the image.
+    """
+    box = pixels[area]
+    if box.shape == pixels.shape:
+        return
+    width = max(1, round(max(pixels.shape) / LINES_PER_EDGE))
+    for tone in (0, 255):
+        yield from ((tone, edge) for edge in (box[:width], box[-width:], box[:, :width], box[:, -width:]))
+        box = box[width:-width, width:-width]
+
+
+class Drawing(Image.Image):
+    """Image whose `save` compresses PNG lightly by default: several times faster than Pillow, and about 10 % larger."""
+
+    def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
+        """Write the image as `PIL.Image.Image.save` does, with `compress_level=1` unless another is given."""
+        super().save(fp, format, **{"compress_level": 1, **params})
+
+
+def as_drawing(picture: Image.Image) -> Drawing:
+    """Return the same image as a Drawing. Pillow has no public constructor for subclasses."""
+    drawing = Drawing()
+    vars(drawing).update(vars(picture))
+    return drawing
 
 
 def blend(photo: Pixels, colors: Pixels, weight: Plane) -> Pixels:

@@ -5,7 +5,8 @@ Nothing is normalised. All drawing takes its maps and limits from here. The defa
 
     sign        `Explanation.sign`, as in the paper of the method
     channels    their sum; for magnitudes the largest of them (Simonyan 2013)
-    saturation  `resolve_percentile`: 99.5 with a value per colour channel, otherwise none
+    smoothing   none here; drawing averages values over about 0.5 % of the map's longer edge (`smoothed`)
+    saturation  `resolve_percentile`: 99 with a value per colour channel or at a layer, otherwise none
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Percentile = float | Literal["auto"] | None
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 CHANNELS: tuple[Channels, ...] = get_args(Channels)
 
-INPUT_GRADIENT_PERCENTILE = 99.5
+SPECKLED_PERCENTILE = 99.0
+SMOOTHING = 0.005
+LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the neighbours of a cell
 
 
 def heatmap(
@@ -52,7 +55,7 @@ def heatmap(
             in the paper of the method.
         channels: "sum", "mean" or "max_abs" (the channel that is furthest from zero, with its sign); by default the
             sum, and "max_abs" if the sign is "absolute".
-        percentile: Clip the magnitudes of each image at this percentile of them (99.5 suits gradients); by default
+        percentile: Clip the magnitudes of each image at this percentile of them (99 suits gradients); by default
             nothing is clipped. The units do not change.
 
     Raises:
@@ -115,7 +118,7 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
     largest = magnitudes.amax(dim=1)
     if percentile is None:
         return largest
-    hint = "; 99.5 clips the highest 0.5 % of a map"
+    hint = "; 99 clips the highest 1 % of a map"
     percentile = check_number("percentile", percentile, above=0, most=100, hint=hint, error=RenderError)
     pixels = magnitudes.shape[1]
     rank = max(1, math.ceil(pixels * percentile / 100 - 1e-9))
@@ -128,6 +131,7 @@ def shared_limit(
     *,
     sign: Sign | None = None,
     percentile: Percentile = "auto",
+    smoothing: float = SMOOTHING,
 ) -> float:
     """Return one limit for several images: the largest of their map values at full colour, in the maps' units.
 
@@ -137,15 +141,43 @@ def shared_limit(
         explanations: Any number of explanations, of one or more images.
         sign: As in `heatmap`; by default each explanation's own.
         percentile: As in `heatmap`; "auto" is the default of drawing, `resolve_percentile`.
+        smoothing: As in `overlay`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
         RenderError: There is no explanation, or an option is unknown.
     """
     return max(
-        float(limits(reduced_maps(explanation, sign), resolve_percentile(explanation, percentile)).max())
+        float(
+            limits(
+                smoothed(reduced_maps(explanation, sign), smoothing), resolve_percentile(explanation, percentile)
+            ).max()
+        )
         for explanation in several(explanations, "shared_limit")
     )
+
+
+def smoothed(maps: Tensor, smoothing: float) -> Tensor:
+    """Average maps (N, h, w) with a Gaussian whose standard deviation is `smoothing` times their longer edge.
+
+    Maps with cells larger than the Gaussian are returned unchanged.
+
+    Raises:
+        RenderError: The smoothing is not between 0 and 0.1.
+    """
+    hint = ", a share of the map's longer edge"
+    smoothing = check_number("smoothing", smoothing, least=0, most=0.1, hint=hint, error=RenderError)
+    sigma = smoothing * max(maps.shape[1:])
+    if sigma < LEAST_SIGMA:
+        return maps
+    rows, columns = (_gaussian(length, sigma, maps) for length in maps.shape[1:])
+    return rows @ maps @ columns.T
+
+
+def _gaussian(length: int, sigma: float, like: Tensor) -> Tensor:
+    """Return the weights of all cells of a line in the average at each of them: (length, length)."""
+    cells = torch.arange(length, dtype=like.dtype, device=like.device)
+    return (-0.5 * ((cells - cells[:, None]) / sigma) ** 2).softmax(dim=1)
 
 
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
@@ -159,16 +191,23 @@ def several(explanations: Explanation | Iterable[Explanation], name: str) -> lis
     return items
 
 
-def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
-    """Return the percentile; for "auto", 99.5 for values per colour channel, and None for maps with one channel.
+def single_images(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
+    """Return the explanations of single images, in order. Raises RenderError if there is none."""
+    return [image for explanation in several(explanations, name) for image in explanation]
 
-    Gradients at the input are far larger at a few pixels, which would leave all others dark. Maps with one
-    channel (CAMs, occlusion) are smooth, and their peak is significant.
+
+def resolve_percentile(explanation: Explanation, percentile: Percentile) -> float | None:
+    """Return the percentile; for "auto", 99 for values per colour channel and for maps of a layer, otherwise None.
+
+    Gradients at the input and maps of early layers are far larger at a few places, which would leave all others dark.
+    A map of 7 x 7 cells is not clipped: its 99th percentile is its largest cell. Other maps with one channel
+    (occlusion, RISE) are smooth, and their peak is significant.
     """
     if not isinstance(percentile, str):
         return percentile
     check_choice("percentile", percentile, ("auto",), error=RenderError)
-    return INPUT_GRADIENT_PERCENTILE if explanation.values.shape[1] > 1 else None
+    is_speckled = explanation.values.shape[1] > 1 or explanation.layer is not None
+    return SPECKLED_PERCENTILE if is_speckled else None
 
 
 def _require_finite(maps: Tensor, explanation: Explanation) -> None:

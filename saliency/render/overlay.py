@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 from PIL import Image, ImageColor
@@ -14,9 +16,22 @@ from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike
-from ..validation import check_number
-from .blending import Area, Opacity, Plane, blend, box_pixels, frame_of, paint, require_one, resize_to_pixels, scale_map
-from .heatmap import Percentile, significance
+from ..validation import check_integer, check_number
+from .blending import (
+    Area,
+    Opacity,
+    Plane,
+    as_drawing,
+    blend,
+    box_pixels,
+    frame_of,
+    paint,
+    require_one,
+    resize_to_pixels,
+    scale_map,
+    shrink,
+)
+from .heatmap import SMOOTHING, Percentile, significance, single_images
 
 PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 JPEG_QUALITY = 90
@@ -24,48 +39,99 @@ WEBP_QUALITY = 90
 PNG_COLOR_TYPES = {"L": 0, "RGB": 2, "RGBA": 6}
 
 
+@overload
 def overlay(
-    explanation: Explanation,
+    explanations: Explanation,
+    picture: ImageLike | None = ...,
+    *,
+    size: int | None = ...,
+    opacity: Opacity = ...,
+    colormap: str | None = ...,
+    sign: Sign | None = ...,
+    percentile: Percentile = ...,
+    smoothing: float = ...,
+    limit: float | None = ...,
+    min_significance: float | None = ...,
+) -> Image.Image | Any: ...
+
+
+@overload
+def overlay(
+    explanations: Sequence[Explanation],
+    picture: ImageLike | None = ...,
+    *,
+    size: int | None = ...,
+    opacity: Opacity = ...,
+    colormap: str | None = ...,
+    sign: Sign | None = ...,
+    percentile: Percentile = ...,
+    smoothing: float = ...,
+    limit: float | None = ...,
+    min_significance: float | None = ...,
+) -> list[Image.Image]: ...
+
+
+def overlay(
+    explanations: Explanation | Sequence[Explanation],
     picture: ImageLike | None = None,
     *,
-    opacity: Opacity = 0.5,
+    size: int | None = None,
+    opacity: Opacity = "map",
     colormap: str | None = None,
     sign: Sign | None = None,
     percentile: Percentile = "auto",
+    smoothing: float = SMOOTHING,
     limit: float | None = None,
     min_significance: float | None = None,
-) -> Image.Image:
+) -> Image.Image | list[Image.Image]:
     """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
-    Outside the model's crop, and everywhere at opacity 0, the result equals the image bit for bit.
+    Outside the model's crop, and everywhere at opacity 0, the result equals the image bit for bit. Two thin lines mark
+    the crop if the opacity follows the map. The values of the explanation never change.
 
     Args:
-        explanation: An explanation of one image.
+        explanations: An explanation of one image. Several images, or a list of explanations, give a list of overlays,
+            one per image. For a list that type checkers know, pass `list(explanation)`.
         picture: An image to draw on instead of the explanation's own; the map then covers all of it.
-        opacity: 0..1, or "map" for the magnitude of the map, so that pixels at zero stay unchanged.
-        colormap: Any name of matplotlib; by default inferno, and RdBu_r for signed maps, whose centre is zero.
+        size: The longer edge of the result in pixels; by default the size of the image. A small overlay of a large
+            photo is drawn and saved much faster.
+        opacity: "map" for 0.8 times the magnitude of the scaled map, so that pixels at zero stay unchanged; or 0..1
+            everywhere in the crop.
+        colormap: Any name of matplotlib; by default inferno, and bwr (blue, white, red) for signed maps, with zero in
+            the middle.
         sign: As in `heatmap`; by default as in the paper of the method.
         percentile: Colours saturate at this percentile of the map's magnitudes. None is the largest magnitude; "auto"
-            is 99.5 for gradients at the input, and the largest magnitude for maps with one channel.
+            is 99 for gradients at the input and for maps of a layer, and otherwise the largest magnitude.
+        smoothing: Each drawn value is an average with a Gaussian, whose standard deviation is this share of the map's
+            longer edge: 0.005 is about one pixel of an input of 224. Coarse maps do not change. 0 draws the values.
         limit: The map value at full colour, instead of a percentile, such as a `shared_limit`.
         min_significance: Fade pixels whose value is within this many standard errors of zero. With 2, pixels that may
             be due to chance are faded. Only for methods that sample; see `significance`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: There is more than one image, no image to draw on, or an invalid option.
+        RenderError: There is no explanation, no image to draw on, or an invalid option.
 
     Warns:
-        SaliencyWarning: The map is constant, or below the rounding error, which is drawn as zero.
+        SaliencyWarning: A map is constant, or below the rounding error, which is drawn as zero.
     """
-    require_one(explanation, "overlay")
-    scaled = scale_map(explanation, sign, percentile, limit)
-    visibility = None
-    if min_significance is not None:
-        hint = "; it is a number of standard errors, such as 2"
-        errors = check_number("min_significance", min_significance, above=0, hint=hint, error=RenderError)
-        visibility = (significance(explanation, sign=sign)[0] / errors).clamp(max=1).float().cpu().numpy()
-    return paint(frame_of(explanation, picture), scaled, colormap, opacity, visibility)
+    drawn: list[Image.Image] = []
+    for image in single_images(explanations, "overlay"):
+        scaled = scale_map(image, sign, percentile, limit, smoothing)
+        frame = frame_of(image, picture)
+        frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
+        drawn.append(paint(frame, scaled, colormap, opacity, _visibility(image, sign, min_significance)))
+    return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
+
+
+def _visibility(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
+    """Return the factor of the opacity of each cell, 0 to 1: (h, w); None for no fading."""
+    if min_significance is None:
+        return None
+    hint = "; it is a number of standard errors, such as 2"
+    errors = check_number("min_significance", min_significance, above=0, hint=hint, error=RenderError)
+    share: Plane = (significance(explanation, sign=sign)[0] / errors).clamp(max=1).float().cpu().numpy()
+    return share
 
 
 def cutout(
@@ -116,7 +182,7 @@ def _on_background(picture: Image.Image, area: Area, weight: Plane, background: 
         raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
     ground = np.full((picture.height, picture.width, 3), color, np.uint8)
     ground[area] = blend(ground[area], np.asarray(picture)[area], weight)
-    return Image.fromarray(ground)
+    return as_drawing(Image.fromarray(ground))
 
 
 def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:

@@ -14,11 +14,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
-from ..io.preprocess import Frame, resize_box, scaled_size
+from ..io.preprocess import Frame
 from ..validation import check_integer
 from .blending import (
     Opacity,
     ScaledMap,
+    as_drawing,
     box_pixels,
     frame_of,
     method_title,
@@ -27,8 +28,9 @@ from .blending import (
     require_one,
     resize_to_pixels,
     scale_map,
+    shrink,
 )
-from .heatmap import Percentile, limits, resolve_percentile
+from .heatmap import SMOOTHING, Percentile, limits, resolve_percentile
 
 PAPER = "#ffffff"
 INK = "#1d1f23"
@@ -44,9 +46,10 @@ def contact_sheet(
     rows: Sequence[Sequence[Explanation]],
     *,
     thumb: int = 240,
-    opacity: Opacity = 0.5,
+    opacity: Opacity = "map",
     colormap: str | None = None,
     percentile: Percentile = "auto",
+    smoothing: float = SMOOTHING,
     shared: bool = False,
 ) -> Image.Image:
     """Draw one row per image and one column per method, the original image first: RGB on white.
@@ -60,6 +63,7 @@ def contact_sheet(
         opacity: As in `overlay`.
         colormap: As in `overlay`.
         percentile: As in `overlay`, of the values that the thumbnail shows.
+        smoothing: As in `overlay`.
         shared: Draw each column on one scale, so that its colours are comparable; otherwise each overlay has its own.
 
     Raises:
@@ -71,7 +75,7 @@ def contact_sheet(
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[_small_map(explanation, thumb, percentile) for explanation in row] for row in rows]
+    table = [[_small_map(explanation, thumb, percentile, smoothing) for explanation in row] for row in rows]
     column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, cells in zip(rows, table, strict=True):
@@ -80,7 +84,7 @@ def contact_sheet(
             scaled = _rescaled(cell.map, limit if shared else cell.limit)
             thumbs.append(paint(cell.frame, scaled, colormap, opacity))
         drawn.append(_Row(explanations, thumbs))
-    return _Sheet(drawn, thumb).draw(["photo", *map(method_title, rows[0])])
+    return as_drawing(_Sheet(drawn, thumb).draw(["photo", *map(method_title, rows[0])]))
 
 
 def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
@@ -108,11 +112,11 @@ class _SmallMap(NamedTuple):
     limit: float  # the map value at full colour on its own scale
 
 
-def _small_map(explanation: Explanation, thumb: int, percentile: Percentile) -> _SmallMap:
+def _small_map(explanation: Explanation, thumb: int, percentile: Percentile, smoothing: float) -> _SmallMap:
     """Return the map of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
     frame = shrink(frame_of(explanation), thumb)
     area = box_pixels(frame)
-    largest = scale_map(explanation, percentile=None)
+    largest = scale_map(explanation, percentile=None, smoothing=smoothing)
     values = resize_to_pixels(largest.values, frame, area)
     limit = largest.limit * float(limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile)))
     rows, columns = area
@@ -124,13 +128,6 @@ def _rescaled(scaled: ScaledMap, limit: float) -> ScaledMap:
     """Return a map divided by another limit."""
     gain = scaled.limit / limit if limit else 1.0
     return replace(scaled, values=np.clip(scaled.values * np.float32(gain), -1, 1))
-
-
-def shrink(frame: Frame, thumb: int) -> Frame:
-    """Resize a frame so that the longer edge of its image is `thumb`."""
-    size = scaled_size(frame.picture.size, thumb)
-    small = frame.picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
-    return Frame(small, resize_box(frame.box, frame.picture.size, size))
 
 
 class _Row:

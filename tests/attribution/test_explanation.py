@@ -92,32 +92,32 @@ def test_every_type_of_number_comes_back_bit_for_bit(
     dtype: torch.dtype, explanation: Explanation, tmp_path: Path
 ) -> None:
     kept = replace(explanation, values=explanation.values.to(dtype), scores=explanation.scores.to(dtype))
-    assert_same(Explanation.load(kept.save(tmp_path / "a")), kept)
+    assert_same(Explanation.load(kept.save(tmp_path / "a.safetensors")), kept)
 
 
 def test_extreme_numbers_come_back(explanation: Explanation, tmp_path: Path) -> None:
     extreme = torch.tensor([0.0, -0.0, 1e-45, 3e38, -1e-38]).reshape(1, 1, 1, 5)
     kept = replace(explanation[0], values=extreme)
-    assert_same(Explanation.load(kept.save(tmp_path / "a")), kept)
+    assert_same(Explanation.load(kept.save(tmp_path / "a.safetensors")), kept)
 
 
 @pytest.mark.parametrize("name", ["probabilities", "layer", "coverage", "residual"])
 def test_what_is_not_there_stays_away(name: str, explanation: Explanation, tmp_path: Path) -> None:
     nothing: dict[str, Any] = {name: None}
     kept = replace(explanation, **nothing)
-    loaded = Explanation.load(kept.save(tmp_path / "a"))
+    loaded = Explanation.load(kept.save(tmp_path / "a.safetensors"))
     assert getattr(loaded, name) is None
     assert_same(loaded, kept)
 
 
 def test_an_empty_coverage_is_not_none(explanation: Explanation, tmp_path: Path) -> None:
     kept = replace(explanation, coverage=Coverage())
-    assert Explanation.load(kept.save(tmp_path / "a")).coverage == Coverage()
+    assert Explanation.load(kept.save(tmp_path / "a.safetensors")).coverage == Coverage()
 
 
 def test_settings_that_are_not_finite_come_back(explanation: Explanation, tmp_path: Path) -> None:
     kept = replace(explanation, settings={"most": float("inf")})
-    assert Explanation.load(kept.save(tmp_path / "a")).settings == {"most": float("inf")}
+    assert Explanation.load(kept.save(tmp_path / "a.safetensors")).settings == {"most": float("inf")}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -128,8 +128,8 @@ def test_what_a_method_gives_is_kept(name: str, tmp_path: Path) -> None:
     found = METHODS[name](model, **METHODS[name].quick_options).attribute(
         [picture(16, 16), picture(16, 16, 1)], ["b", "a"]
     )
-    assert_same(Explanation.load(found.save(tmp_path / "a")), found)
-    assert_same(Explanation.load(found[1].save(tmp_path / "b")), found[1])
+    assert_same(Explanation.load(found.save(tmp_path / "a.safetensors")), found)
+    assert_same(Explanation.load(found[1].save(tmp_path / "b.safetensors")), found[1])
 
 
 def _as_tensor(image: Image.Image) -> Tensor:
@@ -138,38 +138,52 @@ def _as_tensor(image: Image.Image) -> Tensor:
 
 def test_views_and_tensors_that_share_their_memory_are_kept(explanation: Explanation, tmp_path: Path) -> None:
     turned = replace(explanation, values=explanation.values.permute(0, 1, 3, 2), input_size=(5, 4))
-    assert_same(Explanation.load(turned.save(tmp_path / "a")), turned)
+    assert_same(Explanation.load(turned.save(tmp_path / "a.safetensors")), turned)
     shared = replace(explanation, residual=explanation.scores)
-    assert_same(Explanation.load(shared.save(tmp_path / "b")), shared)
+    assert_same(Explanation.load(shared.save(tmp_path / "b.safetensors")), shared)
     expanded = replace(explanation, values=explanation.values[:, :1, :1, :1].expand(3, 3, 4, 5))
-    assert_same(Explanation.load(expanded.save(tmp_path / "c")), expanded)
+    assert_same(Explanation.load(expanded.save(tmp_path / "c.safetensors")), expanded)
 
 
 def test_a_tensor_on_a_graph_is_kept_without_it(explanation: Explanation, tmp_path: Path) -> None:
     kept = replace(explanation, values=explanation.values.clone().requires_grad_() * 1)
-    assert not Explanation.load(kept.save(tmp_path / "a")).values.requires_grad
+    assert not Explanation.load(kept.save(tmp_path / "a.safetensors")).values.requires_grad
+
+
+def test_an_npy_file_has_the_values_as_numpy_reads_them(explanation: Explanation, tmp_path: Path) -> None:
+    path = explanation.save(tmp_path / "map.npy")
+    assert np.array_equal(np.load(path), np.asarray(explanation))
+    assert [each.name for each in tmp_path.iterdir()] == ["map.npy"]
+
+
+@pytest.mark.parametrize("name", ["map.png", "map", "map.pt", "npy"])
+def test_another_suffix_is_refused_with_those_that_are_written(
+    name: str, explanation: Explanation, tmp_path: Path
+) -> None:
+    with pytest.raises(ExplanationError, match=rf'"{name}".*\.safetensors.*\.npy.*overlay\(explanation\)\.save'):
+        explanation.save(tmp_path / name)
 
 
 def test_a_picture_is_kept_however_many_pixels_pillow_opens(
     explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = explanation.save(tmp_path / "a")
+    path = explanation.save(tmp_path / "a.safetensors")
     for limit in (30, 10):  # of 35 pixels: a warning of Pillow's, and an error of Pillow's
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         assert_same(Explanation.load(path), explanation)
 
 
 def test_saving_again_replaces_the_file(explanation: Explanation, tmp_path: Path) -> None:
-    explanation.save(tmp_path / "a")
-    explanation[0].save(tmp_path / "a")
-    assert len(Explanation.load(tmp_path / "a")) == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    explanation.save(tmp_path / "a.safetensors")
+    explanation[0].save(tmp_path / "a.safetensors")
+    assert len(Explanation.load(tmp_path / "a.safetensors")) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
     explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    explanation.save(tmp_path / "a")
+    explanation.save(tmp_path / "a.safetensors")
 
     def fail(tensors: Any, path: Path, metadata: Any = None) -> None:
         path.write_bytes(b"half")
@@ -177,9 +191,9 @@ def test_a_failure_leaves_nothing_behind_and_the_old_file_whole(
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="no space left"):
-        explanation[0].save(tmp_path / "a")
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
-    assert_same(Explanation.load(tmp_path / "a"), explanation)
+        explanation[0].save(tmp_path / "a.safetensors")
+    assert [each.name for each in tmp_path.iterdir()] == ["a.safetensors"]
+    assert_same(Explanation.load(tmp_path / "a.safetensors"), explanation)
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -195,7 +209,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_an_os_error(explanation: Explanation, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        explanation.save(tmp_path / "nowhere" / "a")
+        explanation.save(tmp_path / "nowhere" / "a.safetensors")
 
 
 # Files that are no explanations.
@@ -217,7 +231,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(ExplanationError, match="not a readable explanation"):
-        Explanation.load(tmp_path / "a")
+        Explanation.load(tmp_path / "a.safetensors")
 
 
 def test_a_file_cut_anywhere_is_refused(kept: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
 
 def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
     noise(tmp_path / "wide.png", 1, (1200, 300))
-    quick(tmp_path / "wide.png", tmp_path / "out")
+    quick(tmp_path / "wide.png", tmp_path / "out", style=OverlayStyle(opacity=0.5))
     with Image.open(tmp_path / "out" / "photos" / "wide.jpg") as preview:
         assert preview.size == (640, 160)
     heat = pixels(tmp_path / "out" / "heat" / "wide.grad_cam.webp")
@@ -104,7 +104,7 @@ def test_the_heat_image_is_opaque_inside_the_crop_only(tmp_path: Path) -> None:
 
 
 def test_the_heat_image_has_the_opacity_of_the_map(source: Path, tmp_path: Path) -> None:
-    quick(source, tmp_path / "out", style=OverlayStyle(opacity="map"), methods=("vanilla_gradient",))
+    quick(source, tmp_path / "out", methods=("vanilla_gradient",))
     heat = pixels(tmp_path / "out" / "heat" / "00.vanilla_gradient.webp")
     assert len(np.unique(heat[..., 3])) > 4
 
@@ -251,7 +251,7 @@ def test_a_run_with_other_options_is_refused_with_the_differences(source: Path, 
     quick(source, tmp_path / "out")
     before = contents(tmp_path / "out")
     for methods in (("grad_cam",), ("layer_cam",)):
-        with pytest.raises(BatchError, match=r"opacity was 0.5 and is now 0.2; .*--restart"):
+        with pytest.raises(BatchError, match=r"opacity was 'map' and is now 0.2; .*--restart"):
             quick(source, tmp_path / "out", methods=methods, style=OverlayStyle(opacity=0.2))
     with pytest.raises(BatchError, match=r"maps of grad_cam was False and is now True"):
         quick(source, tmp_path / "out", methods=("grad_cam", "layer_cam"), maps=True)

@@ -97,7 +97,7 @@ def test_the_page_opens_as_a_file_with_its_pictures(opened: Visit, run: Path) ->
 
 def test_the_slider_fades_the_heat_map_over_the_photo(opened: Visit, run: Path) -> None:
     page = opened.go(run)
-    assert style(page, ".card .heat", "opacity") == "0.5"
+    assert style(page, ".card .heat", "opacity") == "0.8"
     page.locator("#opacity").fill("20")
     assert style(page, ".card .heat", "opacity") == "0.2"
     assert style(page, ".card .photo", "opacity") == "1"
@@ -262,8 +262,8 @@ def test_arrows_on_the_slider_of_the_large_view_move_the_slider(opened: Visit, r
     page = opened.go(run, "#photo=2")
     page.locator("#view-opacity").press("ArrowRight")
     assert page.locator("#view-name").inner_text() == "photo-2.jpg"
-    assert style(page, ".panel .heat", "opacity") == "0.51"
-    assert page.locator("#opacity").input_value() == "51"
+    assert style(page, ".panel .heat", "opacity") == "0.81"
+    assert page.locator("#opacity").input_value() == "81"
 
 
 def test_a_method_that_failed_says_so_in_the_large_view(opened: Visit, run: Path) -> None:

@@ -35,7 +35,7 @@ ABOUT: Row = {
     "versions": {"saliency": "0.1.0", "torch": "2.15.0", "torchvision": "0.30.0", "python": "3.11"},
     "model": {"name": "efficientnet_lite0", "weights": "default"},
     "command": ["saliency", "batch", "photos", "--out", "out"],
-    "fingerprint": {},
+    "fingerprint": {"opacity": "map"},
     "batch_size": 8,
     "counts": {},
     "methods": [{"name": "grad_cam", "settings": {}, "sign": "positive", "units": "score"}],

@@ -31,13 +31,13 @@ def test_at_opacity_zero_the_overlay_is_the_photo(sign: Sign) -> None:
     assert np.array_equal(pixels_of(drawn), pixels_of(photo))
 
 
-def test_opacity_by_the_map_is_the_magnitude_on_both_sides_of_zero() -> None:
+def test_opacity_by_the_map_is_four_fifths_of_the_magnitude_on_both_sides_of_zero() -> None:
     photo = Image.new("RGB", (3, 1), (40, 80, 120))
     values = torch.tensor([[[-2.0, 1.0, 2.0]]])
     drawn = pixels_of(overlay(explained(values, whole(photo), "signed"), opacity="map"))[0]
-    colors = color_table("RdBu_r", centred=True).astype(float)
-    assert np.array_equal(drawn[[0, 2]], colors[[1, 255]])
-    assert np.abs(drawn[1] - (colors[192] + (40, 80, 120)) / 2).max() <= 1
+    colors = color_table("bwr", centred=True).astype(float)
+    for pixel, entry, weight in zip(drawn, (1, 192, 255), (0.8, 0.4, 0.8), strict=True):
+        assert np.abs(pixel - (weight * colors[entry] + (1 - weight) * np.array((40, 80, 120)))).max() <= 1
 
 
 @pytest.mark.parametrize("sign", ["positive", "signed", "absolute"])
@@ -102,11 +102,8 @@ def test_several_images_are_an_error_that_shows_the_loop() -> None:
         probabilities=None,
         frames=one.frames * 2,
     )
-    with pytest.raises(RenderError, match=r"\[overlay\(e\) for e in explanation\]"):
-        overlay(two)
     with pytest.raises(RenderError, match=r"\[cutout\(e\) for e in explanation\]"):
         cutout(two)
-    assert len([overlay(each) for each in two]) == 2
 
 
 def test_no_picture_is_an_error_that_says_what_to_pass() -> None:
@@ -137,7 +134,7 @@ def test_a_picture_in_the_place_of_the_explanation_is_refused() -> None:
     explanation, photo = explained(torch.rand(1, 4, 4), whole(noise(9, 9))), noise(9, 9, seed=1)
     for draw in (overlay, cutout):
         with pytest.raises(RenderError, match=r"takes an Explanation.*; got Image"):
-            draw(photo, explanation)  # type: ignore[arg-type]
+            draw(photo, explanation)  # type: ignore[arg-type, call-overload]
         assert np.array_equal(pixels_of(draw(explanation, photo)), pixels_of(draw(explanation, picture=photo)))
 
 
@@ -145,6 +142,8 @@ OPTIONS: dict[str, Callable[[Explanation, Any], object]] = {
     "opacity": lambda explanation, given: overlay(explanation, opacity=given),
     "percentile": lambda explanation, given: overlay(explanation, percentile=given),
     "limit": lambda explanation, given: overlay(explanation, limit=given),
+    "smoothing": lambda explanation, given: overlay(explanation, smoothing=given),
+    "columns": lambda explanation, given: figure(explanation, columns=given),
     "min_significance": lambda explanation, given: overlay(
         replace(explanation, error=explanation.values), min_significance=given
     ),
@@ -251,3 +250,72 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         save_picture(noise(4, 4), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+# The crop, the size and several images ---------------------------------------------------------------------------
+
+
+def test_two_thin_lines_mark_the_crop_if_the_opacity_follows_the_map() -> None:
+    photo, box = Image.new("RGB", (60, 60), (90, 90, 90)), (10.0, 20.0, 40.0, 50.0)
+    nothing = explained(hot(30, 30, 15, 15), Frame(photo, box))
+    drawn = pixels_of(overlay(nothing))[..., 0]
+    assert (drawn[20, 11:39] == 45).all()
+    assert (drawn[21, 12:38] == 45 + 127).all()
+    assert (drawn[22:30, 12:38] == 90).all()
+    assert (pixels_of(overlay(nothing, opacity=0)) == 90).all()
+    assert (pixels_of(overlay(explained(hot(30, 30, 15, 15), whole(photo))))[:20] == 90).all()
+
+
+def test_smoothing_averages_what_is_drawn_and_leaves_the_values() -> None:
+    explanation = explained(hot(200, 200, 100, 100), whole(Image.new("RGB", (200, 200))))
+    kept = explanation.values.clone()
+    lit = [int((pixels_of(overlay(explanation, smoothing=each)) > 20).any(axis=2).sum()) for each in (0, 0.005, 0.02)]
+    assert lit[0] == 1
+    assert lit[0] < lit[1] < lit[2]
+    assert torch.equal(explanation.values, kept)
+    coarse = explained(torch.rand(1, 14, 14), whole(noise(50, 50)))
+    assert np.array_equal(pixels_of(overlay(coarse, smoothing=0)), pixels_of(overlay(coarse)))
+
+
+def test_a_shared_limit_is_that_of_the_smoothed_map_that_is_drawn() -> None:
+    explanation = explained(hot(200, 200, 100, 100), whole(Image.new("RGB", (200, 200))))
+    alone, shared = overlay(explanation), overlay(explanation, limit=shared_limit(explanation))
+    assert np.array_equal(pixels_of(alone), pixels_of(shared))
+
+
+@pytest.mark.parametrize(("size", "expected"), [(30, (30, 20)), (240, (240, 160))])
+def test_an_overlay_has_the_longer_edge_that_is_asked_for(size: int, expected: tuple[int, int]) -> None:
+    assert overlay(explained(torch.rand(1, 4, 4), whole(noise(120, 80))), size=size).size == expected
+
+
+def test_several_images_give_several_overlays_and_one_gives_one() -> None:
+    pair = [explained(torch.rand(1, 4, 4), whole(noise(9, 9, seed=each))) for each in range(2)]
+    one, other = pair
+    both = replace(
+        one,
+        values=torch.cat([one.values, other.values]),
+        scores=one.scores.repeat(2),
+        probabilities=None,
+        target=one.target * 2,
+        target_names=one.target_names * 2,
+        frames=one.frames + other.frames,
+    )
+    expected = [pixels_of(overlay(each)) for each in pair]
+    of_both: Any = overlay(both)  # type checkers do not know the number of images of an explanation
+    for drawn in (overlay(pair), overlay(tuple(pair)), of_both, overlay(list(both)), overlay([both])):
+        assert np.array_equal([pixels_of(each) for each in drawn], expected)
+    assert len(overlay(pair[:1])) == 1
+    assert isinstance(overlay(both[:1]), Image.Image)
+
+
+def test_an_overlay_saves_png_with_light_compression_unless_told_otherwise(tmp_path: Path) -> None:
+    drawn = overlay(explained(torch.rand(1, 4, 4), whole(Image.linear_gradient("L").convert("RGB"))))
+    drawn.save(tmp_path / "default.png")
+    drawn.save(tmp_path / "light.png", compress_level=1)
+    drawn.save(tmp_path / "small.png", compress_level=9)
+    default, light, small = ((tmp_path / f"{name}.png").read_bytes() for name in ("default", "light", "small"))
+    with Image.open(tmp_path / "default.png") as read:
+        assert np.array_equal(pixels_of(read), pixels_of(drawn))
+    assert default == light
+    assert len(small) < len(light)
+    drawn.save(tmp_path / "drawn.jpg", quality=80)

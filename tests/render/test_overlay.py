@@ -126,14 +126,14 @@ def test_zero_is_the_centre_colour_of_a_signed_map_and_its_ends_are_as_far() -> 
     photo = Image.new("RGB", (3, 1))
     values = torch.tensor([[[-2.0, 0.0, 2.0]]])
     drawn = pixels_of(overlay(explained(values, whole(photo), "signed"), opacity=1))[0]
-    expected = mpl.colormaps["RdBu_r"]([0.0, 0.5, 1.0], bytes=True)[:, :3]
+    expected = mpl.colormaps["bwr"]([0.0, 0.5, 1.0], bytes=True)[:, :3]
     assert np.array_equal(drawn, expected)
 
 
 def test_a_signed_map_is_symmetric_also_where_one_side_is_weaker() -> None:
     photo = Image.new("RGB", (3, 1))
     drawn = pixels_of(overlay(explained(torch.tensor([[[-1.0, 1.0, 2.0]]]), whole(photo), "signed"), opacity=1))[0]
-    colors = color_table("RdBu_r", centred=True)
+    colors = color_table("bwr", centred=True)
     # Half of 127 steps is 63.5: one side rounds to 63 and the other to 64.
     assert min(np.abs(drawn[0].astype(int) - colors[CENTRE - step]).max() for step in (63, 64)) == 0
     assert np.array_equal(drawn[1], colors[CENTRE + 64])
@@ -182,7 +182,7 @@ def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None
         return int((pixels_of(overlay(explanation, opacity=1)) == full).all(axis=2).sum())
 
     assert saturated(explained(values, whole(photo))) < 30
-    assert 50 <= saturated(explained(values.expand(3, 100, 100), whole(photo), "absolute")) < 80
+    assert 100 <= saturated(explained(values.expand(3, 100, 100), whole(photo), "absolute")) < 140
 
 
 @pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])

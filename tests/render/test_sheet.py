@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_a_speckled_map_uses_all_its_colours_also_on_a_thumbnail() -> None:
     values = torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0))
     photo = whole(Image.new("RGB", (224, 224), (0, 255, 0)))
     sheet = pixels_of(contact_sheet([[explained(values, photo, "signed")]], thumb=32, opacity=1))
-    ends = color_table("RdBu_r", centred=True)[[1, 255]]
+    ends = color_table("bwr", centred=True)[[1, 255]]
     assert all((sheet == end).all(axis=2).any() for end in ends)
 
 
@@ -124,10 +125,9 @@ def test_a_figure_has_a_colour_bar_in_the_maps_numbers(tmp_path: Path) -> None:
     photo = whole(noise(40, 30))
     made = figure([explained(torch.tensor([[[0.0, -3.0]]]), photo, "signed"), explained(hot(3, 3, 1, 1), photo)])
     panels = [each for each in made.axes if each.images]
-    assert len(panels) == 4
-    assert [each.get_title() for each in panels[::2]] == ["espresso 95.1 %"] * 2
+    assert [each.get_title() for each in panels] == ["espresso 95.1 %", "made_up", "made_up"]
     bars = [bar for panel in panels for bar in panel.child_axes]
-    assert [bar.get_ylim() for bar in bars] == [(-3.0, 3.0), (0.0, 1.0)]
+    assert [bar.get_xlim() for bar in bars] == [(-3.0, 3.0), (0.0, 1.0)]
     made.savefig(tmp_path / "figure.png")
 
 
@@ -142,8 +142,40 @@ def test_a_figure_on_one_scale_has_equal_bars() -> None:
     photo = whole(noise(40, 30))
     made = figure([explained(hot(3, 3, 1, 1) * each, photo) for each in (1, 5)], shared=True, label="evidence")
     bars = [bar for panel in made.axes for bar in panel.child_axes]
-    assert [bar.get_ylim() for bar in bars] == [(0.0, 5.0)] * 2
-    assert [bar.get_ylabel() for bar in bars] == ["evidence"] * 2
+    assert [bar.get_xlim() for bar in bars] == [(0.0, 5.0)] * 2
+    assert [bar.get_xlabel() for bar in bars] == ["evidence"] * 2
+
+
+def test_a_figure_shows_each_photo_once_and_its_maps_side_by_side_with_equal_gaps() -> None:
+    wide, tall = whole(noise(60, 30)), whole(noise(30, 60, seed=1))
+    images = [explained(torch.rand(1, 4, 4), frame) for frame in (wide, tall, wide, wide)]
+    made = figure([images[0], images[1], replace(images[2], frames=(whole(noise(60, 30)),)), images[3]], columns=3)
+    panels = [each for each in made.axes if each.images]
+    assert [each.get_title() for each in panels] == ["espresso 95.1 %", *["made_up"] * 3, "espresso 95.1 %", "made_up"]
+    places = [each.get_position() for each in panels]
+    assert places[1].x0 - places[0].x1 == pytest.approx(places[2].x0 - places[1].x1)
+    assert places[3].x0 == pytest.approx(places[0].x0)
+    rows = [places[at].y0 for at in (0, 3, 4)]
+    assert rows == sorted(rows, reverse=True)
+    for panel, place in zip(panels, places, strict=True):
+        height, width = np.asarray(panel.images[0].get_array()).shape[:2]
+        shown = place.width * made.get_figwidth() / (place.height * made.get_figheight())
+        assert shown == pytest.approx(width / height)
+
+
+def test_a_figure_of_several_classes_names_each_above_its_map() -> None:
+    photo = whole(noise(30, 30))
+    made = figure([explained(torch.rand(1, 4, 4), photo, name=each) for each in ("cat", "dog")], title="Two classes")
+    titles = [each.get_title() for each in made.axes if each.images]
+    assert titles == ["", "made_up\ncat 95.1 %", "made_up\ndog 95.1 %"]
+    assert made.get_suptitle() == "Two classes"
+
+
+def test_the_text_of_a_figure_is_text_in_svg_and_the_settings_of_matplotlib_stay(tmp_path: Path) -> None:
+    before = dict(mpl.rcParams)
+    figure(explained(hot(3, 3, 1, 1), whole(noise(40, 30)))).savefig(tmp_path / "figure.svg")
+    assert ">espresso 95.1 %</text>" in (tmp_path / "figure.svg").read_text()
+    assert dict(mpl.rcParams) == before
 
 
 def test_a_figure_of_zeros_is_drawn_with_a_word(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError
 from ...io.atomic_write import atomic_write
-from ...render.blending import color_table
+from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
 from ..output_folder import ABOUT, PAGE, OutputFolder
 
@@ -82,6 +82,7 @@ def _page(run: Row, rows: Iterable[Row]) -> str:
         "command": run["command"],
         "methods": list(methods),
         "bars": bars,
+        "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
         "photos": len(photos),
         "failed": sum(any("error" in row for row in photo["rows"]) for photo in photos),
     }

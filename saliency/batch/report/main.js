@@ -3,8 +3,8 @@
 const controls = { method: byId("method"), class: byId("class"), show: byId("show"), sort: byId("sort") };
 const query = byId("query");
 const sliders = [...document.querySelectorAll(".opacity")];
-let heat = 50; // percent
-let heatBefore = 50;
+let heat = Math.round(100 * head.opacity); // percent; as in the overlays
+let heatBefore = heat || 50;
 let typing = 0; // the timer of a search
 
 const option = (value, label) => make("option", { value }, label);

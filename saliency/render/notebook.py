@@ -1,0 +1,37 @@
+"""The picture of an explanation at the end of a notebook cell."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from PIL import Image
+
+from ..attribution.explanation import Explanation
+from ..io.preprocess import Frame
+from .overlay import overlay
+from .sheet import contact_sheet
+
+SIDE = 480  # longest edge of an overlay, in pixels
+MOST_ROWS = 8  # images of a batch that are shown
+
+
+def notebook_png(explanation: Explanation) -> bytes | None:
+    """Return a PNG of the overlay, or of a contact sheet for several images; None if it cannot be drawn.
+
+    For an image given as a tensor, the map is drawn on white. A notebook that gets None shows the text.
+    """
+    try:
+        images = [replace(image, frames=(image.frames[0] or _blank(image),)) for image in explanation[:MOST_ROWS]]
+        picture = overlay(images[0], size=SIDE) if len(images) == 1 else contact_sheet([[image] for image in images])
+        png = io.BytesIO()
+        picture.save(png, format="PNG")
+    except Exception:  # noqa: BLE001 - looking at a result must not fail
+        return None
+    return png.getvalue()
+
+
+def _blank(explanation: Explanation) -> Frame:
+    """Return a white frame in the size of the model's input."""
+    height, width = explanation.input_size
+    return Frame(Image.new("RGB", (width, height), "white"), (0.0, 0.0, float(width), float(height)))
