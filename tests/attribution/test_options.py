@@ -122,7 +122,7 @@ def test_numbers_of_numpy_count_as_pythons_do(made: str, tmp_path: Path) -> None
     model = PooledNet().eval()
     found = MADE[made](model).attribute(torch.rand(1, 3, 16, 16), 2)
     assert found.values.isfinite().all()
-    assert torch.equal(saliency.Explanation.load(found.save(tmp_path / "kept")).values, found.values)
+    assert torch.equal(saliency.Explanation.load(found.save(tmp_path / "kept.safetensors")).values, found.values)
 
 
 class Shifted(saliency.VanillaGradient):
