@@ -28,11 +28,10 @@ COLUMNS = 5  # most panels side by side by default
 WIDTH = 10.0  # of the panels together
 SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
-GAP, LINE = 0.12, 0.17
-BAR, BAR_TEXT = 0.07, 0.5
+HEAD_AND_BAR = 0.8  # height of the title and the colour bar of a panel
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
-NAME = 24  # longest class name in a title, in characters
+NAME, LABEL = 24, 32  # longest class name in a title, and line of a label, in characters
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -97,104 +96,70 @@ def figure(
     """
     images = single_images(explanations, "figure")
     limit = shared_limit(images, smoothing=smoothing) if shared else None
-    groups = _by_photo(images)
-    most = 1 + max(map(len, groups))
+    photos = _by_photo(images)
+    most = 1 + max(map(len, photos))
     if columns is None:
         columns = math.ceil(most / math.ceil(most / COLUMNS))
-    page = _Page(groups, min(most, check_integer("columns", columns, least=1, error=RenderError)), title)
-    for group in groups:
-        page.add(group.frame.picture, group.title, group)
-        for image in group.images:
+    columns = min(most, check_integer("columns", columns, least=1, error=RenderError))
+    rows = [(group, start) for group in photos for start in range(0, 1 + len(group), columns)]
+    width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
+    heights = [width * _proportion(group) + HEAD_AND_BAR for group, _ in rows]
+    drawing = new_figure(columns * width, sum(heights))
+    drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2)
+    for panels, (group, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
+        frame, has_one_class = _print_frame(group[0]), len({image.target_names[0] for image in group}) == 1
+        for axes, number in zip(panels, range(start, 1 + len(group)), strict=False):
+            if number == 0:
+                _show(axes, frame.picture, [_class_title(group[0])] if has_one_class else [])
+                continue
+            image = group[number - 1]
             scaled = scale_map(image, limit=limit, smoothing=smoothing)
-            axes = page.add(paint(group.frame, scaled, colormap, opacity), group.title_of(image), group)
-            _add_bar(page.drawing, axes, scaled, colormap, label or units(image))
-        page.end_row(group)
-    return page.drawing
+            names = [method_title(image), *([] if has_one_class else [_class_title(image)])]
+            _show(axes, paint(frame, scaled, colormap, opacity), names)
+            _add_bar(drawing, axes, scaled, colormap, label or units(image))
+    return drawing
 
 
-class _Group:
-    """Explanations of one image, with the image in the size of print."""
+def _by_photo(images: Sequence[Explanation]) -> list[list[Explanation]]:
+    """Group explanations by their image, in the order of the first ones."""
+    groups: list[list[Explanation]] = []
+    for image in images:
+        known = next((group for group in groups if frame_of(group[0]) == frame_of(image)), None)
+        if known is None:
+            groups.append([image])
+        else:
+            known.append(image)
+    return groups
 
-    def __init__(self, frame: Frame) -> None:
-        longest = round(LARGEST_PANEL * TALLEST * PRINT_DPI)
-        self.original = frame
-        self.frame = shrink(frame, longest) if max(frame.picture.size) > longest else frame
-        self.images: list[Explanation] = []
 
-    def __len__(self) -> int:
-        return len(self.images)
+def _proportion(group: Sequence[Explanation]) -> float:
+    """Return the height of a panel, as a multiple of its width."""
+    width, height = frame_of(group[0]).picture.size
+    return min(height / width, TALLEST)
 
-    @property
-    def title(self) -> str:
-        """The class, if all maps have the same one."""
-        return _class_title(self.images[0]) if len({image.target_names[0] for image in self.images}) == 1 else ""
 
-    def title_of(self, image: Explanation) -> str:
-        """Return the method, and the class if the maps have several."""
-        return method_title(image) if self.title else f"{method_title(image)}\n{_class_title(image)}"
-
-    def size(self, panel: float) -> tuple[float, float]:
-        """Return the width and height of the image in a panel of this width, in inches."""
-        ratio = self.frame.picture.height / self.frame.picture.width
-        return min(panel, panel * TALLEST / ratio), panel * min(ratio, TALLEST)
+def _print_frame(image: Explanation) -> Frame:
+    """Return the frame of an explanation, with at most the pixels that a panel has in print."""
+    frame, longest = frame_of(image), round(LARGEST_PANEL * TALLEST * PRINT_DPI)
+    return shrink(frame, longest) if max(frame.picture.size) > longest else frame
 
 
 def _class_title(image: Explanation) -> str:
     return " ".join([textwrap.shorten(image.target_names[0], NAME, placeholder="…"), *probability(image)])
 
 
-def _by_photo(images: Sequence[Explanation]) -> list[_Group]:
-    """Group explanations by their image, in the order of the first ones."""
-    groups: list[_Group] = []
-    for image in images:
-        frame = frame_of(image)
-        known = [group for group in groups if group.original == frame]
-        if not known:
-            groups.append(_Group(frame))
-        (known or groups[-1:])[0].images.append(image)
-    return groups
-
-
-class _Page:
-    """Empty figure in the size of its panels, which are added from left to right and from the top downwards."""
-
-    def __init__(self, groups: Sequence[_Group], columns: int, title: str | None) -> None:
-        self.columns, self.column = columns, 0
-        self.panel = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
-        self.width = GAP + columns * (self.panel + GAP)
-        rows = sum(self._row_height(group) * math.ceil((1 + len(group)) / columns) for group in groups)
-        self.height = rows + (2 * LINE if title else 0.0) + GAP
-        self.top = GAP + (2 * LINE if title else 0.0)  # inches from the upper edge
-        self.drawing = new_figure(self.width, self.height)
-        self.drawing.set_layout_engine("none")
-        if title:
-            self.drawing.suptitle(title, y=1 - GAP / self.height, va="top", fontsize=TITLE_SIZE + 2)
-
-    def _head(self, group: _Group) -> float:
-        return LINE * (1.3 if group.title else 2.3)
-
-    def _row_height(self, group: _Group) -> float:
-        return self._head(group) + group.size(self.panel)[1] + BAR_TEXT + GAP
-
-    def add(self, picture: Image.Image, title: str, group: _Group) -> Axes:
-        """Draw a picture with a title at the next place."""
-        if self.column == self.columns:
-            self.end_row(group)
-        width, height = group.size(self.panel)
-        left = GAP + self.column * (self.panel + GAP) + (self.panel - width) / 2
-        bottom = self.height - self.top - self._head(group) - height
-        place = (left / self.width, bottom / self.height, width / self.width, height / self.height)
-        axes = self.drawing.add_axes(place)
-        axes.imshow(picture, aspect="auto")
-        axes.set_title(title, fontsize=TITLE_SIZE, pad=4)
+def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:
+    """Return empty axes, one row for each height."""
+    panels = drawing.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
+    for axes in panels.flat:
         axes.set_axis_off()
-        self.column += 1
-        return axes
+        axes.set_anchor("N")
+    return panels
 
-    def end_row(self, group: _Group) -> None:
-        """Continue below the panels of a group."""
-        self.column = 0
-        self.top += self._row_height(group)
+
+def _show(axes: Axes, picture: Image.Image, names: Sequence[str]) -> None:
+    axes.imshow(picture)
+    axes.set_title("\n".join(names), fontsize=TITLE_SIZE, pad=4)
 
 
 def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | None, label: str) -> None:
@@ -210,12 +175,11 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
     numbers = ScalarFormatter()
     numbers.set_powerlimits((-3, 4))
-    height = axes.get_position().height * drawing.get_figheight()
-    bar_axes = axes.inset_axes((0.0, -2 * BAR / height, 1.0, BAR / height))
+    bar_axes = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
     bar = drawing.colorbar(
         scale, cax=bar_axes, extend=extend, format=numbers, orientation="horizontal", ticks=MaxNLocator(3)
     )
-    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1)
+    bar.set_label(textwrap.fill(label, LABEL), fontsize=TEXT_SIZE, labelpad=1)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
     bar.ax.xaxis.get_offset_text().set_fontsize(TEXT_SIZE)
     bar.outline.set_visible(False)

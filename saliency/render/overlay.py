@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 from PIL import Image, ImageColor
@@ -39,38 +39,25 @@ WEBP_QUALITY = 90
 PNG_COLOR_TYPES = {"L": 0, "RGB": 2, "RGBA": 6}
 
 
+class _Style(TypedDict, total=False):
+    size: int | None
+    opacity: Opacity
+    colormap: str | None
+    sign: Sign | None
+    percentile: Percentile
+    smoothing: float
+    limit: float | None
+    min_significance: float | None
+
+
 @overload
 def overlay(
-    explanations: Explanation,
-    picture: ImageLike | None = ...,
-    *,
-    size: int | None = ...,
-    opacity: Opacity = ...,
-    colormap: str | None = ...,
-    sign: Sign | None = ...,
-    percentile: Percentile = ...,
-    smoothing: float = ...,
-    limit: float | None = ...,
-    min_significance: float | None = ...,
+    explanations: Explanation, picture: ImageLike | None = ..., **style: Unpack[_Style]
 ) -> Image.Image | Any: ...
-
-
 @overload
 def overlay(
-    explanations: Sequence[Explanation],
-    picture: ImageLike | None = ...,
-    *,
-    size: int | None = ...,
-    opacity: Opacity = ...,
-    colormap: str | None = ...,
-    sign: Sign | None = ...,
-    percentile: Percentile = ...,
-    smoothing: float = ...,
-    limit: float | None = ...,
-    min_significance: float | None = ...,
+    explanations: Sequence[Explanation], picture: ImageLike | None = ..., **style: Unpack[_Style]
 ) -> list[Image.Image]: ...
-
-
 def overlay(
     explanations: Explanation | Sequence[Explanation],
     picture: ImageLike | None = None,
