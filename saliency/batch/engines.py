@@ -208,8 +208,7 @@ def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEn
         DependencyError: Ray is not installed.
         BatchError: The cluster cannot be reached or has no such device.
     """
-    optional_import("ray.data", "ray", '--engine ray (engine="ray")')
-    ray = importlib.import_module("ray")
+    ray, _ = (optional_import(name, "ray", '--engine ray (engine="ray")') for name in ("ray", "ray.data"))
     with ExitStack() as undo:
         for name, level in (("ray.data", logging.WARNING), ("ray.data._internal.progress", logging.ERROR)):
             undo.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
