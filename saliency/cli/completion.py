@@ -1,7 +1,7 @@
 """`saliency completion`: completion in bash, zsh and fish.
 
-The shell runs the command with the line so far in `COMP_LINE`. Names of methods and models are read from source files,
-since importing torch takes seconds.
+The shell runs the command with the line so far in `COMP_LINE`. Names of methods are read from source files, since
+importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from . import COMMANDS
@@ -20,8 +19,6 @@ SCRIPTS = {
     "zsh": "autoload -Uz compinit bashcompinit; compinit; bashcompinit; complete -o default -C saliency saliency",
     "fish": "complete -c saliency -a '(COMP_LINE=(commandline -cp) saliency)'",
 }
-_OF_MODELS = ("--model", "MODEL", "PATTERN")
-_MODEL = r"^@register_model\b.*\n(?:@.*\n|[ )].*\n)*def (\w+)"  # the decorator in torchvision and timm
 
 
 def run(arguments: argparse.Namespace, screen: object) -> int:
@@ -39,12 +36,9 @@ def candidates(line: str) -> list[str]:
     else:
         of_command = COMMANDS[words[0]].options.split() if words[0] in COMMANDS else []
         options = [option for group in OPTIONS.values() for option in group if option.name in of_command]
-        names = _flags(options) if last.startswith("-") else _values(options, words)
+        flags = ["--help", *(flag for option in options for flag in option.flags if flag.startswith("-"))]
+        names = flags if last.startswith("-") else _values(options, words)
     return [name for name in dict.fromkeys(names) if name.startswith(last)]
-
-
-def _flags(options: Sequence[Option]) -> list[str]:
-    return ["--help", *(flag for option in options for flag in option.flags if flag.startswith("-"))]
 
 
 def _values(options: Sequence[Option], words: Sequence[str]) -> list[str]:
@@ -53,22 +47,14 @@ def _values(options: Sequence[Option], words: Sequence[str]) -> list[str]:
     for option in options:
         flags = option.flags if option.name.startswith("-") else words[:1]
         if before in flags and (before == words[-1] or option.name == "--method"):
-            named = {"--method": method_names, "METHOD": method_names, **dict.fromkeys(_OF_MODELS, model_names)}
-            return [*named.get(option.name, list)(), *option.keywords.get("choices", ())]
+            return method_names() if option.name in ("--method", "METHOD") else option.keywords.get("choices", [])
     return []
 
 
 def method_names() -> list[str]:
     """Return the names of all methods and "all", without importing them."""
-    return [*_names("saliency", "methods", r'^    name = "(\w+)"'), ALL]
-
-
-def model_names() -> list[str]:
-    """Return the names of the models of torchvision and timm, without importing them."""
-    return [name for package in ("torchvision", "timm") for name in _names(package, "models", _MODEL)]
-
-
-def _names(package: str, folder: str, pattern: str) -> list[str]:
-    spec = find_spec(package)
-    sources = sorted((Path(spec.origin).parent / folder).rglob("*.py")) if spec and spec.origin else []
-    return [name for file in sources for name in re.findall(pattern, file.read_text("utf-8"), re.MULTILINE)]
+    sources = sorted(Path(__file__).parents[1].joinpath("methods").glob("*.py"))
+    return [
+        *(name for file in sources for name in re.findall(r'(?m)^    name = "(\w+)"', file.read_text("utf-8"))),
+        ALL,
+    ]

@@ -22,13 +22,6 @@ METHOD = "grad_cam"
 ALL = "all"  # every method
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help in which an option with two flags has its value once, as from Python 3.13 on."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        return re.sub(r"^(-\w) [^,]*,", r"\1,", super()._format_action_invocation(action))
-
-
 class Parser(argparse.ArgumentParser):
     """Parser of a command, with one-line errors that suggest the closest option.
 
@@ -39,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, names: str = "", **keywords: Any) -> None:
-        formatter = partial(_Help, max_help_position=27, width=80)
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, options in OPTIONS.items():
             chosen = [option for option in options if option.name in names.split()]

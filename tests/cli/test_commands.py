@@ -28,7 +28,7 @@ from saliency._version import __version__
 from saliency.attribution.base import explain_together
 from saliency.attribution.forward import SharedForward
 from saliency.cli import command_parser, main, options
-from saliency.cli.completion import SCRIPTS, candidates, method_names, model_names
+from saliency.cli.completion import SCRIPTS, candidates, method_names
 from saliency.io.preprocess import as_preprocess
 from saliency.methods import METHODS
 from saliency.render.heatmap import SIGNS
@@ -604,7 +604,6 @@ def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:
         ("saliency batch x --method al", {"all"}),
         ("saliency batch --engine ", {"local", "ray"}),
         ("saliency explain --engine ", set()),
-        ("saliency explain --model efficientnet_lite", {f"efficientnet_lite{i}" for i in range(5)}),
         ("saliency explain --model vgg16 c", set()),
         ("saliency methods ris", {"rise"}),
         ("saliency completion ", {"bash", "zsh", "fish"}),
@@ -615,9 +614,8 @@ def test_a_shell_completes_commands_options_and_names(line: str, expected: set[s
     assert set(candidates(line)) == expected
 
 
-def test_completion_knows_all_methods_and_models() -> None:
+def test_completion_knows_all_methods() -> None:
     assert set(method_names()) == {*METHODS, "all"}
-    assert {model.name.rpartition("/")[2] for model in zoo.models()} <= set(model_names())
 
 
 def test_models_lists_the_bundled_ones_first_and_others_on_request(run: Callable[..., Run]) -> None:
@@ -663,9 +661,9 @@ def test_the_command_completes_a_line_without_torch() -> None:
         "import sys; from saliency.cli import main; main(); "
         "print({'torch', 'numpy', 'PIL', 'matplotlib'} & set(sys.modules) or 'light', file=sys.stderr)"
     )
-    line = {"COMP_LINE": "saliency explain --model resnet1"}
+    line = {"COMP_LINE": "saliency explain --method grad_c"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **line})  # noqa: S603
-    assert "resnet18" in done.stdout.split()
+    assert "grad_cam" in done.stdout.split()
     assert done.stderr == "light\n"
 
 
@@ -690,7 +688,6 @@ def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
     for command in cli.COMMANDS:
         text = run(command, "--help").out
         assert max(map(len, text.splitlines())) <= 80
-    assert "\n  -m, --method NAME [NAME ...]\n" in run("explain", "--help").out
 
 
 def test_choices_of_the_parser_are_those_of_the_library() -> None:
