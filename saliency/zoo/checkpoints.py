@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ Build = Callable[[int | None], nn.Module]  # number of classes, None for the def
 _NESTED_UNDER = ("state_dict", "model", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _TRAINING_HEADS = ("aux_classifier.", "aux1.", "aux2.", "AuxLogits.")
-_COUNTER = "num_batches_tracked"  # absent from old files; torch fills it in
+MOST_CHARACTERS = 1000  # of an error, which torch writes for each key
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} holds a {type(content).__name__}, not weights by name")
     weights = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not weights:
-        raise ModelError(f"{path} holds no weights; its keys are {_some(map(str, content))}")
+        raise ModelError(f"{path} holds no weights; its keys are {shorten(', '.join(map(str, content)), 100)}")
     return weights
 
 
@@ -53,7 +53,7 @@ def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
         path: The checkpoint.
 
     Raises:
-        ModelError: As `read_checkpoint`, or keys or shapes do not match; the message names some of each kind.
+        ModelError: As `read_checkpoint`, or keys or shapes do not match; the message names some of them.
     """
     weights = read_checkpoint(path)
     model = build(None)
@@ -64,8 +64,11 @@ def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
     if classes is not None:
         model = build(classes)
         own = model.state_dict()
-    _require_match(own, weights, path)
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = shorten(str(error), MOST_CHARACTERS, placeholder=" ...")
+        raise ModelError(f"{path} does not fit the model; is it of another architecture? {reason}") from error
     return model, classes
 
 
@@ -144,23 +147,3 @@ def _other_number_of_classes(own: Mapping[str, Tensor], weights: Mapping[str, Te
     old, new = {mine[:1] for mine, _ in pairs}, {given[:1] for _, given in pairs}
     same_rest = all(mine[1:] == given[1:] and given for mine, given in pairs)
     return int(new.pop()[0]) if same_rest and len(old) == len(new) == 1 else None
-
-
-def _require_match(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], path: Path) -> None:
-    kinds = {
-        "missing": sorted(key for key in own.keys() - weights.keys() if not key.endswith(_COUNTER)),
-        "unexpected": sorted(weights.keys() - own.keys()),
-        "of another shape": [
-            f"{key} ({tuple(weights[key].shape)} in the file, {tuple(own[key].shape)} in the model)"
-            for key in own
-            if key in weights and own[key].shape != weights[key].shape
-        ],
-    }
-    reasons = [f"{len(keys)} {kind}: {_some(keys)}" for kind, keys in kinds.items() if keys]
-    if reasons:
-        raise ModelError(f"{path} does not fit the model; is it of another architecture? Weights: {'; '.join(reasons)}")
-
-
-def _some(keys: Iterable[Any], most: int = 3) -> str:
-    listed = list(keys)
-    return ", ".join(listed[:most]) + (" and so on" if len(listed) > most else "")

@@ -66,9 +66,7 @@ class Torchvision:
     def pretrained(self, name: str, weights: str) -> nn.Module:
         """Return the model with the weights "default" or, for example, "IMAGENET1K_V2"."""
         entry = self._entry(name, weights)
-        if not hub_file(entry.url).is_file():
-            require_network(name, entry.url)
-        with downloading(name):
+        with downloading(name, None if hub_file(entry.url).is_file() else entry.url):
             model: nn.Module = library("torchvision.models").get_model(name, weights=entry)
         return model
 
@@ -120,14 +118,10 @@ class Timm:
             raise _no_weights("timm", name, weights, weights, known)
         config = timm.get_pretrained_cfg(tagged)
         file = _timm_file(config)
-        if file is None:
-            hub = library("huggingface_hub.constants")
-            if config.hf_hub_id and hub.HF_HUB_OFFLINE:
-                raise no_network(tagged, f"{hub.ENDPOINT} (HF_HUB_OFFLINE is set)")
-            require_network(tagged, hub.ENDPOINT if config.hf_hub_id else config.url)
+        url = library("huggingface_hub.constants").ENDPOINT if config.hf_hub_id else config.url
         # If the file is given, timm neither searches the network for a newer one nor retries.
         overlay = None if file is None else {"file": str(file), "custom_load": file.suffix == ".npz"}
-        with downloading(tagged):
+        with downloading(tagged, url if file is None else None):
             model: nn.Module = timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay)
         return model
 
@@ -303,37 +297,31 @@ def hub_file(url: str) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
 
 
-def require_network(model: str, url: str) -> None:
-    """Check that the host answers. Without a network this takes seconds, while a library's retries take a minute.
+@contextmanager
+def downloading(model: str, url: str | None) -> Iterator[None]:
+    """Turn any error of the block, which downloads and reads weights, into a ModelError.
 
-    Raises:
-        ModelError: The host does not answer.
+    Args:
+        model: The name of the model.
+        url: An address of the host, which must answer first: without a network this takes seconds, while a library's
+            retries take a minute. None if nothing is downloaded.
     """
-    host = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
+    try:
+        if url is not None:
+            _require_answer(f"{urlsplit(url).scheme}://{urlsplit(url).netloc}")
+        yield
+    except Exception as error:
+        # The libraries raise whatever their network, cache and file readers raise.
+        raise ModelError(
+            f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}; with no network, "
+            f'use weights=None for random weights, a local file as in weights="{model}.safetensors", or the model '
+            '"efficientnet_lite0", whose weights come with its package'
+        ) from error
+
+
+def _require_answer(host: str) -> None:
     request = urllib.request.Request(host, method="HEAD")  # noqa: S310 - the libraries' own https addresses
     try:
         urllib.request.urlopen(request, timeout=_TIMEOUT).close()  # noqa: S310
     except urllib.error.HTTPError as error:
         error.close()  # an HTTP error is also an answer
-    except (OSError, ValueError) as error:
-        raise no_network(model, host) from error
-
-
-def no_network(model: str, host: str) -> ModelError:
-    """Return the error for weights on a host that cannot be reached, with alternatives."""
-    return ModelError(
-        f"the weights of {model} must be downloaded once from {host}, but there is no network connection to it; use "
-        f'weights=None for random weights, a local file as in weights="{model}.safetensors", or the model '
-        '"efficientnet_lite0", whose weights come with its package'
-    )
-
-
-@contextmanager
-def downloading(model: str) -> Iterator[None]:
-    """Turn any error of the block, which downloads and reads weights, into a ModelError."""
-    try:
-        yield
-    except Exception as error:
-        # The libraries raise whatever their network, cache and file readers raise.
-        reason = f"{type(error).__name__}: {error}"
-        raise ModelError(f"the pretrained weights of {model} could not be loaded: {reason}") from error

@@ -14,7 +14,7 @@ from torch import nn
 from saliency import zoo
 from saliency.errors import ModelError
 from saliency.io.preprocess import as_preprocess
-from saliency.zoo.libraries import Torchvision, require_network
+from saliency.zoo.libraries import Torchvision, downloading
 from tests.weights import SMALL, differing, same_weights
 
 
@@ -49,21 +49,23 @@ def test_without_a_network_the_error_comes_fast_and_names_the_cures(offline: Pat
 def test_a_host_that_never_answers_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saliency.zoo.libraries._TIMEOUT", 0.05)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ModelError, match="no network"):
-        require_network("resnet18", f"http://127.0.0.1:{silent.getsockname()[1]}/models/resnet18.pth")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/models/resnet18.pth"
+        with pytest.raises(ModelError, match="no network"), downloading("resnet18", address):
+            pass
 
 
 def test_the_hubs_offline_switch_counts_as_no_network(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("saliency.zoo.libraries.require_network", lambda model, url: None)
-    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+    monkeypatch.setattr("saliency.zoo.libraries._require_answer", lambda host: None)
+    with pytest.raises(ModelError, match="no network"):
         zoo.load("timm/resnet18")
 
 
 def test_what_a_library_raises_while_it_downloads_is_a_model_error(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saliency.zoo.libraries.require_network", lambda model, url: None)
+    monkeypatch.setattr("saliency.zoo.libraries._require_answer", lambda host: None)
     with pytest.raises(ModelError, match="pretrained weights of resnet18 could not be loaded: URLError"):
         zoo.load("resnet18")
 
