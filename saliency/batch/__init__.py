@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,39 +116,19 @@ def batch(
         KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM arrived and its handler is `signal.default_int_handler`, as on
             the command line. Finished images are kept.
     """
+    arguments = locals()
     check_choice("engine", engine, ("local", "ray"), error=BatchError)
     if workers is not None:
         workers = check_integer("workers", workers, error=BatchError)
-    run_options = RunOptions(
-        model=model,
-        weights=weights,
-        preprocess=preprocess,
-        categories=categories,
-        methods=(methods,) if isinstance(methods, str) else tuple(methods),
-        layer=layer,
-        options=dict(options or {}),
-        whole=whole,
-        target=target,
-        style=style or OverlayStyle(),
-        maps=maps,
-        batch_size=batch_size,
-        restart=restart,
-        retry=retry,
-        limit=limit,
-        strict=strict,
-        command=tuple(command),
-        on_progress=on_progress,
-    )
+    given = {field.name: arguments[field.name] for field in fields(RunOptions) if field.name in arguments}
+    given["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
+    given |= {"options": dict(options or {}), "style": style or OverlayStyle(), "command": tuple(command)}
+    run_options = RunOptions(**given)
     folder = Path(out)
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
         raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
-    images = find_images(
-        [sources] if isinstance(sources, str | os.PathLike) else sources,
-        recursive=recursive,
-        targets=targets,
-        columns=columns,
-        out=folder,
-    )
+    places = [sources] if isinstance(sources, str | os.PathLike) else sources
+    images = find_images(places, recursive=recursive, targets=targets, columns=columns, out=folder)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):

@@ -35,7 +35,6 @@ def find_images(
     recursive: bool = False,
     targets: str | os.PathLike[str] | None = None,
     out: Path | None = None,
-    literal: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> list[ImageEntry]:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
@@ -47,35 +46,34 @@ def find_images(
         recursive: Whether subfolders are searched. Links to folders are followed, each folder once.
         targets: File with paths and targets, for images that the sources contain without a target.
         out: Output folder of the run. Its files are skipped.
-        literal: Whether every source is a file or folder, and never a pattern, list or shard.
         columns: Names of the columns "path" and "target" of lists; by default the usual ones.
 
     Raises:
         BatchError: A list cannot be read, or the targets match no image.
     """
     top = None if out is None else os.path.realpath(out)
-    read = None if literal else partial(read_list, columns=columns or {})
+    read = partial(read_list, columns=columns or {})
     found: dict[tuple[object, ...], ImageEntry] = {}
     for source in map(os.fsdecode, sources):
-        is_list = Path(source).suffix.lower() in LISTS and not literal
+        is_list = Path(source).suffix.lower() in LISTS
         for number, image in enumerate(_images_of_source(source, recursive, top, read)):
             found.setdefault((*image.key, *((source, number) if is_list else ())), image)
     images = list(found.values())
-    return images if targets is None or read is None else _with_targets(images, os.fsdecode(targets), read)
+    return images if targets is None else _with_targets(images, os.fsdecode(targets), read)
 
 
-def _images_of_source(source: str, recursive: bool, out: str | None, read: _ReadList | None) -> Iterator[ImageEntry]:
-    """Yield the images of a source. Without a function that reads lists, it is a file or folder."""
+def _images_of_source(source: str, recursive: bool, out: str | None, read: _ReadList) -> Iterator[ImageEntry]:
+    """Yield the images of a source."""
     suffix = Path(source).suffix.lower()
     if is_output(source, out):
         return
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
-        yield from _images_of_folder(source, recursive, out, read is None)
-    elif os.path.isfile(source) and suffix in LISTS and read:  # noqa: PTH113
+        yield from _images_of_folder(source, recursive, out)
+    elif os.path.isfile(source) and suffix in LISTS:  # noqa: PTH113
         yield from read(source)
-    elif os.path.isfile(source) and suffix == ".tar" and read:  # noqa: PTH113
+    elif os.path.isfile(source) and suffix == ".tar":  # noqa: PTH113
         yield from read_shard(source)
-    elif glob.has_magic(source) and not os.path.lexists(source) and read:
+    elif glob.has_magic(source) and not os.path.lexists(source):
         matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 - accepts paths with surrogates
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
@@ -90,7 +88,7 @@ def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageE
     return ImageEntry(os.path.abspath(path), path, folder=folder, label=os.path.basename(path) or path, problem=problem)  # noqa: PTH100, PTH119
 
 
-def _images_of_folder(root: str, recursive: bool, out: str | None, literal: bool) -> Iterator[ImageEntry]:
+def _images_of_folder(root: str, recursive: bool, out: str | None) -> Iterator[ImageEntry]:
     """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
     seen: set[tuple[int, int]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]
@@ -117,7 +115,7 @@ def _images_of_folder(root: str, recursive: bool, out: str | None, literal: bool
                 subfolders.append((entry.path, (*below, entry.name)))
         waiting += reversed(subfolders)
     if is_empty:
-        hint = "" if recursive or literal else " (--recursive searches its subfolders)"
+        hint = "" if recursive else " (--recursive searches its subfolders)"
         yield _entry(root, problem=f"the folder contains no images{hint}")
 
 

@@ -132,7 +132,7 @@ COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
         "IMAGE... [options]",
-        f"IMAGE --quiet {_MODEL} --out --sheet --save {_STYLE}",
+        f"IMAGE --quiet --recursive {_MODEL} --out --sheet --save {_STYLE}",
         "explain:run",
         f"""\
 examples:

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """
     methods, more_images = _methods_and_images(arguments.methods or [METHOD])
     with tempfile.TemporaryDirectory() as scratch:
-        images = _find_images([*arguments.images, *more_images], Path(scratch))
+        images = _find_images(arguments, more_images, Path(scratch))
         if arguments.out != Path("-"):
             return _explain(arguments, methods, images, screen)
         if len(images) * len(methods) != 1 or arguments.sheet or arguments.save or screen.is_terminal:
@@ -58,12 +58,13 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         return code
 
 
-def _find_images(names: Sequence[str], scratch: Path) -> list[ImageEntry]:
+def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> list[ImageEntry]:
     """Return the images. The name "-" stands for the image on standard input, which is written to a file."""
+    names = [*arguments.images, *more]
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    images = find_images(files, literal=True)
+    images = find_images(files, recursive=arguments.recursive)
     return with_names([replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images])
 
 

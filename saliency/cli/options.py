@@ -189,7 +189,7 @@ def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Opti
 _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD}; render: all)"
 OPTIONS: dict[str, list[Option]] = {
     "": [
-        _option("IMAGE", "image files or folders; - reads one image from stdin", dest="images", nargs="*"),
+        _option("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         _option(
             "SOURCE", "folders, files, patterns, lists, tar shards; - reads paths from stdin", dest="sources", nargs="+"
         ),

@@ -623,9 +623,7 @@ class SampledAttribution(TimedAttribution):
     @property
     def most_passes(self) -> int:
         """The largest number of passes of an image."""
-        if self.passes is not None:
-            return self.passes
-        return self.samples if self.seconds is None and self.tolerance is None else MOST_PASSES
+        return self.passes or (self.samples if self.limits() == Budget() else MOST_PASSES)
 
 
 def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) -> ImageAttribution:

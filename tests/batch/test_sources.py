@@ -87,15 +87,6 @@ def test_patterns_are_expanded_unless_a_file_has_that_name(tmp_path: Path) -> No
     assert "no file matches" in find_images([f"{tmp_path}/z*.png"])[0].problem
 
 
-def test_literal_sources_are_files_and_folders_only(tmp_path: Path) -> None:
-    touch(tmp_path, "b.JPG", "a.webp", ".d.png", "sub/e.png", "list.csv")
-    (tmp_path / "empty").mkdir()
-    words = ["b.JPG", "", "./a.webp", "list.csv", "*.webp", "empty"]
-    images = find_images([f"{tmp_path}/{word}" for word in words], literal=True)
-    assert names(images, tmp_path) == ["b.JPG", "a.webp", "list.csv", "*.webp", "empty"]
-    assert [image.problem for image in images if image.problem] == ["the folder contains no images"]
-
-
 def test_the_files_of_the_run_are_skipped(tmp_path: Path) -> None:
     made = ("out/overlays/b.png", "out/manifest.json", "out/listing.jsonl", "out/manifest.jsonl", "out/index.html")
     touch(tmp_path, "a.png", *made, "out/c.png")

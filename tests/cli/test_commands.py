@@ -276,11 +276,11 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
     (folder / "broken.jpg").write_bytes(COFFEE.read_bytes()[:20_000])
     (folder / "empty.png").touch()
     (folder / "folder.png").mkdir()
-    (folder / "notes.txt").write_text("no picture")
+    (folder / "notes.doc").write_text("no picture")
     (folder / ".hidden.jpg").write_text("no picture")
     (tmp_path / "nothing").mkdir()
     answer = explain(
-        run, tmp_path / "out", folder, folder / "notes.txt", tmp_path / "nothing", "missing.jpg", "--sheet"
+        run, tmp_path / "out", folder, folder / "notes.doc", tmp_path / "nothing", "missing.jpg", "--sheet"
     )
     assert answer.code == 1
     assert names(tmp_path / "out") == ["fine.grad_cam.png", "sheet.png"]
@@ -288,7 +288,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
         "broken.jpg is damaged: image file is truncated",
         "empty.png is empty",
         "folder.png is a folder",
-        "notes.txt is not an AVIF",
+        "notes.doc is not an AVIF",
         "nothing: the folder contains no images",
         "missing.jpg cannot be read: No such file",
     ):
