@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,7 +74,9 @@ def test_the_package_of_the_same_name_in_the_same_folder_is_an_error_with_the_cu
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "-s", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603, S607
+    # The variables of a make that runs this test are not those of a user.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(["make", "-s", *arguments], cwd=ROOT, env=own, capture_output=True, text=True, check=False)  # noqa: S603, S607
 
 
 def test_an_installation_announces_its_size_and_shows_the_progress_of_pip() -> None:
