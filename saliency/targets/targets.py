@@ -485,8 +485,10 @@ def class_probabilities(output: Any) -> Tensor:
 
 
 def per_image(classes: Any, images: int) -> list[Any]:
-    """Return one class per image; a single one applies to all. Raises TargetError for a wrong number."""
+    """Return one class per image; a single one applies to all. Raises TargetError for a wrong number or shape."""
     if isinstance(classes, Tensor | np.ndarray):
+        if classes.ndim > 1:
+            raise TargetError(f"got a target of shape {tuple(classes.shape)}; expected (N,), one class per image")
         classes = classes.tolist()
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes] * images

@@ -140,6 +140,7 @@ def test_several_classes_of_one_image(x: Tensor) -> None:
         ([0, 1, 2], "got 3 targets for 2 images"),
         ([], "got 0 targets for 2 images"),
         (torch.zeros(3, dtype=torch.long), "got 3 targets for 2 images"),
+        (torch.zeros(2, 1), r"got a target of shape \(2, 1\); expected \(N,\), one class per image"),
         ([[0], [1]], r"got \[0\] \(list\)"),
         ([None, 1], "got None"),
         ({0: 1}, "got {0: 1}"),
