@@ -207,11 +207,7 @@ class VarGrad(NoisyAttribution):
         if self.most_passes < 2:
             raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
         passes.least = 2
-        estimate = Variance()
-        result = self.averaged(passes, estimate)
-        if estimate.count < 2:
-            passes.notes.append("one pass only, which has no variance")
-        return result
+        return self.averaged(passes, Variance())
 
 
 class Variance(Estimate):
