@@ -46,7 +46,8 @@ class Explanation:
         settings: The method's options.
         target: The class index of each image; None if the target is not a class.
         target_names: The names of the target: a class name, `class 7`, `tiger cat rather than tabby`.
-        probabilities: (N,) the probability of each image's class; None if no class is explained.
+        probabilities: (N,) the probability of each image's class, and of the first class of a contrast; None if no
+            class is explained.
         layer: The layer of the values; None at the input.
         input_size: (H, W) of the model's input.
         frames: The position of the model's input on each original image; None for an image given as a tensor.

@@ -28,16 +28,17 @@ COLUMNS = 5  # most panels side by side by default
 WIDTH = 10.0  # of the panels together
 SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
-HEAD_AND_BAR = 0.8  # height of the title and the colour bar of a panel
+HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
+TITLE_HEIGHT = 0.3  # of the title above everything
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
-NAME, LABEL = 24, 32  # longest class name in a title, and line of a label, in characters
+NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Create an empty figure of a size in inches. It needs no display, and is not registered in pyplot.
 
-    Saved files have 300 dots per inch, and their text remains text in PDF and SVG.
+    Saved files have 300 dots per inch and are cut at the content, and their text remains text in PDF and SVG.
     """
     import matplotlib as mpl
     import matplotlib.figure
@@ -47,11 +48,11 @@ def new_figure(width: float, height: float) -> Figure:
 
         def savefig(self, fname: Any, **kwargs: Any) -> None:
             with mpl.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
-                super().savefig(fname, **{"dpi": PRINT_DPI, **kwargs})
+                super().savefig(fname, **{"dpi": PRINT_DPI, "bbox_inches": "tight", **kwargs})
 
         def _repr_png_(self) -> bytes:
             png = io.BytesIO()
-            self.savefig(png, format="png", bbox_inches="tight", dpi=SCREEN_DPI)
+            self.savefig(png, format="png", dpi=SCREEN_DPI)
             return png.getvalue()
 
     return NotebookFigure(figsize=(width, height), layout="constrained", dpi=SCREEN_DPI)
@@ -104,7 +105,7 @@ def figure(
     rows = [(group, start) for group in photos for start in range(0, 1 + len(group), columns)]
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
     heights = [width * _proportion(group) + HEAD_AND_BAR for group, _ in rows]
-    drawing = new_figure(columns * width, sum(heights))
+    drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title))
     drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2)
     for panels, (group, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
         frame, has_one_class = _print_frame(group[0]), len({image.target_names[0] for image in group}) == 1
@@ -145,7 +146,8 @@ def _print_frame(image: Explanation) -> Frame:
 
 
 def _class_title(image: Explanation) -> str:
-    return " ".join([textwrap.shorten(image.target_names[0], NAME, placeholder="…"), *probability(image)])
+    name = textwrap.wrap(image.target_names[0], NAME, max_lines=2, placeholder="…")
+    return " ".join(["\n".join(name), *probability(image)])
 
 
 def _panels(drawing: Figure, heights: Sequence[float], columns: int) -> Any:

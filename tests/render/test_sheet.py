@@ -171,6 +171,18 @@ def test_a_figure_of_several_classes_names_each_above_its_map() -> None:
     assert made.get_suptitle() == "Two classes"
 
 
+def test_a_figure_shows_both_classes_of_a_contrast_and_nothing_of_it_is_cut_off(tmp_path: Path) -> None:
+    photo, name = whole(noise(60, 40)), "espresso rather than wooden spoon"
+    made = figure([explained(torch.rand(1, 4, 4), photo, name=each) for each in ("cat", name, "dog")], title="Contrast")
+    made.savefig(tmp_path / "figure.png", dpi=100)
+    panel = next(each for each in made.axes if "rather" in each.get_title())
+    assert panel.get_title() == "made_up\nespresso rather than\nwooden spoon"
+    with Image.open(tmp_path / "figure.png") as saved:
+        ink = np.asarray(saved.convert("L")) < 250
+    assert not any(edge.any() for edge in (ink[0], ink[-1], ink[:, 0], ink[:, -1]))
+    assert panel.child_axes[0].xaxis.label.get_window_extent().y0 >= 0
+
+
 def test_the_text_of_a_figure_is_text_in_svg_and_the_settings_of_matplotlib_stay(tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
     figure(explained(hot(3, 3, 1, 1), whole(noise(40, 30)))).savefig(tmp_path / "figure.svg")
