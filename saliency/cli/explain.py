@@ -211,7 +211,7 @@ def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Scre
         images = len({row["index"] for row in written})
         folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
         screen.say(f"{plural(len(written), 'overlay')} of {plural(images, 'image')}{folder}")
-        screen.say(Text("bright: evidence for the class; tinted rectangle: the crop that the model saw", "dim"))
+        screen.say(Text("strong colours: what drove the score; rectangle: the crop that the model saw", "dim"))
     layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
     if layers:
         screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))

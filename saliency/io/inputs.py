@@ -293,7 +293,8 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
         picture = open_picture(image)
         if prepare is None:
             raise ImageError(
-                "this model has no preprocessing; pass preprocess=... or set model.preprocess, or pass a float tensor"
+                "this model has no preprocessing; pass preprocess=... or set model.preprocess, for example to "
+                "saliency.Preprocess(size=(224, 224), resize=256), or pass a float tensor"
             )
         return Frame(picture, prepare.box(picture.size)), prepare(picture)[None]
     except ImageError as error:

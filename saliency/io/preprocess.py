@@ -334,8 +334,8 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
     if callable(like):
         return TransformPreprocess(like)
     raise ImageError(
-        f"preprocess is a {type(like).__name__}; expected a callable from an image to a tensor (3, H, W), "
-        "weights.transforms() of torchvision or the pretrained_cfg of a timm model"
+        f"got {type(like).__name__} as preprocess; expected a saliency.Preprocess, a callable from an image to a "
+        "tensor (3, H, W), weights.transforms() of torchvision or the pretrained_cfg of a timm model"
     )
 
 

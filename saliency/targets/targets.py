@@ -445,7 +445,7 @@ def as_categories(like: Any) -> tuple[str, ...]:
     if isinstance(like, Mapping) and all(isinstance(key, int) for key in like):
         like = [like[key] for key in sorted(like)]
     if isinstance(like, str) or not isinstance(like, Sequence) or not all(isinstance(name, str) for name in like):
-        raise TargetError(f"expected class names as a list of strings in output order, got {type(like).__name__}")
+        raise TargetError(f"expected a list of class names, or a mapping {{index: name}}, got {type(like).__name__}")
     return tuple(like)
 
 
@@ -508,7 +508,7 @@ def class_index(label: Any, categories: Categories) -> int:
     if not isinstance(label, str):
         index = class_number(label)
         if categories is not None:
-            require_class(index, len(categories))
+            require_class(index, len(categories), "the model's class names")
         return index
     matches = _named(label, categories or ())
     if not matches and re.fullmatch(r"[+-]?\d+", label):
@@ -553,7 +553,7 @@ def class_number(label: Any) -> int:
     return int(label)
 
 
-def require_class(index: int, classes: int) -> None:
+def require_class(index: int, classes: int, of: str = "the classes of the model's output") -> None:
     """Raise TargetError unless a class index is less than the number of classes."""
     if index >= classes:
-        raise TargetError(f"class {index} is outside 0..{classes - 1}, the classes of the model's output")
+        raise TargetError(f"class {index} is outside 0..{classes - 1}, {of}")

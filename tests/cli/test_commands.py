@@ -390,7 +390,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--weights", "v2"], 'only the weights "default", not "v2"'),
         (["--weights", "gone.safetensors"], "no checkpoint file at gone.safetensors"),
         (["--target", "espreso"], 'no class "espreso" among 1000 classes; did you mean "espresso"'),
-        (["--target", "5000"], "class 5000 is outside 0..999"),
+        (["--target", "5000"], "class 5000 is outside 0..999, the model's class names"),
         (["--target", "-1"], "class -1 is negative"),
         (["--target", "2.5"], 'no class "2.5"'),
         (["--layer", "block.5"], 'no layer "block.5" in EfficientNet; the closest are blocks.5'),

@@ -270,7 +270,7 @@ def test_a_resolved_test_size_is_taken() -> None:
         (lambda: Preprocess.from_timm({"input_size": (4, 28, 28)}), "takes 4 channels"),
         (lambda: Preprocess.from_timm({**TIMM[0], "crop_mode": "middle"}), "crop_mode='middle' is not one of"),
         (lambda: Preprocess.from_torchvision(torch.nn.Identity()), "Identity is not a torchvision image preset"),
-        (lambda: as_preprocess(7), "preprocess is a int"),  # type: ignore[arg-type]
+        (lambda: as_preprocess(7), "got int as preprocess; expected a saliency.Preprocess"),  # type: ignore[arg-type]
     ],
 )
 def test_an_option_without_sense_is_refused(make: Callable[[], object], words: str) -> None:
