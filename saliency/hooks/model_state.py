@@ -35,10 +35,8 @@ def unwrap(model: object) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-    raise ModelError(
-        f"expected a torch.nn.Module, got {type(model).__name__}; "
-        "load one with saliency.load(name), or wrap your function in a module"
-    )
+    hint = "load one with saliency.load(name), or wrap your function in a module"
+    raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {hint}")
 
 
 ModelAttribute = Literal["preprocess", "categories"]
@@ -178,10 +176,9 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
     except Exception as error:
         tensors = itertools.chain(model.parameters(), model.buffers())
         if "inference" in str(error).lower() and any(tensor.is_inference() for tensor in tensors):
-            raise ModelError(
-                "parameters or buffers of the model were created under torch.inference_mode(), so no gradient can pass "
-                "them; build or load the model outside of it (running it inside is fine)"
-            ) from error
+            problem = "parameters or buffers of the model were created under torch.inference_mode()"
+            hint = "build or load the model outside of it (running it inside is fine)"
+            raise ModelError(f"{problem}, so no gradient can pass them; {hint}") from error
         given = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
         if type(error) in _REFUSALS and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__

@@ -27,14 +27,8 @@ from .autograd_graph import (
     wrapped_node,
 )
 
-_REENTRANT = (
-    "a part of the model is checkpointed with use_reentrant=True, which hides its operations from the autograd graph; "
-    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or disable checkpointing"
-)
-_VIEW = (
-    "works in place on a view of another tensor, where its gradient cannot be rewritten; set inplace=False there, or "
-    "apply it to the whole tensor"
-)
+_REENTRANT = "a part of the model is checkpointed with use_reentrant=True, which hides its operations; set it to False"
+_VIEW = "works in place on a view of another tensor, where its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 INDEPENDENT = (
     f"no gradient of the score reaches the input: the score does not depend on the input, or {CUT}; methods that only "
@@ -282,21 +276,17 @@ def _opaque(node: Any) -> str:
         raise NotApplicableError(_REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
-            "a part of the model is compiled, which hides its ReLUs from the autograd graph; pass the model "
-            "without torch.compile"
+            "a part of the model is compiled, which hides its ReLUs; pass it without torch.compile"
         )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         known = isinstance(node, MODULE_HOOK_NODE) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
     if name.startswith("torch::jit"):
-        raise NotApplicableError(
-            "TorchScript has fused a part of the model, which hides its ReLUs from the autograd graph; pass the "
-            "eager model, or run the scripted one under torch.jit.optimized_execution(False) from its first call on"
-        )
+        hint = "pass the eager model, or run it under torch.jit.optimized_execution(False) from its first call on"
+        raise NotApplicableError(f"TorchScript has fused a part of the model, which hides its ReLUs; {hint}")
     if hides_operation(node):
-        raise NotApplicableError(
-            f"an operation, possibly a ReLU, {_VIEW}; torch>=2.14 shows which one it is (this is {torch.__version__})"
-        )
+        hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
+        raise NotApplicableError(f"an operation, possibly a ReLU, {_VIEW}; {hint}")
     if wrapped := wrapped_node(node):
         kind = _kind_of(wrapped)
         if kind in (*_RECTIFIERS, *_OTHERS):

@@ -18,7 +18,7 @@ from ..hooks.model_state import leaf, prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors
 from ..hooks.rectifiers import refuse_checkpoints
 from ..layers.find import find
-from ..targets.targets import Categories, class_index, output_tensor, per_image
+from ..targets.targets import Categories, class_index, output_tensor, per_image, require_class
 from .arguments import categories_of, first_float, model_call, require_hookable
 
 
@@ -148,9 +148,7 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     if output.dim() != 2:
         raise TargetError(f"classes require an output of shape (N, classes), got {shape}; pass a vector of this shape")
     indices = [class_index(label, categories) for label in per_image(vector, len(output))]
-    outside = next((index for index in indices if index >= shape[1]), None)
-    if outside is not None:
-        raise TargetError(f"class {outside} is outside 0..{shape[1] - 1}, the classes of the model's output")
+    require_class(max(indices, default=0), shape[1])
     return F.one_hot(torch.tensor(indices, device=output.device), shape[1]).to(output)
 
 

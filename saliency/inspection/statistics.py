@@ -339,9 +339,8 @@ class _ActivationCollector(_Collector):
             if stats.can_rectify and rows[-1].min == 0 and channels is not None:
                 rectifiers.append(rows[-1])
         if not rows:
-            raise LayerError(
-                f"none of the {len(self.modules)} layers was called; hooks do not run inside scripted modules"
-            )
+            count = len(self.modules)
+            raise LayerError(f"none of the {count} layers was called; hooks do not run inside scripted modules")
         names = {row.name for row in rectifiers}
         inner = [row for row in rectifiers if not any(_is_inside(name, row.name) for name in names)]
         images = self.batches.images

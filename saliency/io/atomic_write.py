@@ -13,15 +13,12 @@ from uuid import uuid4
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Suffixes of the files in a folder that count as images. Formats that cannot be read are included, so that they cause
+# an error. A file that is given by its path is read regardless of its suffix.
 IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
 )
-"""Suffixes of the files in a folder that count as images.
-
-Formats that cannot be read are included, so that they cause an error. A file that is given by its path is read
-regardless of its suffix.
-"""
 
 
 @contextmanager

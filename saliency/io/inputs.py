@@ -72,10 +72,8 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
         return _decode_checked(_array_to_image(_tensor_to_array(image)), "the tensor", max_pixels)
     if hasattr(image, "read"):
         return _open_file(image, max_pixels)
-    raise ImageError(
-        f"{type(image).__name__} is not an image; expected a path, an open file, bytes, a PIL image, a uint8 array "
-        "(H, W, 3), a tensor, or a list of these"
-    )
+    kinds = "a path, an open file, bytes, a PIL image, a uint8 array (H, W, 3), a tensor, or a list of these"
+    raise ImageError(f"{type(image).__name__} is not an image; expected {kinds}")
 
 
 def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
@@ -359,7 +357,5 @@ def _require_one_size(tensors: list[Tensor]) -> None:
     index = next((index for index, size in enumerate(sizes) if size != sizes[0]), None)
     if index is not None:
         first, other = (" x ".join(map(str, size)) for size in (sizes[0], sizes[index]))
-        raise ImageError(
-            f"the images of one batch must have the same size: image 0 is {first} and image {index} is {other}; "
-            "explain them one by one, or crop or resize them to one size"
-        )
+        hint = "explain them one by one, or crop or resize them to one size"
+        raise ImageError(f"a batch needs images of one size: image 0 is {first} and image {index} is {other}; {hint}")

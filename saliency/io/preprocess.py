@@ -120,10 +120,8 @@ class Preprocess:
             ImageError: `transform` is not one of these presets.
         """
         if not _is_torchvision_preset(transform):
-            raise ImageError(
-                f"{type(transform).__name__} is not a torchvision image preset; pass weights.transforms(), or "
-                "any callable from an image to a tensor as preprocess="
-            )
+            hint = "pass weights.transforms(), or any callable from an image to a tensor as preprocess="
+            raise ImageError(f"{type(transform).__name__} is not a torchvision image preset; {hint}")
         resize, crop = getattr(transform, "resize_size", None), getattr(transform, "crop_size", None)
         return cls(
             size=None if crop is None else (crop[0], crop[-1]),
@@ -144,10 +142,8 @@ class Preprocess:
             ImageError: The config is neither for RGB nor for greyscale, or has no `input_size`.
         """
         if config.get("input_size") is None:
-            raise ImageError(
-                f'the timm config {dict(config)} has no "input_size"; pass model.pretrained_cfg, or '
-                f"fields of saliency.Preprocess: {', '.join(each.name for each in fields(cls))}"
-            )
+            hint = f"fields of saliency.Preprocess: {', '.join(each.name for each in fields(cls))}"
+            raise ImageError(f'{dict(config)} has no "input_size"; pass model.pretrained_cfg of timm, or {hint}')
         channels, *size = (3, *config["input_size"])[-3:]
         if channels not in (1, 3):
             raise ImageError(f"the model takes {channels} channels, an image has 3 or 1; pass a float tensor")
@@ -246,10 +242,8 @@ class Preprocess:
             ratio = min(ratios) if self.fit == "cover" else max(ratios)
             resized = (max(round(width / ratio), 1), max(round(height / ratio), 1))
         if resized[0] * resized[1] > _MAX_RESIZED:
-            raise ImageError(
-                f"an image of {width} x {height} pixels would be resized to {resized[0]} x {resized[1]}; "
-                "crop it before explaining it"
-            )
+            new = " x ".join(map(str, resized))
+            raise ImageError(f"an image of {width} x {height} pixels would be resized to {new}; crop it first")
         return resized
 
 
@@ -286,10 +280,8 @@ class TransformPreprocess:
             name = type(tensor).__name__
             raise ImageError(f"the preprocessing returned {name}, expected a tensor (3, H, W); append ToTensor to it")
         if tensor.ndim != 3 or tensor.numel() == 0 or not tensor.is_floating_point():
-            raise ImageError(
-                f"the preprocessing returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; "
-                "expected floating-point values of shape (C, H, W)"
-            )
+            came = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            raise ImageError(f"the preprocessing returned {came}; expected floating-point values of shape (C, H, W)")
         return tensor.detach()
 
     @cached_property
@@ -349,10 +341,8 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
     if isinstance(prepare, Preprocess):
         return prepare.without_crop(whole)
     came = "this model has no preprocessing" if prepare is None else "the preprocessing is a function"
-    raise ImageError(
-        f"whole={whole!r}: {came}, so no crop can be taken out of it; describe it, for example by "
-        "preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
-    )
+    hint = "describe it, for example by preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
+    raise ImageError(f"whole={whole!r}: {came}, so no crop can be taken out of it; {hint}")
 
 
 def _is_torchvision_preset(transform: object) -> bool:
@@ -400,10 +390,7 @@ def _require_repeatable(preprocess: TransformPreprocess, size: tuple[int, int]) 
     ramp = np.add.outer(np.linspace(0, 0.3, edges[1]), np.linspace(0, 0.6, edges[0]))
     first, *others = (_transform_grey(preprocess, ramp, edges) for _ in range(8))
     if not all(np.array_equal(other, first, equal_nan=True) for other in others):
-        raise ImageError(
-            "the preprocessing is random: it gives different tensors for one image; pass the transform for evaluation, "
-            "without random crops, flips or colours"
-        )
+        raise ImageError("the preprocessing is random; pass the transform for evaluation, which has no random part")
 
 
 class _Probe:
@@ -418,10 +405,8 @@ class _Probe:
         self.black = _transform_grey(preprocess, [[0]], picture_size)
         self.scale = _transform_grey(preprocess, [[1]], picture_size) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
-            raise ImageError(
-                "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown; "
-                "describe it with saliency.Preprocess, or pass float tensors"
-            )
+            problem = "the preprocessing gives equal or non-finite values for black and white, so its crop is unknown"
+            raise ImageError(f"{problem}; describe it with saliency.Preprocess, or pass float tensors")
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
         deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)

@@ -52,10 +52,8 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
             return name, modules[name]
     near = closest(layer, [name for name in modules if name], most=4)
     outermost = [name for name in modules if name and "." not in name][:12]
-    hint = (
-        f"the closest are {', '.join(near)}" if near else f"its outermost layers are {', '.join(outermost) or 'none'}"
-    )
-    raise LayerError(f'no layer "{layer}" in {type(model).__name__}; {hint}')
+    others, names = ("the closest", near) if near else ("its outermost layers", outermost or ["none"])
+    raise LayerError(f'no layer "{layer}" in {type(model).__name__}; {others} are {", ".join(names)}')
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
@@ -81,15 +79,11 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
         spatial = {layer.name: layer for layer in scan.spatial if layer.shape[1:] == shape[1:]}
         layout = spatial[name].layout if name in spatial else layout
     if layout is None:
-        raise LayerError(
-            f'the output of layer "{name}" has shape {shape}, which has no spatial extent for an input of '
-            f"{size[0]}x{size[1]}; choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
-        )
+        problem = f"has shape {shape}, which has no spatial extent for an input of {size[0]}x{size[1]}"
+        hint = "choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
+        raise LayerError(f'the output of layer "{name}" {problem}; {hint}')
     if scan is not None and name in scan.scrambled_layers:
-        warn(
-            f'the cells of layer "{name}" are not in the order of the image: a change at one position of the image '
-            "appears at another position of the layer, so the map may be scrambled"
-        )
+        warn(f'the cells of layer "{name}" are not in the order of the image, so the map may be scrambled')
     return layout
 
 
@@ -168,10 +162,8 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         if scan.default is None and scan.candidates and target is not None:
             last = _last_with_gradient(model, x, scan.candidates, target)
             if last is None:
-                raise TargetError(
-                    "the score has no gradient at any layer with a spatial extent: the target or the model detaches "
-                    "it, uses argmax or .item(), or nothing was detected in one of the images"
-                )
+                reasons = "it was detached, passed argmax or .item(), or nothing was detected in one of the images"
+                raise TargetError(f"the score has no gradient at any layer with a spatial extent: {reasons}")
             return replace(scan, default=last.name)
     return scan
 
@@ -291,11 +283,8 @@ def _layers_with_gradient(
     if not outputs or not score.requires_grad:
         return []
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(score, list(outputs.values()), allow_unused=True)
-    return [
-        layer
-        for layer, grad in zip(outputs, grads, strict=True)
-        if grad is not None and bool(layer.layout(grad).flatten(1).any(1).all())
-    ]
+    known = [(layer, layer.layout(grad)) for layer, grad in zip(outputs, grads, strict=True) if grad is not None]
+    return [layer for layer, maps in known if bool(maps.flatten(1).any(1).all())]
 
 
 def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 Grid = tuple[int, int]
 
-_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-_NORMS = (nn.BatchNorm2d, nn.InstanceNorm2d)
+_CONVOLUTIONS_AND_NORMS = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d)
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 
 
@@ -49,19 +48,19 @@ def layout_from(
         grids: Grids of other layers of the model, for tokens.
         channels_first: Whether the layer is known to be channels first, regardless of the aspect ratio.
     """
-    if len(shape) < 3 or shape[0] != images or 0 in shape:
+    if len(shape) not in (3, 4) or shape[0] != images or 0 in shape:
         return None
     if len(shape) == 4:
         first, last = _misfit(shape[2:], size), _misfit(shape[1:3], size)
         if channels_first or first <= last:
             return Layout("NCHW", (shape[2], shape[3])) if channels_first or first <= 2 else None
         return Layout("NHWC", (shape[1], shape[2])) if last <= 2 else None
-    return _token_layout(shape[1], size, grids) if len(shape) == 3 else None
+    return _token_layout(shape[1], size, grids)
 
 
 def is_channels_first(module: nn.Module) -> bool:
     """Return whether a layer returns channels first by definition, like convolutions, their norms and pooling."""
-    return isinstance(module, (*_CONVOLUTIONS, *_NORMS, *_POOLING))
+    return isinstance(module, (*_CONVOLUTIONS_AND_NORMS, *_POOLING))
 
 
 def fits_channels_first(shape: tuple[int, ...], size: Grid) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import TargetError, did_you_mean
+from ..errors import TargetError, did_you_mean, plural
 from ..validation import is_integer
 
 Categories = Sequence[str] | None
@@ -93,10 +93,8 @@ class ClassScore(OutputTarget):
         if self.classes is None:
             return ClassScore(tuple(scores.detach().argmax(1).tolist()))
         if len(scores) != len(self.classes):
-            raise TargetError(
-                f"the model returned {len(scores)} rows of scores for {len(self.classes)} image"
-                f"{'s' * (len(self.classes) != 1)}; pass a function of the output as the target"
-            )
+            rows = f"{len(scores)} rows of scores for {plural(len(self.classes), 'image')}"
+            raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
         for index in self.classes:
             require_class(index, scores.shape[1])
         return self
@@ -113,13 +111,11 @@ class ClassScore(OutputTarget):
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the class names; `class 7` if the model has none."""
-        if self.classes is None:
-            return ("top class",) * images
         return tuple(class_name(index, categories) for index in self.classes)
 
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class indices, one per image."""
-        return (None,) * images if self.classes is None else tuple(self.classes)
+        return tuple(self.classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +192,12 @@ class Region(OutputTarget):
         shape = (len(scores), *scores.shape[2:])
         if self.where is None:
             where = scores.detach().argmax(1) == index
-            problem = (
-                f"the model assigns no pixel to class {index} in image {{}}; pass the pixels: region({index}, where)"
-            )
+            problem = f"the model assigns no pixel to class {index} in image {{}}; pass them: region({index}, where)"
         else:
             where = self.where.to(scores.device).bool()
             problem = "the region has no pixel in image {}; mark at least one with True"
             if where.shape not in (shape, shape[1:]):
-                raise TargetError(
-                    f"the region has shape {tuple(where.shape)}; expected {shape[1:]}, or {shape} for one per image"
-                )
+                raise TargetError(f"the region has shape {tuple(where.shape)}; expected {shape[1:]}, or {shape}")
             where = where.expand(shape)
         is_empty = ~where.flatten(1).any(1)
         if is_empty.any():
@@ -232,9 +224,7 @@ class Region(OutputTarget):
     def _scores(output: Any) -> Tensor:
         scores = output_tensor(output)
         if scores.dim() != 4:
-            raise TargetError(
-                f"a region needs an output of shape (N, classes, H, W); this model's is {tuple(scores.shape)}"
-            )
+            raise TargetError(f"a region needs an output (N, classes, H, W); this model's is {tuple(scores.shape)}")
         return scores
 
 
@@ -422,10 +412,11 @@ def output_tensor(output: Any) -> Tensor:
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):
         return tensors[name]
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
-    raise TargetError(
-        f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores; "
-        f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
+    problem = (
+        f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores"
     )
+    hint = f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
+    raise TargetError(f"{problem}; {hint}")
 
 
 def _example_target(output: Any) -> str:
@@ -461,9 +452,7 @@ def class_scores(output: Any) -> Tensor:
     if scores.dim() == 2 and scores.shape[1] > 0:
         return scores
     target = "saliency.region(label)" if scores.dim() == 4 else "a function of the output"
-    raise TargetError(
-        f"the model's output has shape {tuple(scores.shape)}, not (N, classes); pass {target} as the target"
-    )
+    raise TargetError(f"the output has shape {tuple(scores.shape)}, not (N, classes); pass {target} as the target")
 
 
 def class_probabilities(output: Any) -> Tensor:
@@ -474,10 +463,8 @@ def class_probabilities(output: Any) -> Tensor:
     """
     scores = class_scores(output)
     if scores.shape[1] == 1:
-        raise TargetError(
-            "the model returns one number per image, whose softmax is always 1; explain the number itself: "
-            "saliency.value(0), or saliency.value() for an output of shape (N,)"
-        )
+        hint = "explain the number itself: saliency.value(0), or saliency.value() for an output of shape (N,)"
+        raise TargetError(f"the model returns one number per image, whose softmax is always 1; {hint}")
     known = scores.detach().float()
     sums_to_one = float(known.min()) >= 0 and bool(((known.sum(1) - 1).abs() < 1e-3).all())
     is_distribution = sums_to_one or not scores.is_floating_point()
@@ -493,10 +480,8 @@ def per_image(classes: Any, images: int) -> list[Any]:
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes] * images
     if len(classes) != images:
-        raise TargetError(
-            f"got {len(classes)} targets for {images} image{'s' * (images != 1)}; pass one for all, or one per image "
-            "(several classes of one image: attribute_classes)"
-        )
+        hint = "pass one for all, or one per image (several classes of one image: attribute_classes)"
+        raise TargetError(f"got {len(classes)} targets for {plural(images, 'image')}; {hint}")
     return list(classes)
 
 
@@ -514,10 +499,8 @@ def class_index(label: Any, categories: Categories) -> int:
     if not matches and re.fullmatch(r"[+-]?\d+", label):
         return class_index(int(label), categories)
     if categories is None:
-        raise TargetError(
-            f'class "{label}" cannot be looked up: the model has no class names; '
-            "pass an index, or set model.categories to the list of names"
-        )
+        hint = "pass an index, or set model.categories to the list of names"
+        raise TargetError(f'class "{label}" cannot be looked up: the model has no class names; {hint}')
     if not matches:
         hint = did_you_mean(label, categories, _MOST_OFFERED)
         if not hint and len(categories) <= _MOST_LISTED:
