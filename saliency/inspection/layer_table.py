@@ -20,7 +20,6 @@ from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
-from ..layers.find import named_layers
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
 from .tables import Column, Table, listed, shape_text, share, si
@@ -141,13 +140,10 @@ def layer_table(
     if depth is not None:
         check_integer("depth", depth)
     rounds = _TIMED_FORWARDS if times is True else check_integer("times", int(times), least=0)
-    network, wrapper = unwrap(model), model
-    call, model = model_call(wrapper, example), network
+    call, model = model_call(model, example), unwrap(model)
     names = {module: name for name, module in model.named_modules()}
     require_hookable(model, {name: module for module, name in names.items()})
-    chosen = (
-        list(named_layers(model).values())[1:] or [model] if layers is None else select_layers(model, layers).values()
-    )
+    chosen = select_layers(model, "*" if layers is None else layers).values()
     with prepared_for_attribution(model):
         profiles = _profile(model, call)
         called = {names[module] for module in profiles}
@@ -159,13 +155,11 @@ def layer_table(
         running = running or [model]  # no submodule was called, as in nn.MultiheadAttention
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
     total = _row(model, "", 0, profiles[model], seconds, model)
-    functions = "" if "" in {row.name for row in rows} else _functions_text(total.functional)
+    notes = [_totals(total, call.size, seconds.get(model))]
+    if total.functional and model not in running:
+        notes.append(f"functions between the outermost layers: {_functions_text(total.functional)}")
     not_called = _not_called(names, wanted, called)
-    notes = [
-        _totals(total, call.size, seconds.get(model)),
-        *([f"functions between the outermost layers: {functions}"] if functions else []),
-        *listed("not called:", not_called),
-    ]
+    notes += listed("not called:", not_called)
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
     table = LayerTable(rows, _columns(rows, total), title, notes)
     table.model, table.not_called, table.seconds = total, tuple(not_called), seconds.get(model)
