@@ -125,10 +125,10 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 # Nodes of the autograd graph.
 
+# Class of the node of a part that is checkpointed with `use_reentrant=True`.
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
-"""Class of the node of a part that is checkpointed with `use_reentrant=True`."""
+# Class of the node that a full backward hook of a module inserts.
 MODULE_HOOK_NODE: type = BackwardHookFunction._backward_cls
-"""Class of the node that a full backward hook of a module inserts."""
 
 
 def saved(node: Any, name: str, *default: Any) -> Any:
@@ -203,8 +203,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 # Edges of one call.
 
-Gradients = tuple[Tensor | None, ...]
-"""Gradients of the operands, or of the results, of one operation."""
+Gradients = tuple[Tensor | None, ...]  # of the operands, or of the results, of one operation
 
 
 def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:

@@ -32,8 +32,8 @@ from .autograd_graph import (
 from .pytree import first_tensor, tree_map_tensors
 from .rectifiers import Site
 
+# (gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""(gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former."""
 
 _Token = TypeVar("_Token")
 

@@ -80,8 +80,7 @@ class ModelCall(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    labels: Any = None
-    """The labels of a pair (input, labels) of a data loader; None without labels."""
+    labels: Any = None  # of a pair (input, labels) of a data loader
 
     @property
     def size(self) -> int:

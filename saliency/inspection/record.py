@@ -107,8 +107,7 @@ class Call:
     output: Any = None  # nested as returned
     flat_inputs: tuple[Any, ...] = ()  # all tensors among the arguments, keywords included, as in `grad_inputs`
     outputs: tuple[Any, ...] = ()  # all tensors in the output, as in `grad_outputs`
-    backwards: Sequence[Backward] = ()
-    """One entry per backward pass through this call, in order."""
+    backwards: Sequence[Backward] = ()  # one entry per backward pass through this call, in order
 
     @property
     def grad_inputs(self) -> tuple[Any, ...]:

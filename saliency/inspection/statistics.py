@@ -97,8 +97,8 @@ class LayerActivations(_LayerStatistics[float]):
 class LayerGradients(_LayerStatistics[float | None]):
     """Gradient at the output of one layer in one of its calls; values are None without a gradient."""
 
+    # Norm of the update or gradient, divided by the norm of the weights, for all parameters of the layer together.
     ratio: float | None = None
-    """Norm of the update or gradient, divided by the norm of the weights, for all parameters of the layer together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -650,10 +650,9 @@ def _text(name: str, row: _Statistics[Any]) -> str:
 
 # Plot of the gradient by layer.
 
+# Factor relative to the gradient at the head beyond which a gradient counts as vanishing or exploding.
 FAR = 1e3
-"""Factor relative to the gradient at the head beyond which a gradient counts as vanishing or exploding."""
-USUAL = (1e-4, 1e-2)
-"""Usual range of the ratio of an update to the weight."""
+USUAL = (1e-4, 1e-2)  # usual range of the ratio of an update to the weight
 
 _LABELS_PER_INCH = 2.8
 _MAX_LABEL = 30  # characters

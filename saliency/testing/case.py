@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation
 
+# Function that raises AssertionError if a method fails the check.
 Check = Callable[["MethodCase"], None]
-"""Function that raises AssertionError if a method fails the check."""
 
 SIZE = (16, 16)
 

@@ -42,8 +42,7 @@ from .case import (
 )
 from .unchanged import UNCHANGED_CHECKS, Snapshot, with_user_state
 
-CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)
-"""All checks by name."""
+CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)  # all checks by name
 
 
 def check(function: Check) -> Check:
@@ -54,8 +53,8 @@ def check(function: Check) -> Check:
 
 # One result in all circumstances -------------------------------------------------------------------------------
 
+# Function that explains `images(2)` for the classes 0 and 1 under circumstances that must not change the result.
 Variant = Callable[[MethodCase], Explanation]
-"""Function that explains `images(2)` for the classes 0 and 1 under circumstances that must not change the result."""
 
 
 def _under(context: Callable[[], AbstractContextManager[Any]], case: MethodCase) -> Explanation:

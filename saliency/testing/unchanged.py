@@ -131,8 +131,8 @@ def with_user_state(model: nn.Module, *, training: bool) -> nn.Module:
     return model
 
 
+# Method, target and allowed errors (NoneType: the call may succeed); None if the ending does not apply.
 Ending = tuple[Attribution, Any, tuple[type, ...]] | None
-"""Method, target and allowed errors (NoneType: the call may succeed); None if the ending does not apply."""
 
 
 def _failing_target(output: Any) -> Tensor:
