@@ -36,6 +36,8 @@ from .rectifiers import Site
 Rule = Callable[[Tensor, Tensor], Tensor]
 
 _Token = TypeVar("_Token")
+_Begin = Callable[[tuple[Any, ...], dict[str, Any]], _Token]
+_End = Callable[[_Token, Any], Any]
 
 
 class HookScope:
@@ -150,12 +152,7 @@ class HookManager(ExitStack[None]):
             with suppress(KeyError):  # another thread may have removed its hook in the meantime
                 hooks.move_to_end(key, last=False)
 
-    def around(
-        self,
-        layer: nn.Module,
-        begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
-        end: Callable[[_Token, Any], Any],
-    ) -> None:
+    def around(self, layer: nn.Module, begin: _Begin[_Token], end: _End[_Token]) -> None:
         """Call `begin(args, kwargs)` before each call of `layer`, and `end(what begin returned, output)` after it.
 
         A result of `end` other than None replaces the output. Both run after the user's own hooks, and get the final
@@ -285,11 +282,7 @@ def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHan
         active_scopes.scopes.remove(scope)
 
 
-def _call_hooks(
-    scope: HookScope,
-    begin: Callable[[tuple[Any, ...], dict[str, Any]], _Token],
-    end: Callable[[_Token, Any], Any],
-) -> tuple[ModuleHook, ModuleHook]:
+def _call_hooks(scope: HookScope, begin: _Begin[_Token], end: _End[_Token]) -> tuple[ModuleHook, ModuleHook]:
     """Return a hook before and a hook after the calls of a layer: `end` gets what `begin` returned for that call."""
     begun: dict[int, _Token] = {}  # by the id of the frame of the call
 

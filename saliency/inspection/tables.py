@@ -82,9 +82,7 @@ class Table(Sequence[Row]):
             LayerError: No row has that name; the closest names are given.
         """
         if isinstance(key, slice):
-            table = copy.copy(self)
-            table.rows, table.notes = self.rows[key], ()
-            return table
+            return self.of(self.rows[key])
         if not isinstance(key, str):
             return self.rows[key]
         row = next((row for row in self.rows if row.name == key), None)
@@ -96,6 +94,12 @@ class Table(Sequence[Row]):
     def __contains__(self, item: object) -> bool:
         """Return whether a row, or a row with that name, is in the table."""
         return any(row.name == item if isinstance(item, str) else row == item for row in self.rows)
+
+    def of(self, rows: Iterable[Row], notes: Iterable[str] = ()) -> Self:
+        """Return the same table with other rows and notes."""
+        table = copy.copy(self)
+        table.rows, table.notes = tuple(rows), tuple(notes)
+        return table
 
     def __repr__(self) -> str:
         title = f" {self.title!r}" if self.title else ""

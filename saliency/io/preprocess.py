@@ -27,8 +27,7 @@ Fit = Literal["stretch", "cover", "contain"]
 Whole = bool | Literal["aspect"]
 WHOLE: tuple[Whole, ...] = (False, True, "aspect")
 
-_FILTER_NAMES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
-_FILTERS = {name: Image.Resampling[name.upper()] for name in _FILTER_NAMES}
+_FILTERS = {choice.name.lower(): choice for choice in Image.Resampling}
 _FILTERS["nearest-exact"] = Image.Resampling.NEAREST  # torchvision's name
 _TIMM_FITS: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}  # by timm's crop_mode
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

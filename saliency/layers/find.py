@@ -106,6 +106,9 @@ class SpatialLayer:
     layout: Layout
 
 
+_Layers = tuple[SpatialLayer, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerScan:
     """Layers of a model, found in one forward of one image."""
@@ -225,7 +228,7 @@ def _top_score(output: Any) -> Tensor:
     return output_tensor(output).flatten(1).max(1).values
 
 
-def _candidates(model: nn.Module, spatial: tuple[SpatialLayer, ...], classes: int | None) -> tuple[SpatialLayer, ...]:
+def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Layers:
     """Return the candidates for the default layer, in the order in which they finished.
 
     Excluded are layers without effect in evaluation mode, pooling before the head, queries and keys. Also excluded are
@@ -251,9 +254,7 @@ def _is_block_or_norm(module: nn.Module) -> bool:
     return any(module.children()) or (bool(parameters) and all(parameter.dim() == 1 for parameter in parameters))
 
 
-def _last_with_gradient(
-    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: _Score
-) -> SpatialLayer | None:
+def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> SpatialLayer | None:
     """Return the last candidate at which the score of every image has a gradient.
 
     In a vision transformer with a class token, the patch tokens have no gradient after the last block, but do have one
@@ -267,9 +268,7 @@ def _last_with_gradient(
     return None
 
 
-def _layers_with_gradient(
-    model: nn.Module, x: Tensor, candidates: tuple[SpatialLayer, ...], target: _Score
-) -> list[SpatialLayer]:
+def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> list[SpatialLayer]:
     with HookManager() as hooks:
         captured = [(layer, hooks.capture(model.get_submodule(layer.name), record=True)) for layer in candidates]
         with torch.no_grad():

@@ -224,7 +224,8 @@ class Region(OutputTarget):
     def _scores(output: Any) -> Tensor:
         scores = output_tensor(output)
         if scores.dim() != 4:
-            raise TargetError(f"a region needs an output (N, classes, H, W); this model's is {tuple(scores.shape)}")
+            shape = tuple(scores.shape)
+            raise TargetError(f"a region needs an output of shape (N, classes, H, W); this model's is {shape}")
         return scores
 
 

@@ -30,16 +30,7 @@ from ..attribution.base import METHODS, Attribution, explain_together, source, s
 from ..attribution.explanation import Explanation, Sign
 from ..errors import ImageError, NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
-from .case import (
-    SIZE,
-    Check,
-    MethodCase,
-    images,
-    require,
-    require_raises,
-    require_same,
-    require_same_explanation,
-)
+from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
 from .unchanged import UNCHANGED_CHECKS, Snapshot, with_user_state
 
 CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)  # all checks by name
