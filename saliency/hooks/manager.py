@@ -35,6 +35,7 @@ from .rectifiers import Site
 # (gradient at the input of an operation, gradient at its output) -> the gradient that replaces the former
 Rule = Callable[[Tensor, Tensor], Tensor]
 
+_Change = Callable[[Tensor], Tensor | None]
 _Token = TypeVar("_Token")
 _Begin = Callable[[tuple[Any, ...], dict[str, Any]], _Token]
 _End = Callable[[_Token, Any], Any]
@@ -203,7 +204,7 @@ class HookManager(ExitStack[None]):
         for site in sites:
             self._keep(site.node.register_hook(_node_hook(rule_for(site))))
 
-    def at_gradient(self, tensor: Tensor, callback: Callable[[Tensor], Tensor | None]) -> None:
+    def at_gradient(self, tensor: Tensor, callback: _Change) -> None:
         """Call `callback` with the gradient of a tensor in each backward pass; a result other than None replaces it.
 
         It is the gradient of the tensor's current value. A later in-place operation makes no difference, unless the
@@ -230,9 +231,7 @@ class HookManager(ExitStack[None]):
 
         self._keep(at.node.register_hook(hook))
 
-    def rewrite_input(
-        self, tensor: Tensor, edges: Sequence[InputEdge], rule: Callable[[Tensor], Tensor | None]
-    ) -> None:
+    def rewrite_input(self, tensor: Tensor, edges: Sequence[InputEdge], rule: _Change) -> None:
         """Replace the gradient that one call of a module passes to one of its inputs by what `rule` returns.
 
         Other uses of the same input keep their gradient.

@@ -30,10 +30,8 @@ from .autograd_graph import (
 _REENTRANT = "a part of the model is checkpointed with use_reentrant=True, which hides its operations; set it to False"
 _VIEW = "works in place on a view of another tensor, where its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
-INDEPENDENT = (
-    f"no gradient of the score reaches the input: the score does not depend on the input, or {CUT}; methods that only "
-    "run the model forwards, such as occlusion and rise, need no gradient"
-)
+_FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
+INDEPENDENT = f"no gradient of the score reaches the input: it does not depend on the input, or {CUT}; {_FORWARD_ONLY}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ def layer_table(
     if depth is not None:
         check_integer("depth", depth)
     rounds = _TIMED_FORWARDS if times is True else check_integer("times", int(times), least=0)
-    call, model = model_call(model, example), unwrap(model)
+    network = unwrap(model)
+    call, model = model_call(model, example), network
     names = {module: name for name, module in model.named_modules()}
     require_hookable(model, {name: module for module, name in names.items()})
     chosen = select_layers(model, "*" if layers is None else layers).values()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import is_wrapped
+from ..io.inputs import axes_in_memory_order
 
 # Small enough to stay in the processor's cache while it is read several times.
 _CHUNK = 1 << 17
@@ -101,7 +102,7 @@ def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Momen
             extremes are those of the sample, and any NaN outside the sample is missed.
     """
     require_plain(tensor)
-    values = _flat(real_values(tensor))
+    values = axes_in_memory_order(real_values(tensor)).reshape(-1)
     count, step = values.numel(), values.numel() // _SAMPLE_RUNS
     if not sample or step <= _SAMPLE_RUN:
         return _deferred(values)
@@ -128,13 +129,6 @@ def real_values(tensor: Tensor) -> Tensor:
     """Return the values as a dense tensor without a graph; the magnitudes if the tensor is complex."""
     tensor = tensor.detach().to_dense()
     return tensor.abs() if tensor.is_complex() else tensor
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the values in memory order, without a copy if the tensor is dense."""
-    if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return tensor.reshape(-1)
 
 
 def _deferred(values: Tensor) -> Callable[[], Moments]:

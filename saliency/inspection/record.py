@@ -277,11 +277,8 @@ class Recording(HookBlock, Sequence[Call]):
         manager: HookManager = weakref.proxy(gradient_hooks)
         this: Recording = weakref.proxy(self)
         for name, module in self._modules.items():
-            hooks.around(
-                module,
-                partial(Recording._begin, this, name, type(module).__name__),
-                partial(Recording._end, this, manager),
-            )
+            begin = partial(Recording._begin, this, name, type(module).__name__)
+            hooks.around(module, begin, partial(Recording._end, this, manager))
 
     @property
     def layers(self) -> tuple[str, ...]:

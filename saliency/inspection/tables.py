@@ -123,11 +123,7 @@ class Table(Sequence[Row]):
 
     def to_html(self) -> str:
         """Return the table as HTML with a style that adapts to the colours of the page."""
-        hints = [f' title="{escaped(column.hint)}"' if column.hint else "" for column in self.columns]
-        head = "".join(
-            f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
-            for column, hint in zip(self.columns, hints, strict=True)
-        )
+        head = "".join(map(_heading, self.columns))
         body = "".join(f"<tr>{''.join(_cell(column, row) for column in self.columns)}</tr>" for row in self.rows)
         caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
         notes = "".join(f"<p>{escaped(note)}</p>" for note in self.notes)
@@ -214,6 +210,11 @@ def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
 def escaped(text: str) -> str:
     """Escape a text for HTML."""
     return html.escape(visible(text))
+
+
+def _heading(column: Column[Any]) -> str:
+    hint = f' title="{escaped(column.hint)}"' if column.hint else ""
+    return f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
 
 
 def _cell(column: Column[Row], row: Row) -> str:

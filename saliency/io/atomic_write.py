@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 # Suffixes of the files in a folder that count as images. Formats that cannot be read are included, so that they cause
 # an error. A file that is given by its path is read regardless of its suffix.
-IMAGE_SUFFIXES = frozenset(
-    f".{suffix}"
-    for suffix in "avif bmp gif heic heif j2k jp2 jpeg jpg jxl pbm pgm png pnm ppm tif tiff webp".split()  # noqa: SIM905
-)
+_SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
+IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
 
 
 @contextmanager

@@ -191,15 +191,16 @@ def _scale_16_to_8_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Arrays and tensors
 
 
+_OR_INPUT = "Or pass the model's own normalised input as a float tensor (C, H, W)"
+
+
 def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
     has_image_shape = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
     if not has_image_shape or array.dtype not in (np.uint8, np.uint16):
-        raise ImageError(
-            f"an array of shape {array.shape} and type {array.dtype} is not an image; expected uint8 in 0..255 or "
-            "uint16 in 0..65535, of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4). Move the channels with "
-            "array.transpose(1, 2, 0), pass several images as list(array), scale and round other types. Or pass the "
-            "model's own normalised input as a float tensor (C, H, W)"
-        )
+        expected = "uint8 in 0..255 or uint16 in 0..65535, of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4)"
+        hint = "array.transpose(1, 2, 0) moves the channels, list(array) is several images; scale and round other types"
+        came = f"an array of shape {array.shape} and type {array.dtype}"
+        raise ImageError(f"{came} is not an image; expected {expected}. {hint}. {_OR_INPUT}")
     array = _scale_16_to_8_bits(array) if array.dtype == np.uint16 else array
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2:] == (1,) else array))
 
@@ -207,11 +208,11 @@ def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
 def _tensor_to_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a uint8 tensor (C, H, W) as an array (H, W, C)."""
     if tensor.dtype != torch.uint8 or tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4):
-        raise ImageError(
-            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is not an image; expected uint8 in 0..255, of "
-            "shape (1, H, W), (3, H, W) or (4, H, W). Move the channels with tensor.permute(2, 0, 1), convert other "
-            "types. Or pass the model's own normalised input as a float tensor"
+        came = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+        expected = (
+            "uint8 in 0..255, of shape (1, H, W), (3, H, W) or (4, H, W); tensor.permute(2, 0, 1) moves the channels"
         )
+        raise ImageError(f"{came} is not an image; expected {expected}. {_OR_INPUT}")
     array: np.ndarray[Any, Any] = tensor.detach().cpu().permute(1, 2, 0).numpy()
     return array
 
@@ -316,7 +317,7 @@ def _check_tensor(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     tensor = image.detach().as_subclass(Tensor)
     tensor = tensor if tensor.ndim == 4 else tensor[None]
     # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
-    extremes = torch.stack([torch.stack(torch.aminmax(_axes_in_memory_order(row))) for row in tensor]).tolist()
+    extremes = torch.stack([torch.stack(torch.aminmax(axes_in_memory_order(row))) for row in tensor]).tolist()
     for index, (low, high) in enumerate(extremes, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
@@ -347,7 +348,7 @@ def _white_value(low: float, high: float, prepare: Prepare) -> int | None:
     return 1 if 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0 else None
 
 
-def _axes_in_memory_order(tensor: Tensor) -> Tensor:
+def axes_in_memory_order(tensor: Tensor) -> Tensor:
     """Return a tensor with its axes in memory order, so that a reduction does not copy a channels_last tensor."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 

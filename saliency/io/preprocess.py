@@ -149,10 +149,8 @@ class Preprocess:
         crop = config.get("crop_pct") or 0.875
         scaled = (math.floor(size[0] / crop), math.floor(size[1] / crop))
         mode = check_choice("crop_mode", config.get("crop_mode") or "center", tuple(_TIMM_FITS), error=ImageError)
-        mean, std = (
-            tuple(values) * (channels if len(values) == 1 else 1)
-            for values in (config.get("mean") or _IMAGENET_MEAN, config.get("std") or _IMAGENET_STD)
-        )
+        mean, std = config.get("mean") or _IMAGENET_MEAN, config.get("std") or _IMAGENET_STD
+        mean, std = (tuple(values) * (channels if len(values) == 1 else 1) for values in (mean, std))
         if len(mean) != channels:
             raise ImageError(f"the timm config has {channels} channels and mean={mean}; expected one mean per channel")
         is_square = mode == "center" and scaled[0] == scaled[1]
@@ -346,10 +344,10 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
 
 def _is_torchvision_preset(transform: object) -> bool:
     """Detect an image preset without importing torchvision. The video preset has no `antialias`."""
-    described = all(hasattr(transform, name) for name in ("resize_size", "mean", "std", "interpolation", "antialias"))
-    return described or (
-        type(transform).__name__ == "ObjectDetection" and type(transform).__module__.startswith("torchvision.")
-    )
+    kind = type(transform)
+    is_detection = kind.__name__ == "ObjectDetection" and kind.__module__.startswith("torchvision.")
+    names = ("resize_size", "mean", "std", "interpolation", "antialias")
+    return is_detection or all(hasattr(transform, name) for name in names)
 
 
 def _are_numbers(values: object, channels: tuple[int, ...], is_valid: Callable[[object], bool]) -> bool:

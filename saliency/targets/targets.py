@@ -111,11 +111,13 @@ class ClassScore(OutputTarget):
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the class names; `class 7` if the model has none."""
+        if self.classes is None:
+            return ("top class",) * images
         return tuple(class_name(index, categories) for index in self.classes)
 
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class indices, one per image."""
-        return tuple(self.classes)
+        return (None,) * images if self.classes is None else tuple(self.classes)
 
 
 @dataclass(frozen=True, slots=True)
