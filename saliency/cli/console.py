@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import progress as bars
 from rich.console import Console
@@ -35,12 +35,14 @@ class Screen:
         quiet: Whether only errors are printed.
 
     Attributes:
+        subject: Image that is being processed; it is named in front of its warnings.
         is_terminal: Whether standard output is a terminal.
         width: Width of the terminal in characters.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
+        self.subject = ""
         self._out = _console(sys.stdout)
         self._out.quiet = quiet
         self._err = _console(sys.stderr)
@@ -93,13 +95,23 @@ class Screen:
     @contextmanager
     def collected_warnings(self) -> Iterator[None]:
         """Collect the warnings of the block, and print each once at its end, on one line without source code."""
-        with warnings.catch_warnings(record=True) as caught:
+        subjects: dict[str, list[str]] = {}
+
+        def collect(message: Warning | str, *_: Any, **__: Any) -> None:
+            named = subjects.setdefault(one_line(message), [])
+            if self.subject and self.subject not in named:
+                named.append(self.subject)
+
+        with warnings.catch_warnings():
             warnings.simplefilter("always", SaliencyWarning)
+            warnings.showwarning = collect
             try:
                 yield
             finally:
-                for message in dict.fromkeys(one_line(warning.message) for warning in caught if not self.quiet):
-                    self._err.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+                for message, named in subjects.items() if not self.quiet else ():
+                    others = f" and {len(named) - 2} more" if len(named) > 2 else ""
+                    of = f"{', '.join(named[:2])}{others}: " if named else ""
+                    self._err.print(Text.assemble(("warning: ", "bold yellow"), of, message), soft_wrap=True)
 
 
 def one_line(message: object) -> str:

@@ -86,6 +86,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
         with screen.progress() as show:
             for index, image in enumerate(images):
                 show(index, len(images), 0)
+                screen.subject = visible(image.label)
                 loaded = network.load(image)
                 results = network.explain([loaded])[0]
                 if not any(row["overlay"] for row in rows):
@@ -102,6 +103,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{index} of {len(images)} images are done") from None
     finally:
+        screen.subject = ""
         failures = _print_results(rows, expected, arguments.out, screen)
     if arguments.sheet:
         _write_sheet(thumbs, options, arguments.out, screen)

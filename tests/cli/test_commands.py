@@ -373,7 +373,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
     answer = explain(run, tmp_path, *PHOTOS[:4], "-m", "grad_cam_plus_plus", *SILU)
     assert answer.code == 0
     (line,) = answer.err.splitlines()
-    assert line.startswith("warning: grad_cam_plus_plus: the activations")
+    assert line.startswith("warning: astronaut.jpg, camera.jpg and 2 more: grad_cam_plus_plus: the activations")
 
 
 # Usage ---------------------------------------------------------------------------------------------------------

@@ -87,12 +87,12 @@ def test_a_pipe_gets_whole_lines_without_colours(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines() == ["name  what", f"日本  {'x' * 300}", "b"]
 
 
-def test_a_screen_says_each_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     with screen.collected_warnings():
-        for _ in range(3):
+        for screen.subject in ("a.jpg", "a.jpg", "b.jpg"):
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
-    assert capsys.readouterr().err == "warning: flat map\n"
+    assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
 
 @pytest.mark.slow
