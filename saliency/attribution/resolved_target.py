@@ -60,7 +60,9 @@ class ResolvedTarget:
         if not self._is_resolved:
             self.target = self.target.resolve_from(output)
             # Without classes, or with a single number per image, there is no probability.
-            if None not in self.indices and class_scores(output).shape[1] > 1:
+            if None not in self.indices and (classes := class_scores(output).shape[1]) > 1:
+                if self.categories is not None and len(self.categories) > classes:
+                    raise TargetError(f"got {len(self.categories)} class names for a model of {classes} classes")
                 self.probabilities = ClassScore(self.indices)(class_probabilities(output).detach().float())
             self._is_resolved = True
         before = _versions(output)

@@ -263,6 +263,13 @@ def test_more_names_than_outputs_are_told_apart(x: Tensor) -> None:
         method.attribute(x, "one too many")
 
 
+def test_more_names_than_outputs_are_refused_for_every_class(x: Tensor) -> None:
+    method = VanillaGradient(LinearModel(), categories=["background", *NAMES])
+    for target in (None, 1, "ant"):
+        with pytest.raises(TargetError, match="6 class names for a model of 5 classes"):
+            method.attribute(x, target)
+
+
 def test_fewer_names_than_outputs_leave_the_others_without(x: Tensor) -> None:
     method = VanillaGradient(LinearModel(lambda scores: scores * 0 + torch.arange(5.0)), categories=["ant"])
     assert method.attribute(x).target_names == ("class 4", "class 4")
