@@ -114,7 +114,7 @@ def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Momen
 def require_plain(tensor: Tensor) -> None:
     """Raise NotApplicableError for tensors without plain values: transformed, nested or quantised tensors."""
     if is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized:
-        kinds = "nested and quantised tensors, and those inside torch.func or is_grads_batched=True,"
+        kinds = "nested and quantised tensors, and those in a transformation (torch.func, is_grads_batched=True),"
         raise NotApplicableError(f"{kinds} cannot be recorded or measured; choose other layers")
 
 
