@@ -26,7 +26,7 @@ from saliency.io.atomic_write import atomic_write
 from .kernels import ENVIRONMENT, ForkedKernel
 
 HOME = Path(__file__).parent
-SECONDS_PER_CELL = 600
+SECONDS_PER_CELL = 3600
 
 _METADATA = {
     "jupytext": {"formats": "ipynb,py:percent"},
