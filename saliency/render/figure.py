@@ -35,10 +35,11 @@ TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, crop: str | None = None) -> Figure:
     """Create an empty figure of a size in inches. It needs no display, and is not registered in pyplot.
 
-    Saved files have 300 dots per inch and are cut at the content, and their text remains text in PDF and SVG.
+    Saved files have 300 dots per inch, and their text remains text in PDF and SVG. With the crop "tight", they are as
+    large as their content.
     """
     import matplotlib as mpl
     import matplotlib.figure
@@ -48,11 +49,11 @@ def new_figure(width: float, height: float) -> Figure:
 
         def savefig(self, fname: Any, **kwargs: Any) -> None:
             with mpl.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
-                super().savefig(fname, **{"dpi": PRINT_DPI, "bbox_inches": "tight", **kwargs})
+                super().savefig(fname, **{"dpi": PRINT_DPI, "bbox_inches": crop, **kwargs})
 
         def _repr_png_(self) -> bytes:
             png = io.BytesIO()
-            self.savefig(png, format="png", dpi=SCREEN_DPI)
+            self.savefig(png, format="png", dpi=SCREEN_DPI, bbox_inches="tight")
             return png.getvalue()
 
     return NotebookFigure(figsize=(width, height), layout="constrained", dpi=SCREEN_DPI)
@@ -105,7 +106,7 @@ def figure(
     rows = [(group, start) for group in photos for start in range(0, 1 + len(group), columns)]
     width = min(LARGEST_PANEL, max(SMALLEST_PANEL, WIDTH / columns))
     heights = [width * _proportion(group) + HEAD_AND_BAR for group, _ in rows]
-    drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title))
+    drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title), crop="tight")
     drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2)
     for panels, (group, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
         frame, has_one_class = _print_frame(group[0]), len({image.target_names[0] for image in group}) == 1

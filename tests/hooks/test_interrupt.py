@@ -53,6 +53,14 @@ def rebuilt() -> tuple[nn.Module, list[Attribution]]:
     return model, [GradCAM(model), GuidedBackprop(model)]
 
 
+def reset_process() -> None:
+    """Reset the state of the process too, or one interrupt in a finalizer would count in all later runs."""
+    active_scopes.scopes.clear()
+    model_state._eager_holders.clear()
+    model_state._eager_stance.clear()
+    torch.compiler.set_stance("default")
+
+
 def timed(run: Callable[[], object]) -> float:
     """The seconds of one run."""
     start = time.perf_counter()
@@ -117,6 +125,7 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was() -> None:
     def renew() -> None:
         nonlocal model, methods
         model, methods = rebuilt()
+        reset_process()
 
     hit, wrong = interrupted(ROUNDS, longest, run, is_good, renew)
     assert hit > ROUNDS / 4
@@ -152,13 +161,9 @@ def test_an_interrupt_in_a_block_of_the_users_leaves_the_model_as_it_was(block: 
         return state(model) == good and all(scope.closed for scope in active_scopes.scopes)
 
     def renew() -> None:
-        """Reset the state of the process too, or one interrupt in a finalizer would count in all later runs."""
         nonlocal model
         model = Crowded().train()
-        active_scopes.scopes.clear()
-        model_state._eager_holders.clear()
-        model_state._eager_stance.clear()
-        torch.compiler.set_stance("default")
+        reset_process()
 
     hit, wrong = interrupted(120, longest, lambda turn: run(), is_good, renew)
     assert hit > 30
