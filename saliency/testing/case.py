@@ -48,12 +48,22 @@ class TinyNet(nn.Module):
 
 def tiny_model(seed: int = 0) -> nn.Module:
     """Return a `TinyNet` with fixed weights, in evaluation mode."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
-        model = TinyNet().eval()
-        for weight in filter(lambda parameter: parameter.dim() > 1, model.parameters()):
-            nn.init.kaiming_normal_(weight)  # activations do not fade from layer to layer
-        return model
+    # Initialisation draws from the global random state, except on the meta device.
+    with torch.device("meta"):
+        model = TinyNet()
+    model.to_empty(device="cpu").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point():
+                tensor.zero_()
+            elif name == "norm.running_var":
+                tensor.uniform_(0.5, 2, generator=generator)
+            else:
+                width = tensor[0].numel() if tensor.dim() > 1 else 10
+                tensor.normal_(0, (2 / width) ** 0.5, generator=generator)
+        model.norm.weight.add_(1)
+    return model
 
 
 def images(count: int, size: tuple[int, int] = SIZE, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
