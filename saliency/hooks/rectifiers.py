@@ -27,7 +27,7 @@ from .autograd_graph import (
     wrapped_node,
 )
 
-_REENTRANT = "a checkpoint with use_reentrant=True hides the operations of a part of the model; pass use_reentrant=False"
+_REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
 _VIEW = "works in place on a view of another tensor, where its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 _FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
