@@ -100,7 +100,7 @@ draw(rows, thumb=140)
 # ## Methods of many passes
 #
 # These methods smooth, integrate or perturb, and take tens to thousands of passes. Here they run with their defaults,
-# on one of the photos. This takes a quarter of an hour; the tests of this page take a few passes of each method.
+# on one of the photos. This takes about ten minutes; the tests of this page take a few passes of each method.
 
 # %%
 is_test = "PYTEST_CURRENT_TEST" in os.environ
@@ -115,15 +115,15 @@ print(f"{len(coffee)} methods on one photo")
 draw([coffee], thumb=140)
 
 # %% [markdown]
-# **What to see.** FullGrad above, and occlusion, RISE, Sobol and XRAI here, highlight the coffee as a whole. The path
-# methods, whose values belong to single pixels, draw its rim. Some highlight something else: feature ablation the
-# spoon, extremal perturbation four spots, HSIC a region beside the cup. The maps alone do not show which of them are
+# **What to see.** FullGrad above, and the CAMs, XRAI, meaningful perturbation, occlusion, RISE and Sobol here, highlight
+# the coffee as a whole. The path methods, whose values belong to single pixels, draw its rim. LIME, Kernel SHAP and
+# Shapley sampling agree on an arc of the rim. Some highlight something else: feature ablation the spoon, extremal
+# perturbation spots at the edge of the crop, HSIC a region beside the cup. The maps alone do not show which of them are
 # wrong.
 #
-# **What to beware of.** 96 passes are few: the patchwork of LIME and Kernel SHAP is mostly noise, and extremal
-# perturbation has taken 10 of its 800 steps. The next two pages measure how certain a map is, and explain what each
-# method measures: [How sure is this map?](07_how_sure_is_this_map.ipynb) and [Without
-# gradients](08_without_gradients.ipynb).
+# **What to beware of.** A large budget does not make a map right: extremal perturbation took 800 steps for each area,
+# and HSIC 1500 forwards. The next two pages measure how certain a map is, and explain what each method measures: [How
+# sure is this map?](07_how_sure_is_this_map.ipynb) and [Without gradients](08_without_gradients.ipynb).
 #
 # The same on the command line, with one file per photo and method:
 #
