@@ -115,7 +115,7 @@ print(f"{len(coffee)} methods on one photo")
 draw([coffee], thumb=140)
 
 # %% [markdown]
-# **What to see.** FullGrad above, and the CAMs, XRAI, meaningful perturbation, occlusion, RISE and Sobol here, highlight
+# **What to see.** FullGrad above, and the CAMs, XRAI, meaningful perturbation, occlusion, RISE and Sobol here, show
 # the coffee as a whole. The path methods, whose values belong to single pixels, draw its rim. LIME, Kernel SHAP and
 # Shapley sampling agree on an arc of the rim. Some highlight something else: feature ablation the spoon, extremal
 # perturbation spots at the edge of the crop, HSIC a region beside the cup. The maps alone do not show which of them are
