@@ -25,7 +25,7 @@ import saliency
 
 assert "site-packages" in saliency.__file__, saliency.__file__
 for name in ("skimage", "scipy", "timm", "torchvision", "rich", "cv2", "pandas"):
-    assert importlib.util.find_spec(name) is None, f"{name} is no core dependency"
+    assert importlib.util.find_spec(name) is None, f"{name} is not a core dependency"
 network = torch.nn.Sequential(
     torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.ReLU(),
     torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 5),

@@ -31,7 +31,7 @@ def positive_net() -> PooledNet:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the page defines, from an explanation of two images; without its first block."""
+    """Return the names that the page defines, run on an explanation of two images, without its first code block."""
     stand_in(monkeypatch)
     method = saliency.GradCAM(positive_net(), preprocess=PREPROCESS, categories=list("abcde"))
     session = {"saliency": saliency, "torch": torch, "explanation": method.attribute([PHOTO, PHOTO], [1, 2])}

@@ -1,4 +1,4 @@
-"""What only a newer PyTorch allows: there it holds, and on an older one it is refused by name."""
+"""Promises that need a newer PyTorch: an older one must raise an error that names the version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saliency import NotApplicableError
 
 @contextmanager
 def exact_or_needs_torch(version: str) -> Iterator[None]:
-    """The block holds, or this PyTorch is older than `version` and the refusal says that it takes that one."""
+    """Run a block that must succeed, or raise an error that names `version` if this PyTorch is older."""
     try:
         yield
     except NotApplicableError as refusal:

@@ -214,7 +214,7 @@ class RunOptions:
 
 
 def _file_digest(name: str | None) -> str | None:
-    """Return a digest of a file; None if there is no such file."""
+    """Return a digest of a file, or None if it does not exist."""
     if name is None or not os.path.isfile(name):  # noqa: PTH113 - unlike Path, never raises
         return None
     return _sha256(Path(name).read_bytes())

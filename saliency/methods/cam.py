@@ -73,7 +73,7 @@ class LayerCombination(LayerAttribution):
 
     backwards = 1
     assumes_unsigned: ClassVar[bool] = False
-    """Whether the method treats large activations as evidence. If so, it warns of signed ones."""
+    """Whether the weights assume activations of at least zero. If so, the method warns about negative activations."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the map of the layer."""

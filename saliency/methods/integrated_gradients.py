@@ -177,9 +177,9 @@ def _squared_shares(gradients: Tensor) -> Tensor:
 class ExpectedGradients(SampledAttribution):
     """Integrated gradients averaged over many baselines: gradient times difference at random points of random paths.
 
-    Each sample takes one baseline and one point on its path. So there is no single baseline colour that gets no
-    attribution, and the map has a standard error. By default each baseline is one random colour, normally
-    distributed as the values of the normalised input, which needs no data; the authors draw training images.
+    Each sample draws one baseline and one point on its path. Because the baselines differ, no colour is left without
+    attribution, and the map has a standard error. By default, each baseline is a random colour from the normal
+    distribution of the normalised input, which needs no data; the authors draw training images.
 
     Args:
         model: As for every method.

@@ -76,7 +76,7 @@ def test_arguments_may_be_given_by_position_as_arrays_and_as_lists(x: Tensor, ma
         return scores
 
     model = OwnForward(forward, net=tiny_model()).eval()
-    given = (mask.numpy(), ["a", "bb"], torch.zeros(3), (16, 16))  # a tuple is no list of rows
+    given = (mask.numpy(), ["a", "bb"], torch.zeros(3), (16, 16))  # a tuple is passed whole, not row by row
     for method in (VanillaGradient(model), RISE(model, passes=8, chunk=3)):
         batch = method.attribute(x, [0, 1], forward_args=given)
         own = (mask[1:].numpy(), ["bb"], *given[2:])

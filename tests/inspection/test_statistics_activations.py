@@ -356,7 +356,7 @@ def test_a_linear_layer_that_is_all_zeros_as_before_training_is_no_rectifier() -
 
 
 def dead_cells(table: ActivationStatistics) -> dict[str, str]:
-    """What stands below "dead", by layer; "" if the table has no such column."""
+    """Return the text in the column "dead", by layer; "" if the table has no such column."""
     dead = next((each.text for each in table.columns if each.title == "dead"), lambda row: "")
     return {row.name: dead(row) for row in table}
 
