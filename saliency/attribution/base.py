@@ -56,6 +56,8 @@ class BatchAttribution(NamedTuple):
     error: Tensor | None = None  # in the shape of the values
     agreement: Tensor | None = None  # (N,)
     effort: tuple[RunStats, ...] = ()
+    ledger: Tensor | None = None  # (N, K)
+    ledger_names: tuple[str, ...] = ()  # K
 
 
 class Attribution(HasOptions, ABC):

@@ -28,7 +28,7 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement")
+_TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement", "ledger")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +52,16 @@ class Explanation:
         input_size: (H, W) of the model's input.
         frames: The position of the model's input on each original image; None for an image given as a tensor.
         sign: The sign that the method's authors show: "positive" values only, "signed", or "absolute" magnitude.
-        coverage: The number of rewritten rectifiers, if the method rewrites them.
-        residual: (N,) for complete methods, the difference between the expected and the actual sum of the values.
+        coverage: The number of operations by the rule that treated them, if the method has rules.
+        residual: (N,) for complete methods, the difference between the expected and the actual sum of the values. With
+            a ledger, the score less the sum of the ledger.
         error: The standard error of each value, in the shape and the units of `values`, if the method samples.
         agreement: (N,) the rank correlation of the maps of two halves of the samples, if the method samples; 1 means
             that more samples would not change the map.
         effort: The passes and time of each image, for methods of many passes; otherwise empty.
+        ledger: (N, K) the shares of the score, in score units, if the method gives them. An image's shares and its
+            residual sum to its score.
+        ledger_names: The names of the K shares, such as "input" and "biases".
     """
 
     values: Tensor
@@ -76,6 +80,8 @@ class Explanation:
     error: Tensor | None = None
     agreement: Tensor | None = None
     effort: tuple[RunStats, ...] = ()
+    ledger: Tensor | None = None
+    ledger_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -188,6 +194,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain = {name: value for name, value in header.items() if name != "format"}
     plain |= {name: tuple(plain[name]) for name in ("target", "target_names", "input_size")}
     plain["coverage"] = Coverage(**plain["coverage"]) if plain["coverage"] else None
+    plain["ledger_names"] = tuple(plain.get("ledger_names", ()))
     plain["effort"] = tuple(RunStats(**stats) for stats in plain.get("effort", ()))
     plain["frames"] = tuple(
         None if box is None else Frame(_decode_png(tensors[f"picture.{i}"]), _as_box(*box))

@@ -36,19 +36,21 @@ INDEPENDENT = f"no gradient of the score reaches the input: it does not depend o
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Number of nonlinearities whose gradient a rule rewrote or left unchanged, by kind.
+    """Number of operations that a rule treated, and of nonlinearities whose gradient it rewrote or left, by kind.
 
     A hidden site is a multiplication or selection by a fixed mask, or a custom operation. It may be a ReLU written by
-    hand, which the graph does not show.
+    hand, which the graph does not show. A treated operation is named with its rule, such as "conv by z+".
     """
 
     rewritten: Mapping[str, int] = field(default_factory=dict)
     passed: Mapping[str, int] = field(default_factory=dict)
     hidden: Mapping[str, int] = field(default_factory=dict)
+    treated: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return a summary such as `17 relu rewritten, 2 silu passed through`."""
-        parts = [f"{n} {kind} rewritten" for kind, n in self.rewritten.items()]
+        parts = [f"{n} {operation}" for operation, n in self.treated.items()]
+        parts += [f"{n} {kind} rewritten" for kind, n in self.rewritten.items()]
         parts += [f"{n} {kind} passed through" for kind, n in self.passed.items()]
         parts += [f"{n} {kind} that may hide a ReLU" for kind, n in self.hidden.items()]
         return ", ".join(parts) or "no rectifier"

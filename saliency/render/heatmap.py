@@ -246,6 +246,8 @@ def standard_error(explanation: Explanation) -> Explanation:
         error=None,
         residual=None,
         agreement=None,
+        ledger=None,
+        ledger_names=(),
         sign="positive",
         target_names=tuple(f"standard error of {name}" for name in explanation.target_names),
     )

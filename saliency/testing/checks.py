@@ -454,14 +454,16 @@ def result(case: MethodCase) -> None:
 
 @check
 def residual(case: MethodCase) -> None:
-    """If there is a residual, values plus residual equal the score up to a constant per class."""
+    """The ledger plus the residual equals the score; without a ledger the values do, up to a constant per class."""
     explanation = case.explain(case.precise_model(), images(4, dtype=torch.float64), 0)
     stated = explanation.residual
     if stated is None:
         return
     require(stated.shape == (4,), f"a residual of shape {tuple(stated.shape)}; expected (N,)")
     require(bool(torch.isfinite(stated).all()), "the residual is NaN or infinite")
-    if case.method.is_complete:
+    if explanation.ledger is not None:
+        require_same(explanation.ledger.sum(1) + stated, explanation.scores, "ledger plus residual against the score")
+    elif case.method.is_complete:
         # The values should sum to the score minus the score of a baseline or a bias, which is constant per class.
         missing = explanation.scores - explanation.values.flatten(1).sum(1)
         spread = float((missing - stated).std())

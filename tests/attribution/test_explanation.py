@@ -47,8 +47,10 @@ def explanation() -> Explanation:
         input_size=(4, 5),
         frames=(Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3)), None, Frame(picture(1, 1, 2), (0.0, 0.0, 1.0, 1.0))),
         sign="signed",
-        coverage=Coverage({"relu": 3, "relu6": 1}, {"silu": 2}, {"where": 1}),
+        coverage=Coverage({"relu": 3, "relu6": 1}, {"silu": 2}, {"where": 1}, {"conv by z+": 53}),
         residual=numbers(3) / 9,
+        ledger=numbers(3, 2),
+        ledger_names=("input", "biases"),
     )
 
 
@@ -101,13 +103,27 @@ def test_extreme_numbers_come_back(explanation: Explanation, tmp_path: Path) -> 
     assert_same(Explanation.load(kept.save(tmp_path / "a.safetensors")), kept)
 
 
-@pytest.mark.parametrize("name", ["probabilities", "layer", "coverage", "residual"])
+@pytest.mark.parametrize("name", ["probabilities", "layer", "coverage", "residual", "ledger"])
 def test_what_is_not_there_stays_away(name: str, explanation: Explanation, tmp_path: Path) -> None:
     nothing: dict[str, Any] = {name: None}
     kept = replace(explanation, **nothing)
     loaded = Explanation.load(kept.save(tmp_path / "a.safetensors"))
     assert getattr(loaded, name) is None
     assert_same(loaded, kept)
+
+
+def test_a_file_from_before_ledgers_is_read(explanation: Explanation, tmp_path: Path) -> None:
+    old = replace(explanation, ledger=None, ledger_names=(), coverage=Coverage({"relu": 3}))
+    header, tensors = opened(old.save(tmp_path / "a.safetensors"))
+    del header["ledger_names"], header["coverage"]["treated"]
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"saliency": json.dumps(header)})
+    assert_same(Explanation.load(tmp_path / "a.safetensors"), old)
+
+
+def test_a_coverage_reads_as_a_list_of_treated_operations() -> None:
+    treated = {"conv by z+": 53, "batch_norm merged": 49, "linear by epsilon": 1}
+    assert str(Coverage(treated=treated)) == "53 conv by z+, 49 batch_norm merged, 1 linear by epsilon"
+    assert str(Coverage({"relu": 2}, treated={"conv by z+": 1})) == "1 conv by z+, 2 relu rewritten"
 
 
 def test_an_empty_coverage_is_not_none(explanation: Explanation, tmp_path: Path) -> None:
@@ -296,6 +312,7 @@ def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
         lambda header, tensors: tensors.update({"picture.0": tensors["picture.0"][:-30].clone()}),
         lambda header, tensors: tensors.update({"picture.0": torch.zeros(0, dtype=torch.uint8)}),
         lambda header, tensors: tensors.update(scores=torch.zeros(2)),
+        lambda header, tensors: tensors.update(ledger=torch.zeros(2, 2)),
     ],
 )
 def test_a_header_or_content_that_does_not_fit_is_refused(
@@ -330,7 +347,8 @@ def test_an_explanation_is_a_sequence_of_its_images(explanation: Explanation) ->
     assert [each.target_names[0] for each in parts] == list(explanation.target_names)
     assert [each.frames[0] for each in parts] == list(explanation.frames)
     for at, each in enumerate(parts):
-        for name in ("scores", "probabilities", "residual"):
+        assert each.ledger_names == explanation.ledger_names
+        for name in ("scores", "probabilities", "residual", "ledger"):
             assert torch.equal(getattr(each, name), getattr(explanation, name)[at : at + 1])
         assert (each.method, each.settings, each.layer) == (
             explanation.method,
@@ -396,6 +414,6 @@ def test_it_moves_to_another_device_whole(explanation: Explanation) -> None:
     moved = explanation.to("cpu")
     assert_same(moved, explanation)
     meta = explanation.to("meta")
-    tensors = (meta.values, meta.scores, meta.probabilities, meta.residual)
+    tensors = (meta.values, meta.scores, meta.probabilities, meta.residual, meta.ledger)
     assert all(each is not None and each.is_meta for each in tensors)
     assert meta.frames is explanation.frames

@@ -34,11 +34,12 @@ def halves(left: float, right: float, channels: int = 1) -> Tensor:
 
 def test_the_error_is_an_explanation_that_draws_like_any_other() -> None:
     explanation = sampled(halves(3, -3), halves(1, 2))
-    error = standard_error(explanation)
+    shares = replace(explanation, residual=torch.zeros(1), ledger=torch.ones(1, 1), ledger_names=("input",))
+    error = standard_error(shares)
     assert torch.equal(error.values, halves(1, 2))
     assert error.sign == "positive"
     assert error.target_names == ("standard error of class 0",)
-    assert error.error is None
+    assert (error.error, error.residual, error.ledger, error.ledger_names) == (None, None, None, ())
     assert overlay(error).size == (64, 48)
 
 

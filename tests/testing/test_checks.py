@@ -289,6 +289,14 @@ class HidesAResidual(Honest):
         return BatchAttribution(values, scores, residual=torch.zeros(()))
 
 
+class KeepsAFalseLedger(Honest):
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        values, scores = self.gradient(x, target)
+        ledger = torch.stack([scores / 2, scores / 3], 1)
+        names = ("input", "biases")
+        return BatchAttribution(values, scores, residual=torch.zeros_like(scores), ledger=ledger, ledger_names=names)
+
+
 class ReadsTheTensorItself(Honest):
     def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
         x = leaf(x)
@@ -392,6 +400,7 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
     (Collects, "memory", "more tensors are alive"),
     (ReportsAnotherScore, "result", "the scores against the model's output: differs by"),
     (PretendsToBeComplete, "residual", "do not equal the score"),
+    (KeepsAFalseLedger, "residual", "ledger plus residual against the score: differs by up to"),
     (HidesAResidual, "residual", r"a residual of shape \(\)"),
     (PicksTheLowestClass, "top_class", "without a target"),
     (AnswersOneTargetForAll, "several_targets", "attribute_classes against attribute"),
