@@ -33,13 +33,10 @@ from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .record import HookBlock
 from .rules import NamedRule, Rule, RuleLike, apply_rules, as_rules, restart_rules
+from .tables import listed
 
 Where = str | nn.Module | type[nn.Module] | Tensor | Iterable[str | nn.Module | type[nn.Module] | Tensor]
 """Layers as for `LayersLike`; parameters by name ("fc.bias"), pattern or as objects; tensors; or several of these."""
-
-_MAX_LISTED = 3  # largest number of targets in one warning
-_NO_BACKWARD = "no backward pass reached it before the block ended; run the forward and backward pass inside the block"
-_NOT_RECORDED = "gradients were disabled when it was called"
 
 
 @dataclass(eq=False)
@@ -51,12 +48,10 @@ class EditTarget:
     at: nn.Module | Tensor
     is_named: bool  # selected individually, not by a pattern or class
     edits: int = 0
-    reason: str = "it was never called"  # why there was no edit
     edited_pass: int | None = None  # last backward pass through an edited gradient of this target
 
     def refuse(self, reason: str) -> None:
-        """Raise NotApplicableError for a named target. Otherwise store the reason for a warning."""
-        self.reason = reason
+        """Raise NotApplicableError for a named target. A pattern or class may include layers that cannot be edited."""
         if self.is_named:
             raise NotApplicableError(f"{self.label} cannot be edited: {reason}")
 
@@ -123,10 +118,10 @@ def _layer_targets(model: nn.Module, wanted: Any) -> list[EditTarget]:
 
 
 def _tensor_target(name: str, label: str, tensor: Tensor, *, is_named: bool = True) -> EditTarget:
-    if tensor.requires_grad:
-        return EditTarget(name, label, tensor, is_named, reason=_NO_BACKWARD)
-    reason = "it does not require a gradient; call requires_grad_() on it first"
-    raise NotApplicableError(f"{label} cannot be edited: {reason}")
+    if not tensor.requires_grad:
+        reason = "it does not require a gradient; call requires_grad_() on it first"
+        raise NotApplicableError(f"{label} cannot be edited: {reason}")
+    return EditTarget(name, label, tensor, is_named)
 
 
 def _is_differentiable(tensor: Tensor) -> bool:
@@ -169,13 +164,11 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
     """Edit the gradients that a layer passes on to its inputs."""
 
     def end(inputs: _Inputs, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            target.reason = _NOT_RECORDED
-        elif not inputs.tensors:
+        if torch.is_grad_enabled() and inputs.tensors:
+            return _edit_inputs(hooks, rules, target, inputs, output)
+        if torch.is_grad_enabled():
             reason = "no floating-point tensor among its arguments requires a gradient, or torch.func transforms it"
             target.refuse(f'{reason}; use x.requires_grad_() or edit at="output"')
-        else:
-            return _edit_inputs(hooks, rules, target, inputs, output)
         return None
 
     hooks.around(target.at, _inputs, end)  # type: ignore[arg-type]
@@ -191,13 +184,8 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
     # The layer may change arguments in place, so they count as outputs too.
     results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
     exits = input_edges(results, inputs.edges, inputs.since)
-    tensors = list(tree_tensors(output))
-    if any(exits):
-        target.reason = _NO_BACKWARD
-    elif not any(map(_is_differentiable, tensors)):
+    if not any(exits) and not any(map(_is_differentiable, tree_tensors(output))):
         target.refuse("it returns no floating-point tensor, so no gradient flows through it")
-    elif not target.edits:
-        target.reason = "its output does not depend on its input through any recorded operation"
     for tensor, edges in zip(inputs.tensors, exits, strict=True):
         if edges:
             hooks.rewrite_input(tensor, edges, partial(_edit_gradient, hooks, rules, target))
@@ -209,19 +197,14 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
 
     def end(since: int, output: Any) -> Any:
         alive = {id(tensor) for tensor in tree_tensors(output) if tensor.requires_grad}
-        if not alive and not torch.is_grad_enabled():
-            target.reason = _NOT_RECORDED
-        elif not alive:
+        if not alive and torch.is_grad_enabled():
             reason = "none of its floating-point tensors requires a gradient, or torch.func transforms it"
             target.refuse(f"there is no gradient at its output: {reason}")
-        else:
-            target.reason = _NO_BACKWARD
-            changed = _with_copies(output, since, all_tensors=len(alive) > 1)
-            results = tree_tensors(output if changed is None else changed)
-            for tensor in {id(tensor): tensor for tensor in results if tensor.requires_grad}.values():
-                hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
-            return changed
-        return None
+        changed = _with_copies(output, since, all_tensors=len(alive) > 1)
+        results = tree_tensors(output if changed is None else changed)
+        for tensor in {id(tensor): tensor for tensor in results if tensor.requires_grad}.values():
+            hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
+        return changed
 
     hooks.around(target.at, lambda args, kwargs: current_sequence_nr(), end)  # type: ignore[arg-type]
 
@@ -306,10 +289,9 @@ class Editing(HookBlock):
         super().__exit__(*error)
         has_edits = any(target.edits for target in self._targets)
         unedited = [target for target in self._targets if not target.edits and (target.is_named or not has_edits)]
-        if unedited and error[:1] == (None,):
-            reasons = "; ".join(f"{target.label}: {target.reason}" for target in unedited[:_MAX_LISTED])
-            more = f"; and {len(unedited) - _MAX_LISTED} more" if len(unedited) > _MAX_LISTED else ""
-            warn(f"nothing was edited at {reasons}{more}")
+        if error[:1] == (None,):
+            for note in listed("nothing was edited at", [target.label for target in unedited]):
+                warn(f"{note}; run the model inside the block, and for gradients also its backward pass")
 
 
 def edit_gradients(

@@ -500,28 +500,21 @@ def test_a_pattern_means_layers_first_and_parameters_where_no_layer_fits() -> No
     assert set(edit_gradients(nn.Linear(2, 2), "b*", double).edits) == {"bias"}
 
 
-def test_a_place_that_was_never_edited_is_told_at_the_end_with_the_reason() -> None:
-    model = Plain()
-    with pytest.warns(SaliencyWarning, match='layer "fc": it was never called'), edit_gradients(model, "fc", double):
+def test_a_place_that_was_never_edited_is_told_at_the_end() -> None:
+    model, unedited = Plain(), 'nothing was edited at layer "fc"'
+    with pytest.warns(SaliencyWarning, match=unedited), edit_gradients(model, "fc", double):
         pass
-    with (
-        pytest.warns(SaliencyWarning, match="gradients were disabled"),
-        edit_gradients(model, "fc", double) as off,
-        torch.no_grad(),
-    ):
+    with pytest.warns(SaliencyWarning, match=unedited), edit_gradients(model, "fc", double) as off, torch.no_grad():
         model(images())
     assert off.edits == {"fc": 0}
-    with (
-        pytest.warns(SaliencyWarning, match="no backward pass reached it") as told,
-        edit_gradients(model, "fc", double),
-    ):
+    with pytest.warns(SaliencyWarning, match=f"{unedited}; run") as told, edit_gradients(model, "fc", double):
         loss = model(images()).sum()
     loss.backward()
     assert told[0].filename == __file__
     with pytest.warns(SaliencyWarning, match='parameter "mid.bias"'), edit_gradients(model, "mid.bias", double):
         pass
     cut = nn.Sequential(Cut())
-    with pytest.warns(SaliencyWarning, match="does not depend"), edit_gradients(cut, "0", double):
+    with pytest.warns(SaliencyWarning, match='layer "0"'), edit_gradients(cut, "0", double):
         cut(images())
 
 
