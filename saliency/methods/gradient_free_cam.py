@@ -13,9 +13,9 @@ from torch import Tensor
 from ..attribution.forward import SharedForward, at_least_float32
 from ..attribution.options import Budget, Option, PositionalOption
 from ..engine.estimates import ScoreEstimate, generator
-from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, TimedAttribution, from_estimate
+from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, TimedAttribution
 from ..engine.recording import TailForward
-from ..errors import MethodError, NotApplicableError, TargetError
+from ..errors import NotApplicableError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
@@ -65,7 +65,7 @@ class LayerOutput:
         return torch.einsum("k,khw->hw", weights.to(self.maps), self.maps)[None]
 
 
-class LayerPasses(TimedAttribution):
+class LayerPasses(MultiPassAttribution):
     """Base class of methods that read a layer of one image once, and then run the model many times.
 
     Args:
@@ -180,7 +180,7 @@ class ChannelMasks:
         )
 
 
-class ScoreCAM(LayerPasses):
+class ScoreCAM(LayerPasses, TimedAttribution):
     """Activations weighted by the score of the image masked with each channel.
 
     Each channel, resized and stretched to 0..1, is multiplied with the normalised image, so hidden pixels become the
@@ -348,7 +348,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
             estimate.add(done.scores)
         if estimate.count < masks.count:
             passes.notes.append(f"{estimate.count} of {masks.count} masks were run")
-        return from_estimate(estimate, estimate.mean)
+        return ImageAttribution(*estimate.solve(slice(None)), estimate.agreement)
 
 
 class _MaskScores(ScoreEstimate):
@@ -383,7 +383,7 @@ class _MaskScores(ScoreEstimate):
         return values, (slopes.square() * variance[:, None, None]).sum(0).sqrt()[None].to(values)
 
 
-class AblationCAM(LayerPasses):
+class AblationCAM(LayerPasses, TimedAttribution):
     """Activations weighted by the fall of the score when the channel is set to zero.
 
     The weight of a channel is y - y_k, where y is the score and y_k the score without the channel: positive if the
@@ -510,11 +510,6 @@ class ReciproCAM(LayerPasses):
     assumes_unsigned = False
 
     alone: Option[bool] = Option(False, check_flag)
-
-    def __post_init__(self) -> None:
-        """Refuse a limit of time, which would leave locations out."""
-        if self.seconds is not None:
-            raise MethodError(f"seconds={self.seconds}: {self.name} runs each location; choose a later layer instead")
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
