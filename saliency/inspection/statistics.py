@@ -194,6 +194,13 @@ class _Collector:
             yield {**fields, "calls": calls[name], **_statistics(stats.moments.scaled(scale))}, stats
             indices[name] += 1
 
+    def note_nonfinite(self, layer: str, where: str, values: Iterable[Moments]) -> None:
+        """Note the first layer with NaN or infinity."""
+        if self.first_nonfinite is None and any(known.nan or known.inf for known in values):
+            self.first_nonfinite = layer
+            label = f'"{layer}"' if layer else "the model"
+            self.notes.append(f"NaN or infinity first in {where} {label}{self.in_batch}")
+
     def uncalled_note(self) -> list[str]:
         """Return a note that lists the layers without a row."""
         called = {name for name, _ in self._stats}
@@ -282,9 +289,9 @@ class _ActivationCollector(_Collector):
             if call in stats:
                 self._add(call, stats[call], seen, batch.size, size)
             seen.update(call.outputs)
-            bad = next((one.moments for one in call.outputs if one.moments.nan or one.moments.inf), None)
-            if bad is not None and self.first_nonfinite is None:
-                self._note_nonfinite(call.layer, bad, all(map(is_finite, inputs)))
+            is_passed_on = any(one.moments.nan or one.moments.inf for one in call.flat_inputs)
+            where = "the input and the output of" if is_passed_on else "the output of"
+            self.note_nonfinite(call.layer, where, [one.moments for one in call.outputs])
         if not self.notes and not all(map(is_finite, tree_tensors(output))):
             self.notes.append(f"NaN or infinity in the model's output{self.in_batch}, but in no layer of this table")
 
@@ -318,17 +325,6 @@ class _ActivationCollector(_Collector):
             return axes - 1 if axes == 3 or (layout is not None and layout.kind == "NHWC") else 1
         self._axes.setdefault(shape[1:], axis)
         return axis
-
-    def _note_nonfinite(self, name: str, known: Moments, is_input_finite: bool) -> None:
-        """Record the first layer with NaN or infinity, and the cause."""
-        self.first_nonfinite = name
-        kinds = " and ".join(kind for kind, count in (("NaN", known.nan), ("infinity", known.inf)) if count)
-        tensors = (*self.modules[name].named_parameters(), *self.modules[name].named_buffers())
-        origins = [] if is_input_finite else ["the input itself"]
-        origins += [f"its {key}" for key, tensor in tensors if not is_finite(tensor)]
-        cause = f": {origins[0]} contains NaN or infinity" if origins else ""
-        label = f'"{name}"' if name else "the model"
-        self.notes.append(f"{kinds} first in the output of {label}{self.in_batch}{cause}")
 
     def table(self) -> ActivationStatistics:
         rows, rectifiers = [], []
@@ -509,17 +505,12 @@ class _GradientCollector(_Collector):
             for backward in call.backwards[earlier[call] :]:
                 known: Moments = backward.grad_outputs[0] or Moments()
                 stats.moments += known.scaled(batch.size)
-                if self.first_nonfinite is None and (known.nan or known.inf):
-                    self.first_nonfinite = call.layer
-                    label = f'"{call.layer}"' if call.layer else "the model's output"
-                    self.notes.append(f"NaN or infinity first in the gradient at {label}{self.in_batch}")
+                self.note_nonfinite(call.layer, "the gradient at the output of", [known])
         for name, gradient in zip(trainable, gradients[len(starts) :], strict=True):
             if gradient is not None:
                 self._sums[name] = self._sums.get(name, 0) + _to_double(gradient.to_dense()) * batch.size
         value = float(objective.detach())
         if not math.isfinite(value) and math.isfinite(self._total):
-            if not all(map(is_finite, tree_tensors((batch.args, batch.kwargs)))):
-                self.notes.append(f"the input itself contains NaN or infinity{self.in_batch}")
             self.notes.append(f"the {self.of} is {value}{self.in_batch}")
         self._total += batch.size * value
 

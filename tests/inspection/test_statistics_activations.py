@@ -449,7 +449,7 @@ def test_the_first_layer_with_nan_in_the_order_of_execution_is_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.ReLU(), Breaks()), nn.BatchNorm2d(4))
     table = activation_statistics(model, images(2))
     assert table.first_nonfinite == "1.1"
-    assert 'infinity first in the output of "1.1"' in table.notes
+    assert 'NaN or infinity first in the output of "1.1"' in table.notes
     assert table["1.1"].inf > 0
     assert table["1.0"].inf == 0
     assert "NaN, Inf" in str(table).splitlines()[2]
@@ -462,7 +462,7 @@ def test_the_first_batch_with_nan_decides_and_is_named() -> None:
     model = OwnForward(lambda model, x: model.late(model.early(x)), early=nn.Identity(), late=Breaks())
     table = activation_statistics(model, [fine, bad, bad * math.nan])
     assert table.first_nonfinite == "late"
-    assert 'NaN first in the output of "late" in batch 2' in table.notes
+    assert 'NaN or infinity first in the output of "late" in batch 2' in table.notes
     assert table["early"].nan == 2 * 768
 
 
@@ -471,7 +471,7 @@ def test_nan_that_came_in_with_the_input_is_told_from_the_networks_own() -> None
     x[1, 0, 0, 0] = math.nan
     table = activation_statistics(tiny_model(), x)
     assert table.first_nonfinite == "stem"
-    assert 'NaN first in the output of "stem": the input itself contains NaN or infinity' in table.notes
+    assert 'NaN or infinity first in the input and the output of "stem"' in table.notes
 
 
 def test_the_share_of_zeros_is_of_all_numbers_also_of_those_that_are_nan() -> None:
@@ -480,13 +480,13 @@ def test_the_share_of_zeros_is_of_all_numbers_also_of_those_that_are_nan() -> No
     assert row.mean == pytest.approx(1 / 3)
 
 
-def test_a_weight_that_is_nan_is_named() -> None:
+def test_the_layer_of_a_weight_that_is_nan_is_named() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.get_parameter("down.weight")[0, 0, 0, 0] = math.nan
     table = activation_statistics(model, images(2))
     assert table.first_nonfinite == "down"
-    assert 'NaN first in the output of "down": its weight contains NaN or infinity' in table.notes
+    assert 'NaN or infinity first in the output of "down"' in table.notes
 
 
 def test_nan_from_a_function_behind_all_layers_is_not_silent() -> None:
@@ -508,9 +508,9 @@ def test_nan_in_a_later_tensor_of_an_output_is_not_silent() -> None:
     model = nn.Sequential(nn.Sequential(nn.Identity(), Pair()), First(), nn.Linear(4, 2))
     table = activation_statistics(model, torch.zeros(2, 4))
     assert table.first_nonfinite == "0.1"
-    assert 'NaN first in the output of "0.1"' in table.notes
+    assert 'NaN or infinity first in the output of "0.1"' in table.notes
     assert table["0.1"].nan == 0
-    assert activation_statistics(model, torch.ones(2, 4)).notes[-1] == 'infinity first in the output of "0.1"'
+    assert activation_statistics(model, torch.ones(2, 4)).notes[-1] == 'NaN or infinity first in the output of "0.1"'
 
 
 def test_without_nan_the_table_says_so() -> None:
