@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -147,92 +148,77 @@ def _joined(parts: list[Any]) -> Any:
     return [label for part in parts for label in part]
 
 
-class _Writer:
-    """Collects the rows and labels of batches in memory, or in a folder of files that are written atomically.
-
-    Args:
-        folder: Folder for the files, created if missing. Files of an interrupted run are removed. None keeps the rows
-            in memory.
-        shard_images: The number of images per file; None for files of about 256 MiB.
+def _empty_folder(folder: Path) -> None:
+    """Create a folder, or remove the files of an interrupted run.
 
     Raises:
         MethodError: The folder contains complete features, or other files with the same names.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = sorted(folder.glob("shard-*.safetensors"))
+    for path in paths:
+        state = None
+        with suppress(ExplanationError), _opened(path) as file:
+            state = (file.metadata() or {}).get(_IS_LAST)
+        if state != "false":
+            content = "is not a features file" if state is None else "belongs to complete features"
+            raise MethodError(f"{folder} contains {path.name}, which {content}; choose another folder")
+    for path in paths[::-1]:  # last first, so that the remaining files are readable at any time
+        path.unlink()
 
-    def __init__(self, folder: Path | None, shard_images: int | None) -> None:
-        self._folder = folder
-        self._shard_images = shard_images
-        self._shards = 0
-        self._images = 0  # number of images that are not written yet
-        self._columns: dict[str, list[Any]] = {}  # their rows by layer, and the labels, one part per batch
-        if folder is not None:
-            self._prepare(folder)
 
-    def _prepare(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = sorted(folder.glob("shard-*.safetensors"))
-        for path in paths:
-            state = None
-            with suppress(ExplanationError), _opened(path) as file:
-                state = (file.metadata() or {}).get(_IS_LAST)
-            if state != "false":
-                content = "is not a features file" if state is None else "belongs to complete features"
-                raise MethodError(f"{folder} contains {path.name}, which {content}; choose another folder")
-        for path in paths[::-1]:  # last first, so that the remaining files are readable at any time
-            path.unlink()
+_Columns = dict[str, Any]  # rows by layer, and the labels
 
-    def add(self, rows: Mapping[str, Tensor], labels: Any, batch: int) -> None:
-        """Add the rows and labels of one batch.
 
-        Raises:
-            ImageError: Labels are missing, or of a different kind than in earlier batches.
-            LayerError: The rows of a layer have a different shape or dtype than in earlier batches.
-        """
-        images = len(next(iter(rows.values())))
-        kept = _labels_per_image(labels, images)
-        if not len(kept) and labels is not None and not self._columns:
+def _regrouped(batches: Iterable[tuple[dict[str, Tensor], Any]], size: int | None) -> Iterator[tuple[_Columns, bool]]:
+    """Yield the rows and labels of the images in groups of `size`, and whether the group is the last.
+
+    Args:
+        batches: The rows by layer and the labels of each batch.
+        size: The number of images of a group; None for about 256 MiB of rows.
+
+    Raises:
+        ImageError: There is no batch, or labels are missing or of a different kind than in earlier batches.
+        LayerError: The rows of a layer have a different shape or dtype than in earlier batches.
+    """
+    held: dict[str, list[Any]] = {}  # one part per batch
+    images = 0
+    for number, (rows, labels) in enumerate(batches):
+        count = len(next(iter(rows.values())))
+        kept = _labels_per_image(labels, count)
+        if not len(kept) and labels is not None and not number:
             warn(f"labels ({type(labels).__name__}) are not kept: expected one label per image")
         for name, part in {**rows, _LABELS: kept}.items():
-            parts = self._columns.setdefault(name, [])
-            parts.append(part)
-            kinds = f"{_kind(part)} in batch {batch}, but {_kind(parts[0])} in earlier batches"
-            if _kind(part) != _kind(parts[0]):
-                if name == _LABELS:
-                    raise ImageError(f"the labels are {kinds}")
-                raise LayerError(f'layer "{name}" returns rows {kinds}; use pool to make them equal')
-        self._images += images
-        if self._folder is not None:
-            row_bytes = sum(part.nbytes // images for part in rows.values())
-            size = self._shard_images or max(1, _SHARD_BYTES // max(1, row_bytes))
-            while self._images > size:  # the last file is written by `finish`
-                self._write(self._folder, size)
+            held.setdefault(name, []).append(part)
+            _require_same_kind(name, _kind(part), _kind(held[name][0]), number)
+        images += count
+        size = size or max(1, _SHARD_BYTES * count // max(1, sum(part.nbytes for part in rows.values())))
+        while images > size:  # the last group follows below
+            whole = {name: _joined(parts) for name, parts in held.items()}
+            held = {name: [column[size:]] for name, column in whole.items()}
+            images -= size
+            yield {name: column[:size] for name, column in whole.items()}, False
+    if not held:
+        raise ImageError("the data contain no image")
+    yield {name: _joined(parts) for name, parts in held.items()}, True
 
-    def _pop_rows(self, size: int) -> dict[str, Any]:
-        """Remove and return the rows and labels of the first images."""
-        whole = {name: _joined(parts) for name, parts in self._columns.items()}
-        self._columns = {name: [column[size:]] for name, column in whole.items()}
-        self._images -= size
-        return {name: column[:size] for name, column in whole.items()}
 
-    def _write(self, folder: Path, size: int, *, is_last: bool = False) -> None:
-        """Write the next file with `size` images. Raises OSError if that fails."""
-        columns = self._pop_rows(size)
-        metadata = {_LAYERS: json.dumps([name for name in columns if name != _LABELS])}
-        metadata[_IS_LAST] = "true" if is_last else "false"
-        if isinstance(columns[_LABELS], list):
-            metadata[_LABELS] = json.dumps(columns[_LABELS])
-        tensors = {name: column.contiguous() for name, column in columns.items() if isinstance(column, Tensor)}
-        save_tensors(folder / f"shard-{self._shards:05d}.safetensors", tensors, metadata)
-        self._shards += 1
+def _require_same_kind(name: str, kind: str, earlier: str, batch: int) -> None:
+    kinds = f"{kind} in batch {batch}, but {earlier} in earlier batches"
+    if kind != earlier and name == _LABELS:
+        raise ImageError(f"the labels are {kinds}")
+    if kind != earlier:
+        raise LayerError(f'layer "{name}" returns rows {kinds}; use pool to make them equal')
 
-    def finish(self) -> Features[Any]:
-        """Return the features of all batches."""
-        if self._folder is not None:
-            self._write(self._folder, self._images, is_last=True)
-            return Features.open(self._folder)
-        images = self._images
-        rows = self._pop_rows(images)
-        return Features(rows, images, rows.pop(_LABELS))
+
+def _write(path: Path, columns: _Columns, *, is_last: bool) -> None:
+    """Write one file. Raises OSError if that fails."""
+    metadata = {_LAYERS: json.dumps([name for name in columns if name != _LABELS])}
+    metadata[_IS_LAST] = "true" if is_last else "false"
+    if isinstance(columns[_LABELS], list):
+        metadata[_LABELS] = json.dumps(columns[_LABELS])
+    tensors = {name: column.contiguous() for name, column in columns.items() if isinstance(column, Tensor)}
+    save_tensors(path, tensors, metadata)
 
 
 def _labels_per_image(labels: Any, images: int) -> Labels:
@@ -315,13 +301,16 @@ def extract_features(
     network = unwrap(model)
     modules = select_layers(network, layers)
     require_hookable(network, modules)
-    writer = _Writer(None if out is None else Path(out), shard_images)
-    number = -1
-    for number, batch in enumerate(model_calls(model, data)):
-        writer.add(_rows_of(network, batch, modules, pool, dtype), batch.labels, number)
-    if number < 0:
-        raise ImageError("the data contain no image")
-    return writer.finish()
+    calls = model_calls(model, data)
+    batches = ((_rows_of(network, batch, modules, pool, dtype), batch.labels) for batch in calls)
+    if out is None:
+        columns, _ = next(_regrouped(batches, sys.maxsize))
+        labels = columns.pop(_LABELS)
+        return Features(columns, len(next(iter(columns.values()))), labels)
+    _empty_folder(Path(out))
+    for number, (columns, is_last) in enumerate(_regrouped(batches, shard_images)):
+        _write(Path(out, f"shard-{number:05d}.safetensors"), columns, is_last=is_last)
+    return Features.open(out)
 
 
 def _rows_of(
