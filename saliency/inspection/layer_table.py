@@ -342,15 +342,12 @@ def function_name(function: Any) -> str | None:
     name = getattr(function, "__name__", None) or str(function)
     if name in ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "as_subclass"):
         return None
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        name = name[1:] if name[:1] in ("r", "i") and name[1:] in _OPERATORS else name
-        return _OPERATOR_NAMES.get(name, name)
-    return name.partition(".")[0].strip("_")
+    name = name.partition(".")[0].strip("_")
+    return _OPERATOR_NAMES.get(name, name)
 
 
-_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_OPERATOR_NAMES = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
+_REFLECTED = {"rsub": "sub", "rdiv": "div", "rfloordiv": "floor_divide", "rpow": "pow", "rmatmul": "matmul"}
+_OPERATOR_NAMES = {**_REFLECTED, "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 
 
 class MultiplyAdds(DispatchMode):
@@ -393,19 +390,9 @@ def _matrix_product(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return int(2 * first.numel() * second.shape[-1])
 
 
-def _convolution(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Count the weights of a channel for each value of the output; if transposed, of the input."""
-    is_transposed = args[4]
-    return int(2 * (x if is_transposed else out_val).numel() * math.prod(weight.shape[1:]))
-
-
 def _weighted(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
     """Count the weights of a channel (the first axis of the weight) for each value of the output."""
     return int(2 * out_val.numel() * math.prod(weight.shape[1:]))
-
-
-def _weighted_last(x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    return int(2 * out_val.numel() * math.prod(weight.shape[:-1]))
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
@@ -420,17 +407,13 @@ def _recurrent(x: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
     return int(2 * x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.dim() == 2))
 
 
-# Floating-point operations, two per multiply-add. The table has frequent operations, since torch.utils.flop_counter is
-# slow, and operations that it lacks.
+# Floating-point operations, two per multiply-add, of the operations that torch.utils.flop_counter lacks.
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "aten.convolution": _convolution,
-    **dict.fromkeys(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._int_mm"), _matrix_product),
-    **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation"), _matrix_product),
+    **dict.fromkeys(("aten.addbmm", "aten.addbmm_", "aten._addmm_activation", "aten._int_mm"), _matrix_product),
     **dict.fromkeys(("aten.mv", "aten.addmv", "aten.addmv_", "aten.dot", "aten.vdot"), _vector_product),
     **dict.fromkeys(("aten._trilinear", "torchvision.deform_conv2d"), _weighted),
     **dict.fromkeys(("aten.mkldnn_rnn_layer", "aten._cudnn_rnn", "aten.miopen_rnn"), _recurrent),
     **dict.fromkeys(
         ("aten.scaled_dot_product_attention", "aten._scaled_dot_product_flash_attention_for_cpu"), _attention
     ),
-    "aten.conv_tbc": _weighted_last,
 }

@@ -193,7 +193,6 @@ def test_the_recurrent_layers(kind: type[nn.Module]) -> None:
         (lambda x: torch.addbmm(torch.ones(6, 6), x, x.mT), 2 * 6 * 6 * 8),
         (lambda x: torch._addmm_activation(torch.ones(6), x[0], torch.ones(8, 6)), 6 * 8 * 6),
         (lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)), 2 * 6 * 3 * 8 * 8),
-        (lambda x: torch.conv_tbc(x, torch.ones(1, 8, 4), torch.ones(4)), 2 * 6 * 4 * 8),
         (lambda x: nn.LSTM(8, 3, num_layers=2, bidirectional=True)(x)[0], 2 * 6 * 2 * 12 * (8 + 3 + 6 + 3)),
         (lambda x: nn.GRU(8, 3)(x)[0], 2 * 6 * 9 * (8 + 3)),
         (
