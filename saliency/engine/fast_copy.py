@@ -6,6 +6,7 @@ A copy is used only after it was compared with the model, and timed against it, 
 from __future__ import annotations
 
 import copy
+import math
 import time
 import weakref
 from collections import Counter, OrderedDict
@@ -282,14 +283,11 @@ def error_and_cosine(output: Any, expected: Any) -> tuple[float, float]:
     trees = (output, expected)
     first, second = ([value.detach() for value in tree_tensors(tree) if value.is_floating_point()] for tree in trees)
     if not second or [value.shape for value in first] != [value.shape for value in second]:
-        return float("inf"), -1.0
-    error, cosine = 0.0, 1.0
+        return math.inf, -1.0
+    errors, cosines = [0.0], [1.0]
     for pair in zip(first, second, strict=True):
         a, b = (value.flatten().to(torch.promote_types(value.dtype, torch.float32)) for value in pair)
-        difference, norm = float((a - b).norm()), float(b.norm())
-        if not (difference < float("inf") and norm < float("inf")):  # also NaN
-            return float("inf"), -1.0
-        if difference:
-            error = max(error, difference / norm if norm else float("inf"))
-            cosine = min(cosine, float(F.cosine_similarity(a, b, dim=0)))
-    return error, cosine
+        if not torch.equal(a, b):
+            errors.append(float((a - b).norm() / b.norm()))
+            cosines.append(float(F.cosine_similarity(a, b, dim=0)))
+    return (max(errors), min(cosines)) if math.isfinite(sum(errors)) else (math.inf, -1.0)

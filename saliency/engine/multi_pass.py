@@ -19,7 +19,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
@@ -244,13 +243,10 @@ class PassRunner(ExitStack):
         from tqdm.auto import tqdm
 
         method = self._method
-        shown = method.progress
-        if shown is None:
-            in_notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
-            shown = in_notebook or sys.stderr.isatty()
         label, delay = method.name or type(method).__name__, 0 if method.progress else BAR_DELAY
+        disable = None if method.progress is None else not method.progress  # None: shown on terminals and in notebooks
         style: dict[str, Any] = {"unit": "pass", "leave": False, "dynamic_ncols": True}
-        self._bar = tqdm(desc=label, total=passes, disable=not shown, delay=delay, **style)
+        self._bar = tqdm(desc=label, total=passes, disable=disable, delay=delay, **style)
         self.callback(self._bar.close)
 
     def forwards(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:

@@ -81,14 +81,11 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
                 f'unknown; pass preprocess=..., a number in units of the input, or {option}="mean", which is 0'
             )
         return like
-    if isinstance(like, str) and not os.path.exists(like):  # noqa: PTH110 - a string that may not be a path
+    is_missing = isinstance(like, str) and not os.path.exists(like)  # noqa: PTH110 - it may not be a path
+    if is_missing or not isinstance(like, str | os.PathLike | Image.Image | np.ndarray | Tensor):
         raise MethodError(
-            f"{option}={like!r} is neither a file nor one of {', '.join(BASELINES)}{did_you_mean(like, BASELINES)}"
-        )
-    if not isinstance(like, str | os.PathLike | Image.Image | np.ndarray | Tensor):
-        raise MethodError(
-            f"{option} is a {type(like).__name__}; expected one of {', '.join(BASELINES)}, a number, a tensor, an "
-            "image, a path, or a list of these"
+            f"{option}={like!r} is invalid; expected one of {', '.join(BASELINES)}, a number, a tensor, an image, the "
+            f"path of one, or a list of these{did_you_mean(str(like), BASELINES)}"
         )
     values = read(like, preprocess).tensor
     shape = "x".join(map(str, values.shape))

@@ -82,10 +82,10 @@ def test_a_given_baseline_is_the_methods_own() -> None:
     [
         ("blak", 'did you mean "black"'),
         ("black", "has no preprocessing"),
-        ("no/such/file.png", "neither a file"),
+        ("no/such/file.png", "the path of one"),
         (float("nan"), "finite"),
         (True, "not a finite number"),
-        (None, "NoneType"),
+        (None, "baseline=None is invalid"),
         ([], "empty"),
     ],
 )
