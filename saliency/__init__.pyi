@@ -26,6 +26,7 @@ from .errors import RenderError as RenderError
 from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
+from .inspection.ledger import draw_ledger as draw_ledger
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS

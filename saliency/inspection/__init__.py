@@ -9,6 +9,7 @@
     extract_features          extract the activations of a data set, optionally to disk
     vector_jacobian_product   compute the gradient of a weighted output at a layer
     jacobian_vector_product   compute the change of the output along a direction at a layer
+    ledger_table              list the shares that sum to a score; saliency.draw_ledger draws them
 
 The model and the `.grad` of its parameters are left unchanged.
 """
@@ -24,6 +25,8 @@ from .jacobian import vector_jacobian_product as vector_jacobian_product
 from .layer_table import LayerRow as LayerRow
 from .layer_table import LayerTable as LayerTable
 from .layer_table import layer_table as layer_table
+from .ledger import LedgerRow as LedgerRow
+from .ledger import ledger_table as ledger_table
 from .moments import Moments as Moments
 from .moments import TensorStatistics as TensorStatistics
 from .moments import moments as moments

@@ -12,9 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from saliency import contact_sheet, figure
+from saliency import contact_sheet, draw_ledger, figure
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import RenderError
+from saliency.inspection import ledger_table
 from saliency.io.preprocess import Frame
 from saliency.render.blending import Opacity, blend, color_table
 from saliency.render.heatmap import heatmap, shared_limit, significance, standard_error
@@ -116,6 +117,8 @@ DRAWN: dict[str, Callable[[Any], object]] = {
     "cutout": cutout,
     "heatmap": heatmap,
     "figure": lambda given: figure([given]),
+    "draw_ledger": draw_ledger,
+    "ledger_table": ledger_table,
     "shared_limit": shared_limit,
     "contact_sheet": lambda given: contact_sheet([[given]]),
     "significance": significance,
