@@ -38,7 +38,7 @@ IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
 LINES_PER_EDGE = 400  # thickness of the lines around the crop: one of so many parts of the image's longer edge
 
-STRIP = 64  # rows resized or blended at once: the weights of a strip cover few cells, and it stays in the cache
+STRIP = 64  # rows blended at once, which stay in the cache
 
 
 @cache
@@ -208,41 +208,20 @@ def resize_to_pixels(values: Plane, frame: Frame, area: Area) -> Plane:
     """Resize the map to the pixels of an area, bilinearly between the centres of cells: (rows, columns).
 
     Beyond the centres of the outermost cells the map is constant. If cells are smaller than pixels, all cells under a
-    pixel are averaged, so no cell is skipped. OpenCV's affine warp is not used: its older versions round
-    positions to 1/32 of a cell, which is visible as steps on 7 x 7 maps.
+    pixel are averaged, so no cell is skipped.
     """
     left, top, right, bottom = frame.box
-    wide = _resize_rows(np.ascontiguousarray(values.T), left, right, area[1])
-    return _resize_rows(np.ascontiguousarray(wide.T), top, bottom, area[0])
-
-
-def _resize_rows(cells: Plane, low: float, high: float, rows: slice) -> Plane:
-    """Interpolate `cells`, whose rows are spread over the coordinates `low` to `high`, at some rows of pixels."""
-    pitch = len(cells) / (high - low)  # cells per pixel
-    centres = (np.arange(rows.start, rows.stop) + (0.5 - low)) * pitch - 0.5
-    if pitch > 1:
-        return _average_cells(cells, centres, pitch)
-    centres = np.clip(centres, 0, len(cells) - 1)
-    above = np.minimum(centres.astype(np.intp), max(len(cells) - 2, 0))
-    share = (centres - above).astype(np.float32)[:, None]
-    below = cells[np.minimum(above + 1, len(cells) - 1)]
-    out: Plane = cells[above]
-    below -= out
-    below *= share
-    out += below
-    return out
-
-
-def _average_cells(cells: Plane, centres: NDArray[np.floating[Any]], reach: float) -> Plane:
-    """Return the mean of the cells under each pixel, weighted by a triangle of `reach` cells on either side."""
-    out = np.empty((len(centres), cells.shape[1]), np.float32)
-    for start in range(0, len(centres), STRIP):
-        strip = centres[start : start + STRIP]
-        band = np.arange(max(0, math.floor(strip[0] - reach)), min(len(cells), math.ceil(strip[-1] + reach) + 1))
-        weights = np.maximum(0, 1 - np.abs(strip[:, None] - band) / reach)
-        weights /= weights.sum(axis=1, keepdims=True)
-        out[start : start + STRIP] = weights.astype(np.float32) @ cells[band[0] : band[-1] + 1]
-    return out
+    rows, columns = area
+    height, width = values.shape
+    # Where the area begins and ends on the map, in cells.
+    x = [(edge - left) * width / (right - left) for edge in (columns.start, columns.stop)]
+    y = [(edge - top) * height / (bottom - top) for edge in (rows.start, rows.stop)]
+    # A pixel at the border of the box may extend beyond the map.
+    pad = max(0, math.ceil(max(-x[0], x[1] - width, -y[0], y[1] - height)))
+    cells = Image.fromarray(np.pad(values, pad, mode="edge"))
+    size = columns.stop - columns.start, rows.stop - rows.start
+    box = x[0] + pad, y[0] + pad, x[1] + pad, y[1] + pad
+    return np.array(cells.resize(size, Image.Resampling.BILINEAR, box=box))
 
 
 def paint(
