@@ -157,8 +157,8 @@ class Attribution(HasOptions, ABC):
         Args:
             inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
                 model's own normalised input as a float tensor (C, H, W) or (N, C, H, W).
-            target: A class index or name, a function of the model's output, or a list with one of them per image; or
-                None for the top class of each image.
+            target: A class index or name, None for the top class, a function of the model's output, or a list with one
+                of them per image.
             baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,
                 or one per image as a list or a tensor (N, C, H, W). By default the option is used.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,

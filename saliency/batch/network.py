@@ -19,7 +19,7 @@ from ..attribution.spellings import option_hint
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.preprocess import Box
-from ..targets.targets import Categories, ClassScore, class_index, class_scores
+from ..targets.targets import ClassScore, class_index, class_scores
 from ..zoo import load
 from .errors import BatchError
 from .listing import ImageEntry
@@ -91,26 +91,17 @@ class LoadedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetPerImage(ClassScore):
-    """Score of one class per image; None stands for the top class of the image.
+class NamedClassScore(ClassScore):
+    """Score of a class of a model that has exactly `number` classes, one per given class name."""
 
-    `named` is the number of class names of the run; None if they are those of the model.
-    """
-
-    named: int | None = None
-
-    def resolve(self, images: int, categories: Categories) -> ClassScore:
-        """Return this target unchanged. Classes are validated per image in `Network.explain`."""
-        return self
+    number: int = 0
 
     def resolve_from(self, output: Any) -> ClassScore:
-        """Replace None by the top class. Raises TargetError if the output has not one class per name."""
-        scores = class_scores(output).detach()
-        if self.named not in (None, scores.shape[1]):
-            raise TargetError(f"got {self.named} class names for a model of {scores.shape[1]} classes")
-        top = scores.argmax(1).tolist()
-        classes = (best if index is None else index for index, best in zip(self.classes, top, strict=True))
-        return ClassScore(tuple(classes)).resolve_from(output)
+        """Return the target with top classes. Raises TargetError if the output has not one class per name."""
+        classes = class_scores(output).shape[1]
+        if classes != self.number:
+            raise TargetError(f"got {self.number} class names for a model of {classes} classes")
+        return ClassScore.resolve_from(self, output)
 
 
 class Network:
@@ -205,8 +196,7 @@ class Network:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:
-            is_top = self._named is None and all(index is None for index in targets)
-            target = None if is_top else TargetPerImage(tuple(targets), self._named)
+            target = targets if self._named is None else NamedClassScore(targets, self._named)
             explanations = explain_together(methods, x, target)
             return {method.name: list(one.to("cpu")) for method, one in zip(methods, explanations, strict=True)}
         except Exception as caught:  # noqa: BLE001 - any error is a failure of these images

@@ -25,8 +25,8 @@ Categories = Sequence[str] | None
 Target = Callable[[Any], Tensor]
 """Model output -> scores (N,)."""
 
-TargetLike = int | str | Sequence[int] | Sequence[str] | Tensor | Target | Sequence[Target] | None
-"""A class index or name, a function of the output, one of them per image, or None for the top class."""
+TargetLike = int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Sequence[Target] | None
+"""A class index or name, None for the top class, a function of the output, or one of them per image."""
 
 _MOST_LISTED = 20  # class names in an error, if no name is similar
 _MOST_OFFERED = 6  # similar class names in an error
@@ -68,7 +68,7 @@ class OutputTarget(ABC):
 class ClassScore(OutputTarget):
     """The model's output for a class: a logit, if the model returns logits.
 
-    `classes` is an index or name, one of them per image, or None for the top class of each image.
+    `classes` is an index or name, None for the top class, or one of them per image.
     """
 
     classes: Any = None
@@ -79,25 +79,25 @@ class ClassScore(OutputTarget):
         Raises:
             TargetError: A class is unknown, or the number of classes is wrong.
         """
-        if self.classes is None:
-            return self
-        return ClassScore(tuple(class_index(label, categories) for label in per_image(self.classes, images)))
+        labels = per_image(self.classes, images)
+        classes = tuple(None if label is None else class_index(label, categories) for label in labels)
+        return replace(self, classes=classes)
 
     def resolve_from(self, output: Any) -> ClassScore:
-        """Return the target, with the top class of each image if no class was given.
+        """Return the target, with the top class of each image for which no class was given.
 
         Raises:
             TargetError: The output does not fit the classes or the number of images.
         """
         scores = class_scores(output)
-        if self.classes is None:
-            return ClassScore(tuple(scores.detach().argmax(1).tolist()))
         if len(scores) != len(self.classes):
             rows = f"{len(scores)} rows of scores for {plural(len(self.classes), 'image')}"
             raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
-        for index in self.classes:
+        top = scores.detach().argmax(1).tolist() if None in self.classes else self.classes
+        classes = tuple(best if index is None else index for index, best in zip(self.classes, top, strict=True))
+        for index in classes:
             require_class(index, scores.shape[1])
-        return self
+        return ClassScore(classes)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,), in the units of the model's output."""
@@ -111,13 +111,11 @@ class ClassScore(OutputTarget):
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the class names; `class 7` if the model has none."""
-        if self.classes is None:
-            return ("top class",) * images
-        return tuple(class_name(index, categories) for index in self.classes)
+        return tuple("top class" if index is None else class_name(index, categories) for index in self.classes)
 
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class indices, one per image."""
-        return (None,) * images if self.classes is None else tuple(self.classes)
+        return tuple(self.classes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,16 @@ def test_without_a_target_the_top_class_of_each_image_is_explained(x: Tensor) ->
     assert torch.equal(found.values, rows(model, *top))
 
 
+def test_none_in_a_list_is_the_top_class_of_its_image(x: Tensor) -> None:
+    model = LinearModel()
+    top = model(x).argmax(1).tolist()
+    other = (top[1] + 1) % 5
+    for target in ([None, other], [None, f"class {other}"]):
+        found = VanillaGradient(model, categories=[f"class {i}" for i in range(5)]).attribute(x, target)
+        assert found.target == (top[0], other)
+        assert torch.equal(found.values, rows(model, top[0], other))
+
+
 def test_the_probability_of_the_class_comes_with_it(x: Tensor) -> None:
     model = LinearModel()
     found = VanillaGradient(model).attribute(x, [4, 0])
@@ -142,7 +152,6 @@ def test_several_classes_of_one_image(x: Tensor) -> None:
         (torch.zeros(3, dtype=torch.long), "got 3 targets for 2 images"),
         (torch.zeros(2, 1), r"got a target of shape \(2, 1\); expected \(N,\), one class per image"),
         ([[0], [1]], r"got \[0\] \(list\)"),
-        ([None, 1], "got None"),
         ({0: 1}, "got {0: 1}"),
         ({0, 1}, "got {0, 1}"),
         (1j, "got 1j"),
