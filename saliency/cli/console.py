@@ -37,7 +37,6 @@ class Screen:
     Attributes:
         subject: Image that is being processed; it is named in front of its warnings.
         is_terminal: Whether standard output is a terminal.
-        width: Width of the terminal in characters.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -47,11 +46,13 @@ class Screen:
         self._out.quiet = quiet
         self._err = _console(sys.stderr)
         self.is_terminal = self._out.is_terminal
-        self.width = self._out.width
 
-    def say(self, line: str | Text = "") -> None:
-        """Print a line, wrapped only on a terminal."""
-        self._out.print(line, soft_wrap=not self.is_terminal)
+    def say(self, line: str | Text = "", *, cut: bool = False) -> None:
+        """Print lines. On a terminal they are wrapped, or cut to its width."""
+        if cut and self.is_terminal:
+            self._out.print(line, no_wrap=True, overflow="ellipsis")
+        else:
+            self._out.print(line, soft_wrap=not self.is_terminal)
 
     def error(self, message: object) -> None:
         """Print a message on standard error, even if `quiet`."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from rich.cells import cell_len
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ROWS = 40  # largest number of rows shown by default, unless depth 1 has more
 
-# Columns that are dropped on a narrow terminal, in this order.
-_DISPENSABLE = (
-    *("functions", "min", "max", "rms", "mean", "kind", "calls", "call", "grid", "weight norm", "std", "time", "zeros"),
-)
 _STATS = (
     "The outputs of each layer for this single input. Layers with mostly zeros, and channels that are dead for many "
     "inputs, are useless. NaN and Inf are errors."
@@ -160,17 +155,10 @@ def _select_rows(table: Table[Any], names: set[str]) -> Table[Any]:
 
 
 def _print(table: Table[Any], screen: Screen) -> None:
-    """Print a table, on a terminal without the columns that do not fit its width."""
-    dropped: list[str] = []
-    shown = Table(table.rows, table.columns)
-    for title in _DISPENSABLE if screen.is_terminal else ():
-        if max(map(cell_len, str(shown).splitlines())) <= screen.width:
-            break
-        dropped += [column.title for column in shown.columns if column.title == title]
-        shown = Table(table.rows, [column for column in shown.columns if column.title != title])
-    screen.say(str(Table(table.rows, shown.columns, table.title, table.notes)))
-    if dropped:
-        screen.say(f"columns that do not fit: {', '.join(dropped)}; use a wider terminal, a pipe or --html")
+    """Print a table and its notes. On a terminal, the lines of the table are cut to its width."""
+    screen.say(str(Table(table.rows, table.columns, table.title)), cut=True)
+    if table.notes:
+        screen.say("\n".join(["", *map(visible, table.notes)]))
     screen.say()
 
 

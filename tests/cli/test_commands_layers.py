@@ -318,11 +318,11 @@ def test_slips_are_answered_before_any_work_where_that_can_be(
 
 @pytest.mark.parametrize("columns", [60, 100, 200])
 @pytest.mark.slow
-def test_a_terminal_shows_what_it_has_room_for_and_says_what_not(columns: int) -> None:
+def test_a_terminal_cuts_the_lines_of_a_table_and_shows_where(columns: int) -> None:
     shown = under_terminal(columns, "layers", *RESNET, "--depth", "2")
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2]).splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(" ".join(lines).split())
-    assert ("columns that do not fit: functions" in text) == (columns < 120)
+    assert ("…" in text) == (columns < 120)
     assert 'CAMs read "layer4" by default' in text
     assert any(line.lstrip("-> ").startswith("layer1.0") for line in lines)
