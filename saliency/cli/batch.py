@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         options = arguments_of(batch, arguments) | {
             "sources": list(_sources(arguments.sources)),
             "methods": _methods(arguments.methods or [METHOD]),
-            "options": dict(arguments.settings),
+            "options": dict(arguments.settings or ()),
             "style": overlay_style(arguments),
             "command": ["saliency", *sys.argv[1:]],
             "on_progress": lambda progress: show(progress.done, progress.total, progress.failed),

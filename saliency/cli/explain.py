@@ -72,7 +72,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
     """Explain the images, and write the overlays to a folder."""
     if not images:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
-    given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings)}
+    given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
     options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
     network = _open_network(options, arguments.device, screen)
     files = [f"{image.name}.{method}.png" for image in images for method in methods]

@@ -190,9 +190,7 @@ _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD}; 
 OPTIONS: dict[str, list[Option]] = {
     "": [
         _option("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
-        _option(
-            "SOURCE", "folders, files, patterns, lists, tar shards; - reads paths from stdin", dest="sources", nargs="+"
-        ),
+        _option("SOURCE", "folders, files, patterns, lists, shards; - reads paths on stdin", dest="sources", nargs="+"),
         _option("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
         _option("DIR", "folder written by saliency batch", dest="folder", type=Path),
         _option("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
@@ -212,13 +210,9 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "model, method and target": [
         _option("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),
-        _option(
-            "--weights NAME|FILE", "name, checkpoint file, or none for random weights", type=_weights, default="default"
-        ),
+        _option("--weights NAME|FILE", "name, file, or none for random weights", type=_weights, default="default"),
         _option("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
-        _option(
-            "--preprocess TEXT", "imagenet, a JSON file, or size=224,resize=256,mean=0.5,0.5,0.5", type=_preprocess
-        ),
+        _option("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
         _option("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
         _option("--targets FILE", "csv file with the columns path and target", "target"),
@@ -226,14 +220,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
         _option("--layer NAME", "layer that CAMs read; see saliency layers (default: automatic)"),
-        _option(
-            "--set OPTION=VALUE",
-            "see saliency methods NAME",
-            dest="settings",
-            type=_setting,
-            action="append",
-            default=[],
-        ),
+        _option("--set OPTION=VALUE", "see saliency methods NAME", dest="settings", type=_setting, action="append"),
     ],
     "output": [
         _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
@@ -247,28 +234,14 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "overlay style": [
         _option("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
-        _option(
-            "--opacity NUMBER", "0 to 1, or map: opacity follows the map (default: map)", type=_number, default="map"
-        ),
+        _option("--opacity NUMBER", "0 to 1, or map to follow the map (default: map)", type=_number, default="map"),
         _option("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
         _option("--sign SIGN", f"{', '.join(SIGNS)} (default: that of the method)", choices=SIGNS),
-        _option(
-            "--percentile NUMBER",
-            "percentile at which colours saturate, or none (default: 99 for gradients and layers)",
-            type=_number,
-            default="auto",
-        ),
-        _option(
-            "--smoothing NUMBER",
-            "smoothing of the drawing, as a share of the map's edge; 0 for none (default: 0.005)",
-            type=float,
-            default=0.005,
-        ),
+        _option("--percentile NUMBER", "where colours saturate, none, or auto (default)", type=_number, default="auto"),
+        _option("--smoothing NUMBER", "as a share of the map's edge (default: 0.005)", type=float, default=0.005),
     ],
     "execution": [
-        _option(
-            "--engine NAME", "local, or ray for a cluster (default: local)", choices=("local", "ray"), default="local"
-        ),
+        _option("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
         _option("--device NAME", "cpu, cuda:1 or auto; batch: also cuda:0,cuda:1 (default: auto)", default="auto"),
         _option("--batch-size N", "images per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
         _option("--workers N", "number of threads (default: one per core)", type=_positive_integer),
