@@ -83,7 +83,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         with screen.collected_warnings():
             code: int = command(arguments, screen)
         return code
-    except SaliencyError as error:
+    except (SaliencyError, OSError) as error:  # OSError: a file of the command line cannot be read or written
         screen.error(error)
         return 1 if isinstance(error, StoppedError) else 2
     except KeyboardInterrupt as interrupt:

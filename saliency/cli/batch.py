@@ -16,7 +16,7 @@ from rich.text import Text
 from ..batch import Summary, batch
 from ..batch.errors import sentence
 from ..errors import plural, visible
-from .console import Screen, UsageError
+from .console import Screen
 from .options import ALL, METHOD, arguments_of, overlay_style
 
 
@@ -103,10 +103,7 @@ def report(arguments: argparse.Namespace, screen: Screen) -> int:
     """Rewrite the gallery page of a batch folder."""
     from ..batch.report import report as write_page
 
-    try:
-        with screen.waiting("writing the page"):
-            page = write_page(arguments.folder)
-    except OSError as error:
-        raise UsageError(f"cannot write the page of {arguments.folder}: {error.strerror or error}") from error
+    with screen.waiting("writing the page"):
+        page = write_page(arguments.folder)
     screen.say(f"written: {visible(page)}")
     return 0

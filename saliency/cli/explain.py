@@ -135,16 +135,18 @@ def _open_network(options: RunOptions, device: str, screen: Screen) -> Network:
 
 
 def _prepare_folder(out: Path, files: Sequence[str], images: Sequence[str]) -> None:
-    """Create the output folder. Raises UsageError if files cannot be written to it, or one would replace an image."""
+    """Create the output folder.
+
+    Raises:
+        UsageError: A file would replace one of the images.
+        OSError: The folder cannot be written to.
+    """
     protected = set(map(os.path.realpath, images))
     for file in files:
         if os.path.realpath(out / file) in protected:
             raise UsageError(f"--out {out}: {file} would replace one of the images; choose another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UsageError(f"--out {out} cannot be written to: {error.strerror}; choose another folder") from error
+    out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=out).close()
 
 
 def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path, screen: Screen) -> None:

@@ -163,11 +163,7 @@ def _print(table: Table[Any], screen: Screen) -> None:
 
 
 def _write_page(file: Path, title: str, facts: str, sections: Sequence[Section]) -> None:
-    """Write all tables to one HTML page without external references.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Write all tables to one HTML page without external references. Raises OSError if it cannot be written."""
     links = "".join(f'<a href="#part-{at}">{escaped(section.title)}</a>' for at, section in enumerate(sections))
     parts = "\n".join(
         f'<section id="part-{at}"><h2>{escaped(section.title)}</h2><p>{escaped(section.text)}</p>\n'
@@ -180,11 +176,8 @@ def _write_page(file: Path, title: str, facts: str, sections: Sequence[Section])
         f"<title>{escaped(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body><h1>{escaped(title)}</h1><p>{escaped(facts)}</p><nav>{links}</nav>\n{parts}\n</body></html>\n"
     )
-    try:
-        with atomic_write(file) as temporary:
-            temporary.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {file} cannot be written: {error.strerror}") from error
+    with atomic_write(file) as temporary:
+        temporary.write_text(page, encoding="utf-8")
 
 
 def _figure_html(figure: Figure) -> str:
