@@ -76,15 +76,15 @@ class LoadedImage:
     """A decoded and preprocessed image.
 
     Attributes:
-        entry: The image in the listing.
         failure: Reason why the image cannot be explained.
+        target: Class index; None for the top class.
         tensor: (C, H, W) input of the model; None after a failure.
         box: Position of the input on the picture.
         picture: The decoded picture; None if it was too large to be kept.
     """
 
-    entry: ImageEntry
     failure: Exception | None = None
+    target: int | None = None
     tensor: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
     picture: Image.Image | None = None
@@ -136,16 +136,17 @@ class Network:
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
     def load(self, entry: ImageEntry, most_pixels: float = math.inf) -> LoadedImage:
-        """Decode and preprocess an image, and keep a picture of at most `most_pixels`.
+        """Look up the target of an image, decode and preprocess it, and keep a picture of at most `most_pixels`.
 
         An error is returned as its `failure`.
         """
         try:
+            target = self._target if entry.target is None else class_index(entry.target, self.categories)
             picture = entry.open()
             kept = picture if picture.width * picture.height <= most_pixels else None
-            return LoadedImage(entry, None, self.preprocess(picture), self.preprocess.box(picture.size), kept)
+            return LoadedImage(None, target, self.preprocess(picture), self.preprocess.box(picture.size), kept)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(entry, error)
+            return LoadedImage(error)
 
     def explain(self, batch: Sequence[LoadedImage], *, may_split: bool = True) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.
@@ -161,18 +162,8 @@ class Network:
             BatchTooLargeError: The batch does not fit into memory, and may not be split.
         """
         results: list[Results] = [{} for _ in batch]
-        targets: list[int | None] = []
-        inputs: dict[int, Tensor] = {}  # of the images that can be explained
-        for index, image in enumerate(batch):
-            target = image.entry.target
-            try:
-                targets.append(self._target if target is None else class_index(target, self.categories))
-            except TargetError as error:
-                targets.append(None)
-                results[index] = {method.name: error for method in self.methods}
-            else:
-                if image.tensor is not None:
-                    inputs[index] = image.tensor
+        # The images that can be explained.
+        inputs = {index: image.tensor for index, image in enumerate(batch) if image.tensor is not None}
         shapes = {x.shape for x in inputs.values()}
         for shape in sorted(shapes):
             # If all images have one size, they keep their positions. Otherwise each size runs as a batch of its own.
@@ -184,7 +175,7 @@ class Network:
             outcomes: _Outcomes = {}
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [targets[index] for index in rows], may_split)
+                    outcomes |= self._attempt(methods, x, [batch[index].target for index in rows], may_split)
             for position, index in enumerate(rows):
                 if index in inputs:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
