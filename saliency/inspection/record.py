@@ -164,13 +164,7 @@ class _View(NamedTuple):
         return torch.empty_strided(*self.base_position, dtype=like.dtype, device=like.device).zero_()
 
 
-class _ViewInput(NamedTuple):
-    """Argument that is a view, and its base."""
-
-    argument: int  # index among the tensors of the arguments
-    view: _View
-    base: Tensor
-    edge: GradientEdge | None  # of the base
+_Viewed = tuple[_View, Tensor, GradientEdge | None]  # an argument that is a view, its base, and the edge of the base
 
 
 class _OpenCall(NamedTuple):
@@ -181,7 +175,7 @@ class _OpenCall(NamedTuple):
     since: int
     tensors: Sequence[Tensor] = ()
     edges: Sequence[GradientEdge | None] = ()
-    views: Sequence[_ViewInput] = ()
+    views: Mapping[int, _Viewed] = {}  # by index in `tensors`
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +335,8 @@ class Recording(HookBlock, Sequence[Call]):
         if not self._has_gradients or not torch.is_grad_enabled():
             return begun
         tensors = list(tree_tensors((args, kwargs)))
-        views = [
-            _ViewInput(index, _View.of(tensor, base), base, edge(base))
-            for index, tensor in enumerate(tensors)
-            if (base := view_base(tensor)) is not None
-        ]
+        bases = {at: base for at, tensor in enumerate(tensors) if (base := view_base(tensor)) is not None}
+        views = {at: (_View.of(tensors[at], base), base, edge(base)) for at, base in bases.items()}
         return begun._replace(tensors=tensors, edges=[edge(tensor) for tensor in tensors], views=views)
 
     def _end(self, hooks: HookManager, begun: _OpenCall | None, output: Any) -> Any:
@@ -397,11 +388,12 @@ class Recording(HookBlock, Sequence[Call]):
         exits = input_edges(results, begun.edges, begun.since)
         sources: list[_Source] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
         # A view that was changed in place passes its gradient to its base.
-        changed = [viewed for viewed in begun.views if viewed.view.is_overwritten()]
-        base_exits = input_edges(results, [viewed.edge for viewed in changed], begun.since) if changed else []
-        for viewed, edges in zip(changed, base_exits, strict=True):
+        changed = {at: viewed for at, viewed in begun.views.items() if viewed[0].is_overwritten()}
+        base_edges = [base_edge for _, _, base_edge in changed.values()]
+        base_exits = input_edges(results, base_edges, begun.since) if changed else []
+        for (at, (view, base, _)), edges in zip(changed.items(), base_exits, strict=True):
             if edges:
-                sources[viewed.argument] = viewed.base, viewed.view, edges
+                sources[at] = base, view, edges
         log: list[Backward] = []
         summands = [len(edges) for _, _, edges in sources]
         running = partial(_running, log, partial(Backward, summands, len(outputs), self._keep_gradient))
