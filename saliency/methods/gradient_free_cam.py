@@ -172,12 +172,9 @@ class ChannelMasks:
     @property
     def note(self) -> str:
         """The numbers of used, constant and omitted channels."""
-        channels = len(self._layer.maps)
-        left = channels - len(self.varied) - self.flat
-        return (
-            f"{len(self.varied)} of {channels} channels as masks, one forward for the {self.flat} constant channels, "
-            f"{left} left out"
-        )
+        shown, channels = len(self.varied), len(self._layer.maps)
+        text = f"{shown} of {channels} channels as masks, one forward for the {self.flat} constant channels"
+        return f"{text}, {channels - shown - self.flat} left out"
 
 
 class ScoreCAM(LayerPasses, TimedAttribution):

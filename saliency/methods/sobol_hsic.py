@@ -157,9 +157,8 @@ class GridAttribution(SampledAttribution):
     def result(self, passes: PassRunner, estimate: ScoreEstimate) -> ImageAttribution:
         """Return an estimate of one number per cell as a map. Raises MethodError after fewer than the least passes."""
         if passes.used < passes.least:
-            raise MethodError(
-                f"{self.name} needs {passes.least} passes, and {passes.used} ran before the limit was met; allow more"
-            )
+            needed = f"{self.name} needs {passes.least} passes for a grid of {self.grid}"
+            raise MethodError(f"{needed}, and {passes.used} ran before the limit was met; allow more")
         cells, errors = estimate.solve(slice(None))
         if not cells.any():
             passes.notes.append("the score varied by no more than rounding")
@@ -225,14 +224,8 @@ class Sobol(GridAttribution):
     def _explain_grid(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the total effect of each cell."""
         x = passes.x
-        down, across = self.cells_of(x)
         length = self._length(x)
         rows = self.rows if self.limits() == Budget() else self.most_passes // length
-        if rows < 2:
-            raise MethodError(
-                f"passes={self.passes} is too few: sobol on a grid of {down}x{across} takes {length} passes a row and "
-                f"at least two rows; allow {2 * length}, or use a coarser grid"
-            )
         design = sobol_masks(length - 2, rows, self.seed)
         background = Filler(x, self.fill).background
 
@@ -283,8 +276,6 @@ class HSIC(GridAttribution):
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the dependence of the score on each cell."""
-        if self.most_passes < 4:
-            raise MethodError(f"passes={self.passes} are too few for a dependence; hsic takes at least 4")
         x = passes.x
         down, across = self.cells_of(x)
         design = partial(hypercube_bits, down * across, self.seed)

@@ -210,7 +210,6 @@ def test_an_interrupt_gives_what_was_computed(cls: type[NoisyAttribution]) -> No
         lambda: SmoothGrad(tiny_model(), inner="guided"),
         lambda: SmoothGrad(GuidedBackprop(tiny_model()), inner="grad_cam"),
         lambda: SmoothGrad(GuidedBackprop(tiny_model()), inner_options={"smooth": "leave"}),
-        lambda: SmoothGrad(tiny_model(), inner_options=["smooth"]),  # type: ignore[arg-type]
         lambda: VarGrad(tiny_model(), passes=1).attribute(torch.randn(1, 3, 16, 16), 0),
         lambda: SmoothGradCAMPlusPlus(tiny_model(), noise=-1.0),
     ],
