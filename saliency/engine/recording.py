@@ -195,10 +195,9 @@ class Tape(DispatchMode):
         self.refusal = self.refusal or _value_dependence(op, dependent) or self._unreadable(tensors)
         if self.refusal:
             return op(*args, **kwargs)
-        depends = bool(dependent)
-        placeholders = _map([args, kwargs], self._placeholder) if depends else None
+        placeholders = _map([args, kwargs], self._placeholder) if dependent else None
         written = _written(op, args, kwargs)
-        if depends:
+        if dependent:
             self.overwritten |= {self._held[id(tensor)] for tensor in written if tensor not in self._known}
         for tensor in written:
             self._before_write(tensor)
@@ -280,9 +279,7 @@ class _External:
     def at(self, rows: int) -> Tensor:
         value = self.value
         if self.axis is not None and rows != 1:
-            is_one = value.shape[self.axis] == 1
-            sizes = [rows if axis == self.axis else -1 if is_one else 1 for axis in range(value.dim())]
-            value = value.expand(sizes) if is_one else value.repeat(sizes)
+            value = value.repeat([rows if axis == self.axis else 1 for axis in range(value.dim())])
         return value.clone(memory_format=torch.contiguous_format) if self.overwritten else value
 
 
@@ -307,9 +304,8 @@ class Program:
     """
 
     def __init__(self, first: Tape, second: Tape, rows: int = 1) -> None:
-        for tape in (first, second):
-            if tape.refusal:
-                raise ReplayMismatch(tape.refusal)
+        if first.refusal or second.refusal:
+            raise ReplayMismatch(first.refusal or second.refusal)
         counts = [(tape.slots, len(tape.steps), len(tape.external), tape.outputs) for tape in (first, second)]
         if counts[0] != counts[1]:
             raise ReplayMismatch(f"the model runs different operations for {rows} and {rows + 1} rows")

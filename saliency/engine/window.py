@@ -15,23 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..hooks.model_state import run_model
-from .recording import (
-    Op,
-    PartialForward,
-    Program,
-    Replay,
-    ReplayMismatch,
-    Step,
-    Tape,
-    as_list,
-    named_arguments,
-)
+from .recording import Op, PartialForward, Program, Replay, ReplayMismatch, Step, Tape, as_list, named_arguments
 
 aten = torch.ops.aten
 
 NEARLY_WHOLE = 0.7
 """A rectangle of this share of its map takes as long as the whole map, since it is cut out and pasted."""
-
 
 MOST_COMPUTED = 0.85
 """A replay that computes more than this share of the values of whole forwards is not faster."""

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -155,11 +155,10 @@ def signed_layer(case: MethodCase) -> None:
 
 def _works(call: Callable[[], Any], *errors: type[Exception]) -> bool:
     """Return False if a call raises one of these errors, else True."""
-    try:
+    with suppress(*errors):
         call()
-    except errors:
-        return False
-    return True
+        return True
+    return False
 
 
 def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
