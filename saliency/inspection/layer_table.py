@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
-from ..hooks.model_state import prepared_for_attribution, reference_tensor, unique_modules, unwrap
+from ..hooks.model_state import prepared_for_attribution, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
@@ -219,7 +219,7 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
     """Return the seconds of the model and of each module, in the fastest of several forward passes."""
     passes: list[dict[nn.Module, float]] = []
     seconds: dict[nn.Module, float] = {}
-    synchronize = _synchronize(model, call)
+    synchronize = _synchronize(first_tensor(call[:2]))
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, float, float]:
         synchronize()
@@ -243,10 +243,8 @@ def _timed(model: nn.Module, call: ModelCall, modules: list[nn.Module], rounds: 
     return {module: min(taken[module] for taken in passes) for module in seconds}
 
 
-def _synchronize(model: nn.Module, call: ModelCall) -> Callable[[], None]:
-    """Return a function that synchronises the device of the model."""
-    tensor = reference_tensor(model)
-    tensor = first_tensor(call[:2]) if tensor is None else tensor
+def _synchronize(tensor: Tensor | None) -> Callable[[], None]:
+    """Return a function that synchronises the device of the input, which is that of the model."""
     if tensor is None or tensor.device.type in ("cpu", "meta"):
         return lambda: None
     return partial(torch.accelerator.synchronize, tensor.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -218,8 +219,7 @@ class Sobol(GridAttribution):
 
     def _length(self, x: Tensor) -> int:
         """The number of passes of a row."""
-        down, across = self.cells_of(x)
-        return down * across + 2
+        return math.prod(self.cells_of(x)) + 2
 
     def _explain_grid(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the total effect of each cell."""
@@ -277,8 +277,7 @@ class HSIC(GridAttribution):
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the dependence of the score on each cell."""
         x = passes.x
-        down, across = self.cells_of(x)
-        design = partial(hypercube_bits, down * across, self.seed)
+        design = partial(hypercube_bits, math.prod(self.cells_of(x)), self.seed)
         filler = Filler(x, self.fill)
         passes.least = 4
         estimate = Dependence(design, _rounding(x, score))

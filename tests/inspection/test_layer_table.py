@@ -635,8 +635,8 @@ def test_on_an_accelerator_each_layer_waits_for_what_is_under_way(monkeypatch: p
     device = torch.device("cuda:1")
     monkeypatch.setattr(
         importlib.import_module("saliency.inspection.layer_table"),
-        "reference_tensor",
-        lambda model: SimpleNamespace(device=device),
+        "first_tensor",
+        lambda tree: SimpleNamespace(device=device),
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     layer_table(nn.Sequential(nn.ReLU(), nn.ReLU()), torch.ones(1), times=3)
