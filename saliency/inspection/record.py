@@ -391,9 +391,9 @@ class Recording(HookBlock, Sequence[Call]):
         changed = {at: viewed for at, viewed in begun.views.items() if viewed[0].is_overwritten()}
         base_edges = [base_edge for _, _, base_edge in changed.values()]
         base_exits = input_edges(results, base_edges, begun.since) if changed else []
-        for (at, (view, base, _)), edges in zip(changed.items(), base_exits, strict=True):
+        for (at, (base_view, base, _)), edges in zip(changed.items(), base_exits, strict=True):
             if edges:
-                sources[at] = base, view, edges
+                sources[at] = base, base_view, edges
         log: list[Backward] = []
         summands = [len(edges) for _, _, edges in sources]
         running = partial(_running, log, partial(Backward, summands, len(outputs), self._keep_gradient))
