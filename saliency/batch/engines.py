@@ -273,7 +273,7 @@ class RayEngine:
                     return
         except self._ray.exceptions.RayError as error:
             raise StoppedError(
-                f"Ray failed: {_in_one_line(error)}; finished images are kept, and the same call resumes"
+                f"Ray failed: {_in_one_line(error)}; finished images are kept: re-run to resume"
             ) from error
 
     def _share(self, context: RunContext) -> Any:
@@ -283,9 +283,7 @@ class RayEngine:
         try:
             return self._ray.put(RunContext(options, out, copy.deepcopy(context.model).cpu(), context.is_first))
         except (TypeError, AttributeError, ValueError) as error:
-            raise BatchError(
-                f"{options.model_name} cannot be sent to the workers: {_in_one_line(error)}; it must be picklable"
-            ) from error
+            raise BatchError(f"{options.model_name} must be picklable for Ray: {_in_one_line(error)}") from error
 
     def _results(self, context: Any, items: list[dict[str, Any]], out: Path) -> Iterator[dict[str, bytes]]:
         """Map the batches over the actors, and yield the results of each batch, in order."""

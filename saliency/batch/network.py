@@ -125,10 +125,7 @@ class Network:
         self.methods = _create_methods(options, model, CHUNK_CPU if self.device.type == "cpu" else CHUNK_ACCELERATOR)
         preprocess = self.methods[0].preprocess
         if preprocess is None:
-            raise BatchError(
-                f"{options.model_name} has no preprocessing; set the attribute `preprocess` of the model, or pass "
-                "--preprocess (preprocess=)"
-            )
+            raise BatchError(f"{options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
         self.preprocess = preprocess
         self.categories = self.methods[0].categories
         self._target = None if options.target is None else class_index(options.target, self.categories)

@@ -48,9 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 holder = (folder / LOCK).read_bytes().decode("ascii", "replace").partition(" ")[0]
                 who = f"process {holder}" if holder else "another process"
-                raise BatchError(
-                    f"{folder} is in use by another run ({who}); wait for it, or choose another folder"
-                ) from error
+                raise BatchError(f"{folder} is in use by another run ({who}); choose another folder") from error
             undo.callback(file.truncate, 0)  # an empty lock file shows workers on other machines that the run has ended
             file.truncate(0)
             file.write(f"{os.getpid()} {uuid4().hex}".encode())
@@ -94,18 +92,14 @@ class OutputFolder:
         except ValueError:
             head = None
         if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise BatchError(
-                f"{self.path / ABOUT} is damaged, or from another version of saliency batch; choose another folder"
-            )
+            raise BatchError(f"{self.path / ABOUT} is damaged, or from another version; choose another folder")
         return head
 
     def _require_free(self) -> None:
         used = [name for name in FILES if os.path.lexists(self.path / name)]
         used += [name for name in FOLDERS if any(files for *_, files in os.walk(self.path / name))]
         if used:
-            raise BatchError(
-                f"{used[0]} exists in {self.path}, and the run would write there; choose another folder for --out"
-            )
+            raise BatchError(f"{used[0]} exists in {self.path}, without a run; choose another folder for --out")
 
     def write_head(self, head: dict[str, Any]) -> None:
         """Replace `manifest.json`."""

@@ -258,7 +258,5 @@ def _with_targets(images: list[ImageEntry], file: str, read: _ReadList) -> list[
     # A file name matches if it is unique among the images, and has one target in the list.
     targets = {label: next(iter(by_name[label])) for label in by_name if len(by_name[label]) == labels[label] == 1}
     if not any(image.path in by_path or image.label in targets for image in images):
-        raise BatchError(
-            f"the list of targets {file} matches none of the {len(images)} images; expected the columns path and target"
-        )
+        raise BatchError(f"{file} matches none of the {len(images)} images; expected the columns path and target")
     return [replace(image, target=by_path.get(image.path, targets.get(image.label, image.target))) for image in images]

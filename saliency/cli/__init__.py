@@ -27,15 +27,13 @@ class Command:
 
     Attributes:
         summary: One-line description in the help.
-        usage: Usage text after the name of the command.
-        options: Names of its options, separated by spaces; see `saliency.cli.options.OPTIONS`.
+        options: Names of its positional argument and options, separated by spaces; see `saliency.cli.options.OPTIONS`.
         function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
             `Screen`, and returns the exit code.
         help: Text at the end of the help, such as examples.
     """
 
     summary: str
-    usage: str
     options: str
     function: str
     help: str = ""
@@ -95,7 +93,7 @@ def command_parser(name: str) -> Parser:
     """Create the parser of a command."""
     command = COMMANDS[name]
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    usage = f"saliency {name} {command.usage}".strip()
+    usage = f"saliency {name} {command.options.split()[0]} [options]"
     return Parser(f"saliency {name}", command.options, description=description, usage=usage, epilog=command.help)
 
 
@@ -131,7 +129,6 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        "IMAGE... [options]",
         f"IMAGE --quiet --recursive {_MODEL} --out --sheet --save {_STYLE}",
         "explain:run",
         f"""\
@@ -152,7 +149,6 @@ files:
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        "SOURCE... [options]",
         f"SOURCE --quiet --recursive --limit {_MODEL} --targets --columns --out --maps --restart --resume --retry "
         f"--strict --format {_STYLE} --engine --batch-size --workers",
         "batch:run",
@@ -176,7 +172,6 @@ files:
     ),
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",
-        "MAPS... [options]",
         f"MAPS --quiet --method --out --format {_STYLE}",
         "batch:render",
         """\
@@ -186,17 +181,15 @@ examples:
   saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
 """,
     ),
-    "report": Command("rewrite the gallery page of a batch folder", "DIR", "DIR", "batch:report"),
+    "report": Command("rewrite the gallery page of a batch folder", "DIR", "batch:report"),
     "methods": Command(
         "list the methods with their papers and costs, or describe one with its options",
-        "[METHOD] [--json]",
         "METHOD --json",
         "lists:methods",
         "examples:\n  saliency methods rise\n  saliency methods --json | jq 'map(.method)'\n",
     ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
-        "[MODEL] [options]",
         "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target --html",
         "layers:run",
         """\
@@ -207,14 +200,12 @@ examples:
     ),
     "models": Command(
         "list the models that can be loaded by name",
-        "[PATTERN] [--all]",
         "PATTERN --all",
         "lists:models",
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
     ),
     "completion": Command(
         "print the line that completes commands in a shell: bash, zsh or fish",
-        "SHELL",
         "SHELL",
         "completion:run",
         "install:\n  saliency completion bash >> ~/.bashrc\n  saliency completion zsh >> ~/.zshrc\n",

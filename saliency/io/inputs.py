@@ -291,10 +291,8 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
     try:
         picture = open_picture(image)
         if prepare is None:
-            raise ImageError(
-                "this model has no preprocessing; pass preprocess=... or set model.preprocess, for example to "
-                "saliency.Preprocess(size=(224, 224), resize=256), or pass a float tensor"
-            )
+            hint = "preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
+            raise ImageError(f"this model has no preprocessing; pass for example {hint}, or a float tensor")
         return Frame(picture, prepare.box(picture.size)), prepare(picture)[None]
     except ImageError as error:
         raise ImageError(f"{name}{error}") from error

@@ -131,9 +131,8 @@ def scale_map(
         # A gradient depends on the units and the size of the input, so a small one may be correct.
         is_zeroed = units(explanation) != PER_UNIT
         warn(
-            f"{_map_label(explanation)} {'is drawn as zero' if is_zeroed else 'may show rounding errors only'}: its "
-            f"values, {max(-low, high):.2g} at most, are below the rounding error of a score of "
-            f"{float(explanation.scores[0]):.4g}"
+            f"{_map_label(explanation)} {'is drawn as zero' if is_zeroed else 'may show rounding errors only'}: "
+            f"{max(-low, high):.2g} at most, below the rounding error of a score of {float(explanation.scores[0]):.4g}"
         )
         maps = torch.zeros_like(maps) if is_zeroed else maps
     maps = smoothed(maps, smoothing)

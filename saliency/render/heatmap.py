@@ -147,14 +147,11 @@ def shared_limit(
         NonFiniteError: A value is NaN or infinite.
         RenderError: There is no explanation, or an option is unknown.
     """
-    return max(
-        float(
-            limits(
-                smoothed(reduced_maps(explanation, sign), smoothing), resolve_percentile(explanation, percentile)
-            ).max()
-        )
-        for explanation in several(explanations, "shared_limit")
-    )
+    largest = []
+    for explanation in several(explanations, "shared_limit"):
+        maps = smoothed(reduced_maps(explanation, sign), smoothing)
+        largest.append(float(limits(maps, resolve_percentile(explanation, percentile)).max()))
+    return max(largest)
 
 
 def smoothed(maps: Tensor, smoothing: float) -> Tensor:
@@ -216,8 +213,7 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
         if count:
             raise NonFiniteError(
                 f"the {explanation.method} map of image {image} is NaN or infinite at {count} of "
-                f"{maps[image].numel()} pixels; check the score and the model's weights, and use another dtype if "
-                "float16 overflows"
+                f"{maps[image].numel()} pixels; check the score, the model's weights and the dtype"
             )
 
 
@@ -286,7 +282,7 @@ def _require_error(explanation: Explanation, name: str) -> Tensor:
     require_explanation(explanation, name)
     if explanation.error is None:
         raise RenderError(
-            f"the explanation by {explanation.method} has no standard error: the method does not sample, or drew fewer "
-            "than two samples; smooth_grad, rise and kernel_shap, for example, have one"
+            f"the explanation by {explanation.method} has no standard error; methods that draw two samples or more, "
+            "such as smooth_grad, rise and kernel_shap, have one"
         )
     return explanation.error

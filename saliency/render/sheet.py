@@ -98,10 +98,8 @@ def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
     first, *others = ([explanation.method for explanation in row] for row in rows)
     for index, methods in enumerate(others, start=1):
         if methods != first:
-            raise RenderError(
-                f"row {index} has the methods {', '.join(methods) or '(none)'} and row 0 has {', '.join(first)}; a "
-                "column has one title, so all rows need the same methods"
-            )
+            differ = f"row {index} has the methods {', '.join(methods) or '(none)'} and row 0 has {', '.join(first)}"
+            raise RenderError(f"{differ}; all rows need the same methods")
 
 
 class _SmallMap(NamedTuple):

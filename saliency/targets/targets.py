@@ -413,9 +413,7 @@ def output_tensor(output: Any) -> Tensor:
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):
         return tensors[name]
     kinds = ", ".join(f"{name!r}: {type(part).__name__}" for name, part in parts.items()) or "empty"
-    problem = (
-        f"the model returned a {type(output).__name__} ({kinds}), and it is not clear which tensor holds the scores"
-    )
+    problem = f"the model returned a {type(output).__name__} ({kinds}); it is not clear which tensor holds the scores"
     hint = f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
     raise TargetError(f"{problem}; {hint}")
 

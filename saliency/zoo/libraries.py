@@ -289,9 +289,8 @@ def library(module: str) -> Any:
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         # A second import after a failed one raises AttributeError.
         raise ModelError(
-            f"{module} cannot be imported with torch {torch.__version__}: {error}. "
-            "torchvision's compiled operators were built for another torch, for example a CPU torch and a CUDA "
-            "torchvision; fix it with: pip install --upgrade torch torchvision"
+            f"{module} cannot be imported with torch {torch.__version__}: {error}. torchvision is for another "
+            "torch, as a CPU torch and a CUDA torchvision are; fix it with: pip install --upgrade torch torchvision"
         ) from error
 
 
@@ -328,8 +327,7 @@ def downloading(model: str, url: str | None) -> Iterator[None]:
         # The libraries raise whatever their network, cache and file readers raise.
         raise ModelError(
             f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}; with no network, "
-            f'use weights=None for random weights, a local file as in weights="{model}.safetensors", or the model '
-            '"efficientnet_lite0", whose weights come with its package'
+            f'use weights=None, a local file as in weights="{model}.safetensors", or the model "efficientnet_lite0"'
         ) from error
 
 

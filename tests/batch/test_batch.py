@@ -364,7 +364,7 @@ def test_other_files_are_never_replaced(source: Path, tmp_path: Path, name: str)
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     for restart in (False, True):
-        with pytest.raises(BatchError, match=f"{name.split('/')[0]} exists in .*, and the run would write there"):
+        with pytest.raises(BatchError, match=f"{name.split('/')[0]} exists in .*, without a run"):
             quick(source, tmp_path / "out", restart=restart)
     assert path.read_text() == "mine"
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -335,5 +335,5 @@ def test_a_model_that_cannot_be_pickled_is_named() -> None:
         raise TypeError("cannot pickle '_thread.lock' object")
 
     local = RayEngine(SimpleNamespace(put=refuse), Resources(actors=1))
-    with pytest.raises(BatchError, match=r"Tiny cannot be sent to the workers: cannot pickle .* must be picklable"):
+    with pytest.raises(BatchError, match=r"Tiny must be picklable for Ray: cannot pickle"):
         local._share(RunContext(RunOptions(model=Tiny()), Path(), torch.nn.Identity(), is_first=True))

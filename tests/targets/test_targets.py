@@ -526,7 +526,7 @@ def test_the_scores_are_found_in_what_the_model_returns(pack: Callable[[Tensor],
 @pytest.mark.parametrize(
     ("pack", "message"),
     [
-        (lambda s: (s, s), r"returned a tuple \('0': Tensor, '1': Tensor\), and it is not clear which"),
+        (lambda s: (s, s), r"returned a tuple \('0': Tensor, '1': Tensor\); it is not clear which"),
         (lambda s: {"a": s, "b": s}, r"returned a dict \('a': Tensor, 'b': Tensor\).*pass a function as the target"),
         (lambda s: {"a": 1}, r"\('a': int\)"),
         (lambda s: None, r"returned a NoneType \(empty\)"),
