@@ -240,9 +240,7 @@ def _background(x: Tensor, fill: Fill) -> Tensor:
         return fill.as_input(x)
     numbers = fill if isinstance(fill, tuple) else (0.0 if fill == "inpaint" else float(fill),)
     if len(numbers) not in (1, x.shape[1]):
-        raise MethodError(
-            f"the fill has {len(numbers)} numbers, and the image {x.shape[1]} channels; expected one each"
-        )
+        raise MethodError(f"the fill has {len(numbers)} numbers for {x.shape[1]} channels; expected one each")
     return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(1, -1, 1, 1).expand_as(x)
 
 

@@ -385,9 +385,7 @@ class CAM(LayerAttribution):
         activation = grads.activation(layer)
         weight = linear_head(self.model, activation, grads.forward.output, layer)
         if None in grads.target.indices:
-            raise NotApplicableError(
-                "cam explains classes; for another target use grad_cam, which equals cam for a logit"
-            )
+            raise NotApplicableError("cam explains classes; use grad_cam, which equals cam for a logit")
         class_weight = weight[torch.tensor(grads.target.indices, device=weight.device)]  # (N, K)
         return BatchAttribution(weighted_sum(class_weight, activation), grads.scores, layer=layer)
 

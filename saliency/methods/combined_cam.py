@@ -95,9 +95,7 @@ class _LayerFusion(TracedAttribution):
         """Return the named layers, or the last layer of each of the last three resolutions."""
         layers = self.layers or scan_layers(self.model, x, target).last_per_resolution()
         if not layers:
-            raise LayerError(
-                f"no layer of {type(self.model).__name__} has a spatial output; name some with layers=[...]"
-            )
+            raise LayerError(f"no layer of {type(self.model).__name__} has a spatial output; pass layers=[...]")
         return layers
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
