@@ -65,7 +65,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
 
 
 def explain(run: Callable[..., Run], out: Path, *words: object) -> Run:
-    return run("explain", *words, "--out", out)
+    return run("explain", "--out", out, *words)
 
 
 def names(folder: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -450,9 +449,7 @@ def test_channels_last_and_strided_activations_are_taken() -> None:
 
 def test_a_scripted_part_behind_the_layer_is_followed() -> None:
     model, x = made(SkipAndCat), picture()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        traced: Any = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    traced: Any = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
     scripted = nn.Sequential(nn.Conv2d(3, 3, 1), traced).double()
     with prepared_for_attribution(scripted):
         behind = TailForward(scripted, "0", x)

@@ -193,7 +193,6 @@ def frozen(model: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("make", [scripted, traced, frozen])
 @pytest.mark.parametrize("method", [VanillaGradient, GuidedBackprop])
 def test_a_scripted_model_is_explained_as_its_original(
@@ -207,7 +206,6 @@ def test_a_scripted_model_is_explained_as_its_original(
         torch.testing.assert_close(found.values, expected.values, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_the_training_flags_of_a_scripted_model_are_restored() -> None:
     script = scripted(plain_net().train())
     VanillaGradient(script).attribute(noise(1, 3, 12, 12), 0)

@@ -659,7 +659,6 @@ def test_noise_in_a_checkpointed_part_is_refused_since_it_would_be_drawn_again()
         model(x).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
 def test_layers_inside_torchscript_are_refused_and_the_whole_is_edited() -> None:
     trace: Any = torch.jit.trace
     scripted = trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(1, 3))

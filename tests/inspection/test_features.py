@@ -305,7 +305,6 @@ def test_labels_of_another_kind_are_an_error_when_they_come(later: Any, came: st
         extract_features(nn.Linear(3, 2), [(x, torch.ones(2)), (x, later)], "")
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_layers_inside_torchscript_are_refused_and_not_said_to_be_idle() -> None:
     x = torch.randn(2, 3)
     trace: Any = torch.jit.trace

@@ -279,7 +279,6 @@ def test_integers_as_the_output_are_refused() -> None:
         jvp(Argmax(), x, x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_layers_inside_torchscript_and_things_that_are_no_model_are_refused() -> None:
     x = torch.randn(2, 3)
     trace: Any = torch.jit.trace

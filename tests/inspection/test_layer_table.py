@@ -530,7 +530,6 @@ def test_wrapped_models_and_examples_of_several_kinds() -> None:
     assert photo.title == "EfficientNet on 1x3x224x224"
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_scripted_models_and_parts_are_refused() -> None:
     block: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)))
     for model in (block, nn.Sequential(nn.Linear(4, 4), nn.Sequential(block))):

@@ -770,7 +770,6 @@ def test_what_cannot_be_recorded_is_said_before_anything_runs(options: Any, erro
     assert before.changes() == []
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
 def test_layers_inside_torchscript_are_refused_rather_than_silent() -> None:
     trace: Any = torch.jit.trace
     model = nn.Sequential(trace(nn.Sequential(nn.Linear(3, 3)), torch.randn(1, 3)), nn.ReLU())
@@ -861,7 +860,6 @@ def test_calls_of_a_module_by_itself_are_numbered_as_they_began() -> None:
     assert [float(call.inputs[0]) for call in recording if call.inputs] == [0, 1, 2, 0]
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
 def test_a_scripted_model_is_refused_by_the_name_of_a_layer_too() -> None:
     script: Any = torch.jit.script
     scripted = script(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())))

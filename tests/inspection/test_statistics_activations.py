@@ -699,7 +699,6 @@ def test_a_model_that_cannot_be_copied_is_an_error_that_says_why() -> None:
 # Other models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_wrapped_and_scripted_models_are_read_as_far_as_they_call_their_layers() -> None:
     model = tiny_model()
     plain = activation_statistics(model, images(2))
@@ -752,7 +751,6 @@ def test_it_is_read_as_a_table() -> None:
     assert "<table" in table.to_html()
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
 def test_a_model_with_a_scripted_part_has_statistics() -> None:
     script: Any = torch.jit.script
     model = nn.Sequential(nn.Linear(3, 3), script(nn.Sequential(nn.Linear(3, 3))), nn.Linear(3, 2))

@@ -203,7 +203,6 @@ def test_an_exported_model_that_is_decomposed_is_refused() -> None:
         FullGrad(decomposed).attribute(x, 1)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_traced_model_is_said_to_have_the_input_times_the_gradient_alone() -> None:
     model, x = lived_in(Small(F.relu)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
     with pytest.warns(SaliencyWarning, match="input times the gradient alone"):

@@ -139,7 +139,6 @@ def test_captum_agrees_on_a_plain_chain_of_relu_modules(method: type[TracedAttri
 Form = Callable[[Tensor], Tensor]
 ASSETS = Path(__file__).parents[2] / "assets"
 
-jit = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 rules = pytest.mark.parametrize("rule", RULES)
 
 
@@ -371,7 +370,6 @@ torch.manual_seed(3)  # made when the file is read, and the same each time
 MIXED = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(6, 6, 1), nn.ReLU6(), nn.Threshold(0.0, 0.0))
 
 
-@jit
 @rules
 @pytest.mark.parametrize("calls", [0, 4])
 @pytest.mark.parametrize("how", ["script", "trace", "freeze", "part"])
@@ -395,7 +393,6 @@ def test_scripted_and_traced_models_equal_their_eager_twin(how: str, calls: int,
         check(model, x, rule, twin)
 
 
-@jit
 @rules
 def test_a_scripted_function_that_was_fused_is_exact_or_refused(rule: str) -> None:
     def plain(h: Tensor) -> Tensor:

@@ -182,7 +182,6 @@ def test_a_file_that_is_no_checkpoint_is_named_in_a_model_error(tmp_path: Path) 
         assert len(str(caught.value)) < 400 + len(str(path)), name
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "script.pt")
     with pytest.raises(ModelError, match=r"script\.pt .*TorchScript"):
