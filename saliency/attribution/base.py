@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import MethodError, NonFiniteError, did_you_mean
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import ModelAttribute, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
@@ -277,8 +278,15 @@ class TracedAttribution(Attribution):
     backwards: ClassVar[int | None] = None
     """Maximum number of backward passes for one target. The last one frees the graph; None keeps the graph."""
 
+    keep: Keep = Keep.NOTHING
+    """Values of the forward's operations that the method reads."""
+
     def layer_names(self, x: Tensor, target: ResolvedTarget) -> tuple[str, ...]:
         """Return the names of the layers that the method reads on a batch, for a target; none by default."""
+        return ()
+
+    def traced_modules(self) -> Sequence[str]:
+        """Return the names of the modules whose operations the method tells apart; none by default."""
         return ()
 
     @abstractmethod
@@ -305,7 +313,9 @@ def read_one_forward(
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
     backwards = [method.backwards for method in methods if method.backwards is not None]
     max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
-    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards)
+    keep = max(method.keep for method in methods)
+    traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
+    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced)
     results = []
     for target in targets:
         grads = TargetGradients(forward, target)

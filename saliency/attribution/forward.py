@@ -6,6 +6,7 @@ Any number of methods and targets share the forward. Each gradient is computed o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import LayerError, TargetError
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
+from ..hooks.operations import Keep, OperationRecord
 from ..hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
 from ..layers.find import layout_of
 from ..layers.layout import Layout
@@ -29,6 +31,8 @@ class SharedForward:
         layers: The names of the layers to keep.
         gradients: "input" records the autograd graph from the input on. "layers" records it from the first of the
             layers on, which saves the memory for all layers before it. "none" records no graph.
+        keep: The values of the forward's operations that are recorded, for methods that walk the graph.
+        traced: The names of the modules whose operations such a method tells apart.
         backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
             faster than keeping it. None keeps the graph and sets no maximum.
     """
@@ -40,20 +44,28 @@ class SharedForward:
         layers: Iterable[str] = (),
         gradients: str = "input",
         backwards: int | None = None,
+        keep: Keep = Keep.NOTHING,
+        traced: Iterable[str] = (),
     ) -> None:
         self.model = model
         self.recorded = gradients
         self._backwards_left = backwards
         self.x = leaf(x) if gradients == "input" else x.detach()
+        self.operations = OperationRecord(self.x, keep)
         with HookManager() as hooks:
+            self.operations.trace(hooks, model, traced)
             captured = {
                 name: hooks.capture(model.get_submodule(name), record=gradients == "layers")
                 for name in dict.fromkeys(layers)
             }
-            with torch.set_grad_enabled(gradients == "input"):
+            with torch.set_grad_enabled(gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
         self._layouts: dict[str, Layout] = {}
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations are recorded, if a method needs them."""
+        return self.operations if self.operations.keep else nullcontext()
 
     def layout(self, name: str) -> Layout:
         """Return the layout of a kept layer's output. Raises LayerError if it has no spatial extent."""
@@ -92,14 +104,16 @@ class TargetGradients:
         target: The target.
         x: (N, C, H, W) the batch.
         scores: (N,) the scores.
+        scores_in_graph: The same, with the graph of the forward.
     """
 
     def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
         self.forward = forward
         self.target = target
-        self._scores = target(forward.output)
+        with forward.recording():
+            self.scores_in_graph = target(forward.output)
         self.x = forward.x.detach()  # (N, C, H, W)
-        self.scores = self._scores.detach()  # (N,)
+        self.scores = self.scores_in_graph.detach()  # (N,)
         self._layer_gradients: dict[str, Tensor] | None = None
         self._input_gradient: Tensor | None = None
         self._sites: Sites | None = None
@@ -132,7 +146,7 @@ class TargetGradients:
         """Return the nonlinearities between the scores and the input."""
         self.require_gradient()
         if self._sites is None:
-            self._sites = find_sites(self._scores, self.forward.x)
+            self._sites = find_sites(self.scores_in_graph, self.forward.x)
         return self._sites
 
     def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
@@ -149,7 +163,7 @@ class TargetGradients:
 
     def _gradients(self, inputs: list[Tensor]) -> list[Tensor | None]:
         self.require_gradient()
-        return self.forward.gradients(self._scores.sum(), inputs)
+        return self.forward.gradients(self.scores_in_graph.sum(), inputs)
 
     def require_gradient(self) -> None:
         """Check that the scores have a gradient.
@@ -158,7 +172,7 @@ class TargetGradients:
             LayerError: They have a gradient, but not at the layers from which gradients are recorded.
             TargetError: They have no gradient at all.
         """
-        if self._scores.requires_grad:
+        if self.scores_in_graph.requires_grad:
             return
         if self.forward.recorded == "layers" and self._has_gradient():
             raise LayerError(no_gradient_message(*self.forward.layers))

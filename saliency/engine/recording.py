@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError
-from ..hooks.autograd_graph import DispatchMode, OpOverload, operator_schema
+from ..hooks.autograd_graph import DispatchMode, OpOverload
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, run_model
+from ..hooks.operations import written
 from ..hooks.pytree import first_tensor, tree_leaves, tree_map_tensors, tree_tensors, trees_agree
 from ..layers.find import find
 
@@ -90,18 +90,6 @@ class Step:
 def as_list(result: Any) -> list[Any]:
     """Return the results of an operation as a list."""
     return list(result) if isinstance(result, tuple | list) else [result]
-
-
-@cache
-def _schema(op: Op) -> dict[str, bool]:
-    """The arguments of an operation by name, and whether it writes to them."""
-    arguments = operator_schema(op).arguments
-    return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
-
-
-def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by name, without those that are left at their default."""
-    return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
 
 
 def _map(part: Any, change: Callable[[Any], Any]) -> Any:
@@ -196,7 +184,7 @@ class Tape(DispatchMode):
         if self.refusal:
             return op(*args, **kwargs)
         placeholders = _map([args, kwargs], self._placeholder) if dependent else None
-        written = _written(op, args, kwargs)
+        targets = written(op, args, kwargs)
         if dependent:
             self.overwritten |= {self._held[id(tensor)] for tensor in written if tensor not in self._known}
         for tensor in written:
@@ -249,12 +237,6 @@ class Tape(DispatchMode):
 
     def _memory(self, tensor: Tensor) -> _Memory:
         return self._memories[StorageWeakRef(tensor.untyped_storage())]  # type: ignore[no-untyped-call]
-
-
-def _written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    named, writes = named_arguments(op, args, kwargs), _schema(op)
-    return list(tree_tensors([value for name, value in named.items() if writes[name]]))
 
 
 def _value_dependence(op: Op, dependent: list[Tensor]) -> str:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..hooks.model_state import run_model
-from .recording import Op, PartialForward, Program, Replay, ReplayMismatch, Step, Tape, as_list, named_arguments
+from ..hooks.operations import named_arguments
+from .recording import Op, PartialForward, Program, Replay, ReplayMismatch, Step, Tape, as_list
 
 aten = torch.ops.aten
 

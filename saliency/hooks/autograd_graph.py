@@ -145,6 +145,28 @@ def result_shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
+def result_count(node: Any) -> int:
+    """Return the number of results of an operation."""
+    return len(node._input_metadata)
+
+
+def result_spec(node: Any, at: int) -> GradSpec:
+    """Return the shape and type of the gradient of a result of an operation."""
+    metadata = node._input_metadata[at]
+    return GradSpec(metadata.shape, metadata.dtype)
+
+
+def call_node(node: Any, grads: Gradients) -> Gradients:
+    """Return the gradients that an operation passes to its operands. `grads` has one for each result, or None."""
+    result = node.apply(*grads) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(*grads)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def is_module_hook(node: Any) -> bool:
+    """Return whether a node only calls a full backward hook of a module."""
+    return isinstance(node, MODULE_HOOK_NODE)
+
+
 def wrapped_node(node: Any) -> Node | None:
     """Return the in-place operation on a view whose result this node copies into the viewed tensor; else None."""
     return cast("Node | None", getattr(node, "_wrapped_node", None))
@@ -298,10 +320,15 @@ class GradSpec(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
+    def fitted(self, grad: Tensor) -> Tensor:
+        """Return a gradient in this shape and type."""
+        if grad.shape != self.shape:
+            grad = grad.sum_to_size(self.shape)
+        return grad.to(self.dtype)
+
     def sum_of(self, grads: Gradients, operands: Iterable[int]) -> Tensor | None:
         """Return the sum of the gradients of some operands; None if none has a gradient."""
-        known = [grad for grad in (grads[i] for i in operands) if grad is not None]
-        parts = [grad.sum_to_size(self.shape).to(self.dtype) for grad in known]
+        parts = [self.fitted(grad) for grad in (grads[i] for i in operands) if grad is not None]
         return functools.reduce(torch.add, parts) if parts else None
 
 

@@ -1,0 +1,246 @@
+"""Record the operations of one forward, so that the nodes of its autograd graph can be read as operations.
+
+A node of the graph knows the gradient of its operation, but not always its arguments and result. A dispatch mode of the
+calling thread sees these; the sequence number that a node gets connects the two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from .autograd_graph import DispatchMode, OpOverload, current_sequence_nr, operator_schema, sequence_nr
+from .manager import HookManager
+from .pytree import tree_map_tensors, tree_tensors
+
+Op = OpOverload
+
+
+class Keep(IntEnum):
+    """Which values a record keeps."""
+
+    NOTHING = 0
+    """No record."""
+    CONSTANTS = 1
+    """Values that the graph does not hold: constants in sums, and the operands of normalisations and softmax."""
+    LINEAR = 2
+    """Also the operands and results of convolutions and matrix products."""
+    ALL = 3
+    """The operands and results of all operations that are not linear."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation of a forward.
+
+    Attributes:
+        op: The operator.
+        args: Its arguments by name. Tensors that are not kept are None.
+        result: Its result; None if it is not kept.
+    """
+
+    op: Op[..., Any]
+    args: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the operator, the same for an operation in place."""
+        return operator_name(self.op)
+
+    def repeat(self, /, **changed: Any) -> Any:
+        """Run the operation again with some other arguments, not in place."""
+        function = getattr(getattr(torch.ops.aten, self.name), self.op._overloadname)
+        return function(**{**self.args, **changed})
+
+
+@cache
+def operator_name(op: Op[..., Any]) -> str:
+    """Return the name of an operator without its overload, the same for an operation in place."""
+    name: str = op.overloadpacket.__name__
+    return name.rstrip("_")
+
+
+@cache
+def _schema(op: Op[..., Any]) -> dict[str, bool]:
+    """The arguments of an operation by name, and whether it writes to them."""
+    arguments = operator_schema(op).arguments
+    return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
+
+
+@cache
+def argument_names(op: Op[..., Any]) -> frozenset[str]:
+    """Return the names of the arguments of an operation."""
+    return frozenset(_schema(op))
+
+
+def named_arguments(op: Op[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name, without those that are left at their default."""
+    return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
+
+
+def written(op: Op[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    if not any(_schema(op).values()):
+        return []
+    writes = _schema(op)
+    return list(tree_tensors([value for name, value in named_arguments(op, args, kwargs).items() if writes[name]]))
+
+
+LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
+"""Convolutions and matrix products."""
+ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "addcmul"})
+"""Operations in which a constant may be added to a signal."""
+_NORMALISING = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_safe_softmax"})
+
+
+@cache
+def is_pointwise(op: Op[..., Any]) -> bool:
+    """Return whether an operation computes each number of its result from one number of its first operand."""
+    name = operator_name(op)
+    if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
+        return False
+    # PyTorch does not tag these.
+    return torch.Tag.pointwise in op.tags or name in ("hardswish", "leaky_relu", "_prelu_kernel", "log_sigmoid_forward")
+
+
+@cache
+def is_view(op: Op[..., Any]) -> bool:
+    """Return whether an operation returns a view of its operand, or the same numbers in another shape."""
+    aliases = [part.alias_info for part in operator_schema(op).returns]
+    return any(alias is not None and not alias.is_write for alias in aliases) or operator_name(op) == "_unsafe_view"
+
+
+@cache
+def is_attention(op: Op[..., Any]) -> bool:
+    """Return whether an operation is a fused attention, of any kernel."""
+    return {"query", "key", "value"} <= _schema(op).keys()
+
+
+@cache
+def is_batch_norm(op: Op[..., Any]) -> bool:
+    """Return whether an operation is a batch norm, of any kernel."""
+    return "running_var" in _schema(op)
+
+
+@cache
+def _kept(op: Op[..., Any], keep: Keep) -> bool:
+    """Return whether a record keeps the operands of an operation."""
+    name = operator_name(op)
+    if name == "relu":  # of degree one, so its gradient is enough
+        return keep == Keep.ALL
+    known = name in LINEAR or name in _NORMALISING or is_attention(op) or is_batch_norm(op)
+    return known or is_pointwise(op) or (keep == Keep.ALL and not operator_schema(op).returns[0].alias_info)
+
+
+class OperationRecord(DispatchMode):
+    """Records the operations of this thread by the sequence numbers of their nodes. It can be entered several times.
+
+    Args:
+        source: The image. Operations on it are recorded.
+        keep: The values that are kept.
+
+    Attributes:
+        calls: For each named module of `trace`, the range of sequence numbers of each of its calls.
+    """
+
+    def __init__(self, source: Tensor, keep: Keep) -> None:
+        super().__init__()
+        self.keep = keep
+        self.calls: defaultdict[str, list[range]] = defaultdict(list)
+        self._dependent = {_address(source)}  # the memory of tensors that depend on the image
+        self._operations: dict[int, Operation] = {}
+        self._clone: tuple[int, Tensor, Tensor] | None = None  # the last operation, if it was a clone
+        self._holders: defaultdict[int, list[Operation]] = defaultdict(list)  # by the address of the memory
+
+    def operation(self, node: Node) -> Operation | None:
+        """Return the operation of a node; None if it was not recorded."""
+        number = sequence_nr(node)
+        # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
+        return self._operations.get(number - (type(node).__name__ == "CopySlices"))
+
+    def trace(self, hooks: HookManager, model: nn.Module, modules: Iterable[str]) -> None:
+        """Record the sequence numbers of each call of some modules."""
+        for name in modules:
+
+            def end(begin: int, output: Any, name: str = name) -> None:
+                self.calls[name].append(range(begin, current_sequence_nr()))
+
+            hooks.around(model.get_submodule(name), lambda args, kwargs: current_sequence_nr(), end)
+
+    def modules(self, node: Node) -> list[str]:
+        """Return the traced modules whose calls ran the operation of a node."""
+        number = sequence_nr(node)
+        return [name for name, calls in self.calls.items() if any(number in call for call in calls)]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and record it."""
+        kwargs = kwargs or {}
+        number = current_sequence_nr() - 1
+        kept = _kept(op, self.keep)
+        depends = any(_address(tensor) in self._dependent for tensor in tree_tensors((args, kwargs)))
+        if not depends:
+            return self._run_constant(op, args, kwargs)
+        operation = Operation(op, self._arguments(op, args, kwargs, kept))
+        targets = written(op, args, kwargs)
+        if targets:
+            number = self._before_write(operation, targets[0], number)
+        result = op(*args, **kwargs)
+        self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
+        if kept and not (self.keep == Keep.CONSTANTS and operation.name in LINEAR):
+            operation.result = result
+        self._dependent.update(map(_address, tree_tensors(result)))
+        if self._operations.setdefault(number, operation) is operation and kept:
+            for tensor in tree_tensors([list(operation.args.values()), result]):
+                self._holders[_address(tensor)].append(operation)
+        return result
+
+    def _run_constant(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that does not depend on the image. Its result may take the memory of a freed tensor."""
+        result = op(*args, **kwargs)
+        self._dependent.difference_update(map(_address, tree_tensors(result)))
+        return result
+
+    def _arguments(self, op: Op[..., Any], args: Any, kwargs: Any, kept: bool) -> dict[str, Any]:
+        if not kept and operator_name(op) not in ADDITIVE:
+            return {}
+        named = named_arguments(op, args, kwargs)
+        if kept:
+            return named
+        return {
+            name: tree_map_tensors(value, lambda tensor: None if _address(tensor) in self._dependent else tensor)
+            for name, value in named.items()
+        }
+
+    def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
+        """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""
+        address = _address(target)
+        clone = self._clone if self._clone and self._clone[0] == number else None
+        # An operation that needs its operand later clones it first, and this clone takes the next number.
+        is_own = clone is not None and _address(clone[1]) == address
+        copied = clone[2] if clone and is_own else target.clone() if operation.args else target
+        operation.args = {name: copied if value is target else value for name, value in operation.args.items()}
+        # Where a ReLU writes, its gradient is zero wherever it changes a value.
+        if operation.name != "relu" or self.keep == Keep.ALL:
+            for holder in self._holders.pop(address, ()):
+                holder.args = tree_map_tensors(holder.args, lambda kept: _copy_from(kept, address))
+                holder.result = tree_map_tensors(holder.result, lambda kept: _copy_from(kept, address))
+        if is_own:
+            self._operations[number] = operation
+        return number - is_own
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copy_from(tensor: Tensor, address: int) -> Tensor:
+    return tensor.clone() if _address(tensor) == address else tensor

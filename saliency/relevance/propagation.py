@@ -1,0 +1,475 @@
+"""What each kind of operation passes to its operands in layer-wise relevance propagation.
+
+The relevance of a value x is R = x * G. A kind without an entry here has no rule, and its operations are refused.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from ..errors import MethodError, NotApplicableError, did_you_mean
+from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec
+from ..hooks.operations import (
+    ADDITIVE,
+    LINEAR,
+    Op,
+    Operation,
+    is_attention,
+    is_batch_norm,
+    is_pointwise,
+    is_view,
+    operator_name,
+)
+from ..hooks.pytree import tree_tensors
+from .rules import Epsilon, LinearOperation, Rule, divided
+from .walk import Visit, Walk
+
+Unknown = Literal["refuse", "gradient"]
+
+aten = torch.ops.aten
+
+# Operations of degree one that are not views: they equal their derivative applied to their operands.
+_PLAIN = {
+    *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "abs", "relu"),
+    *("leaky_relu", "_prelu_kernel", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "avg_pool2d"),
+    *("_adaptive_avg_pool2d", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min", "amax", "amin"),
+    *("maximum", "minimum", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+    *("_upsample_nearest_exact2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "index", "index_select"),
+    *("gather", "index_put", "roll", "flip", "repeat", "where", "masked_fill", "im2col", "col2im", "cumsum"),
+    *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "select_scatter"),
+    *("as_strided", "slice_scatter", "linalg_vector_norm", "norm", "topk", "sort", "tril", "triu", "native_dropout", "unfold"),
+}
+_NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
+_SOFTMAX = {"_softmax", "_safe_softmax"}
+# A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
+_DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
+# and on request the gate of a signal.
+_GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *_SOFTMAX})
+# The two factors of a matrix product.
+_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+_KINDS = ("conv", "linear", "first")
+_GRADIENT = Epsilon(0)
+
+
+@cache
+def kind_of(op: Op[..., Any]) -> str:
+    """Return the kind of an operation; "" if it has no rule."""
+    name = operator_name(op)
+    named = {"norm": _NORMS, "softmax": _SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}, "plain": _PLAIN}
+    tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
+    kinds = [kind for kind, names in named.items() if name in names]
+    return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
+
+
+@dataclass(frozen=True)
+class Composite:
+    """The rules of a walk.
+
+    Attributes:
+        rules: From an operation kind ("conv", "linear", or "first" for those before which no other convolution or matrix
+            product runs), a layer's name, or a pattern of names, to a rule. Names precede "first", which precedes the
+            kinds. Others pass their gradient.
+        constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
+            all relevance. Otherwise each factor gets half.
+    """
+
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    constant_gates: bool = False
+
+    def layers(self, model: nn.Module) -> dict[str, Rule]:
+        """Return the rules of modules by name. Raises MethodError for a pattern that fits none."""
+        names = [name for name, _ in model.named_modules() if name]
+        rules: dict[str, Rule] = {}
+        for pattern, rule in self.rules.items():
+            if pattern in _KINDS:
+                continue
+            matches = fnmatch.filter(names, pattern)
+            if not matches:
+                kinds = ", ".join(_KINDS)
+                raise MethodError(f'composite: no layer "{pattern}"{did_you_mean(pattern, names)} (the kinds are {kinds})')
+            rules |= dict.fromkeys(matches, rule)
+        return rules
+
+
+class _Merged(NamedTuple):
+    """A batch norm that is merged into the linear operation before it: z * scale + shift."""
+
+    scale: Tensor
+    shift: Tensor
+    grad: Tensor  # G at its output
+
+
+class Propagation:
+    """The rule of one walk: what each node passes to its operands under a composite.
+
+    Args:
+        composite: The rules.
+        layers: The rules of modules by name.
+        unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+    """
+
+    def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
+        self.composite, self.layers, self.unknown = composite, layers, unknown
+        self._merged: dict[Node, _Merged] = {}
+        self._first: set[Node] | None = None
+
+    def __call__(self, visit: Visit) -> Gradients:
+        """Return G at the operands of a node."""
+        kind = kind_of(visit.operation.op) if visit.operation else ""
+        return self._handlers.get(kind, Propagation._without_rule)(self, visit)
+
+    def _plain(self, visit: Visit) -> Gradients:
+        """Pass the gradient. Constant operands of sums absorb relevance."""
+        operation = _operation(visit)
+        if operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items())):
+            visit.absorb("tokens", (visit.grad * _constant_part(visit, operation)).nan_to_num_(0, 0, 0))
+        return visit.plain()
+
+    def _linear(self, visit: Visit) -> Gradients:
+        """Apply the rule of a convolution or matrix product with constant weights."""
+        operation, walk = _operation(visit), visit.walk
+        offset = int(operation.name in ("addmm", "baddbmm"))  # the first operand is a summand
+        factors = visit.on_path[offset : offset + 2]
+        if all(factors):
+            return self._product(visit)
+        at = factors.index(True)
+        merged = self._merged.get(visit.node)
+        op = linear_operation(operation, at, merged)
+        kind = "conv" if operation.name == "convolution" else "linear"
+        rule = self._rule(visit, kind)
+        walk.treated[f"{kind} by {rule.name}"] += 1
+        passed = rule.propagate(op, visit.grad if merged is None else merged.grad)
+        grads: list[Tensor | None] = [None] * len(visit.on_path)
+        grads[at + offset] = passed.grad
+        if passed.relevance is not None:
+            walk.fix(next_functions(visit.node)[at + offset], passed.relevance)
+        if offset and visit.on_path[0]:
+            grads[0] = passed.per_bias
+        elif passed.per_bias is not None and op.bias is not None:
+            visit.absorb("biases", passed.per_bias * op.bias)
+        if passed.absorbed is not None:
+            visit.absorb("stabiliser", passed.absorbed)
+        return tuple(grads)
+
+    def _rule(self, visit: Visit, kind: str) -> Rule:
+        """Return the rule of a linear operation: that of the innermost named layer, of the first ones, or of its kind."""
+        names = visit.walk.record.modules(visit.node)
+        named = [name for name in names if name in self.layers]
+        if named:
+            return self.layers[max(named, key=len)]
+        rules = self.composite.rules
+        if "first" in rules and visit.node in self._first_operations(visit.walk):
+            return rules["first"]
+        return rules.get(kind, _GRADIENT)
+
+    def _first_operations(self, walk: Walk) -> set[Node]:
+        """Return the linear operations before which no other one runs."""
+        if self._first is None:
+            after: set[Node] = set()
+            self._first = set()
+            for node in reversed(walk.nodes):
+                operation = walk.record.operation(node)
+                is_linear = operation is not None and kind_of(operation.op) == "linear"
+                is_after = any(function in after for function, _ in next_functions(node))
+                if is_linear and not is_after:
+                    self._first.add(node)
+                if is_linear or is_after:
+                    after.add(node)
+        return self._first
+
+    def _batch_norm(self, visit: Visit) -> Gradients:
+        """Merge a batch norm into the linear operation before it if nothing else reads that; else share by magnitude."""
+        operation, walk = _operation(visit), visit.walk
+        args = operation.args
+        if args["running_var"] is None or args.get("training"):
+            return self._norm(visit)
+        scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt() * (1 if args["weight"] is None else args["weight"])
+        shift = (0 if args["bias"] is None else args["bias"]) - args["running_mean"] * scale
+        x = args["input"]
+        scale, shift = _channels(scale, x), _channels(shift, x)
+        y_grad = visit.grad
+        source = self._mergeable(visit)
+        if source is not None:
+            self._merged[source] = _Merged(scale, shift, y_grad)
+            walk.treated["batch_norm merged"] += 1
+            # G of the unmerged output is only read where this output is watched.
+            is_direct = next_functions(visit.node)[0][0] is source
+            return (y_grad if is_direct else divided((x * scale + shift) * y_grad, x), None, None)
+        walk.treated["batch_norm by |z|"] += 1
+        part = x * scale
+        shares = divided((part + shift) * y_grad, part.abs() + shift.abs())
+        visit.absorb("biases", shares * shift.abs())
+        return (shares * scale.abs() * x.sign(), None, None)
+
+    def _mergeable(self, visit: Visit) -> Node | None:
+        """Return the convolution or product before a batch norm if only the batch norm reads it; else None."""
+        walk = visit.walk
+        edge = next_functions(visit.node)[0]
+        operation = walk.record.operation(edge[0]) if edge[0] in walk.on_path else None
+        while operation is not None and operation.name == "clone" and walk.users[edge] == 1:
+            edge = next_functions(edge[0])[0]
+            operation = walk.record.operation(edge[0]) if edge[0] in walk.on_path else None
+        is_linear = operation is not None and operation.name in ("convolution", "addmm", "mm")
+        if not is_linear or walk.users[edge] != 1 or operation.args.get("transposed"):
+            return None
+        return edge[0]
+
+    def _norm(self, visit: Visit) -> Gradients:
+        """Pass through the centring, with the standard deviation as a constant."""
+        operation = _operation(visit)
+        x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
+        deviation = operation.result[-1] if operation.name == "_fused_rms_norm" else operation.result[2]
+        visit.walk.treated[f"{operation.name.removeprefix('native_')} with constant deviation"] += 1
+        if operation.name in ("native_layer_norm", "_fused_rms_norm"):
+            dims = list(range(x.dim() - len(operation.args["normalized_shape"]), x.dim()))
+            grouped, parameters = x.shape, lambda parameter: parameter
+        else:
+            groups = operation.args.get("group", x.shape[1])
+            grouped = torch.Size([x.shape[0], groups, -1]) if operation.name == "native_group_norm" else x.shape
+            dims = [2] if operation.name == "native_group_norm" else [0, *range(2, x.dim())]
+            parameters = partial(_channels, like=x)
+            deviation = deviation.view(x.shape[0], groups, 1) if "group" in operation.name else _channels(deviation, x)
+        grad = visit.grad if weight is None else visit.grad * parameters(weight)
+        if bias is not None:
+            visit.absorb("biases", visit.grad * parameters(bias))
+        grad = grad.reshape(grouped) * deviation
+        if operation.name != "_fused_rms_norm":
+            grad = grad - grad.mean(dims, keepdim=True)
+        return (grad.reshape(x.shape), None, None)
+
+    def _activation(self, visit: Visit) -> Gradients:
+        """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
+        operation = _operation(visit)
+        name = next(iter(operation.args))
+        x = operation.args[name]
+        at_zero = _applied(operation, x.new_zeros(()))
+        if not bool(torch.isfinite(at_zero)):
+            return self._without_rule(visit)
+        visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
+        if bool(at_zero):
+            visit.absorb("activations", visit.grad * at_zero)
+        return (visit.grad * secant(operation, x, torch.zeros_like(x), operation.result, at_zero), *[None] * (len(visit.on_path) - 1))
+
+    def _mul(self, visit: Visit) -> Gradients:
+        """Pass the gradient of a product with a constant."""
+        return self._product(visit) if visit.on_path == [True, True] else visit.plain()
+
+    def _product(self, visit: Visit) -> Gradients:
+        """Give each factor of a product half of the relevance, or all to one if the other counts as constant."""
+        operation, walk = _operation(visit), visit.walk
+        grads = list(visit.plain())
+        factors = [at for at, on_path in enumerate(visit.on_path) if on_path]
+        if operation.name == "baddbmm" and len(factors) == 3:
+            factors = factors[1:]
+        constants = [at for at in factors if self._is_constant_factor(next_functions(visit.node)[at][0], walk)]
+        if len(constants) == 1:
+            walk.treated["product with a constant factor"] += 1
+            grads[constants[0]] = None
+            return tuple(grads)
+        walk.treated["product by halves"] += 1
+        for at in factors:
+            grad = grads[at]
+            grads[at] = None if grad is None else grad / 2
+        return tuple(grads)
+
+    def _is_constant_factor(self, node: Node | None, walk: Walk) -> bool:
+        """Return whether a factor of a product counts as constant, by the operation that computes it."""
+        while node is not None and (operation := walk.record.operation(node)):
+            if not (is_view(operation.op) or operation.name in ("clone", "_to_copy", "native_dropout")):
+                gates = _GATES if self.composite.constant_gates else frozenset()
+                return operation.name in _DEVIATIONS | gates
+            node = next_functions(node)[0][0]
+        return False
+
+    def _div(self, visit: Visit) -> Gradients:
+        """Give the relevance of a quotient to the numerator."""
+        if not visit.on_path[0]:
+            return self._without_rule(visit)
+        return (visit.plain()[0], None)
+
+    def _softmax(self, visit: Visit) -> Gradients:
+        """Pass the gradient of a softmax, or nothing if attention weights count as constant."""
+        operation = _operation(visit)
+        z, s = operation.args["self"], operation.result
+        passed = torch.zeros_like(z) if self.composite.constant_gates else visit.plain()[0]
+        assert passed is not None
+        visit.walk.treated["softmax as a constant" if self.composite.constant_gates else "softmax by gradient"] += 1
+        visit.absorb("softmax", s * visit.grad - torch.where(s > 0, z * passed, 0))
+        return (passed,)
+
+    def _attention(self, visit: Visit) -> Gradients:
+        """Give the value half of the relevance, and query and key a quarter each; or all to the value."""
+        operation = _operation(visit)
+        query, key, value = visit.on_path[:3]
+        weighs = (query or key) and not self.composite.constant_gates
+        at_value = (0.5 if weighs else 1.0) if value else 0.0
+        share = (1 - at_value) if not self.composite.constant_gates else 0.0
+        at_weights = share / (query + key) if weighs else 0.0
+        grads = [
+            None if grad is None or not on_path else grad * factor
+            for grad, on_path, factor in zip(visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False)
+        ]
+        visit.walk.treated["attention"] += 1
+        visit.absorb("softmax", operation.result[0] * visit.grad)
+        for name, grad in zip(("query", "key", "value"), grads, strict=True):
+            if grad is not None:
+                visit.absorb("softmax", -operation.args[name] * grad)
+        return tuple(grads)
+
+    def _without_rule(self, visit: Visit) -> Gradients:
+        """Pass the gradient of an operation without a rule, or refuse it."""
+        if is_module_hook(visit.node):
+            return visit.plain()
+        name = visit.operation.name if visit.operation else visit.node.name()
+        if self.unknown == "refuse":
+            raise NotApplicableError(
+                f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
+                "operations of degree one"
+            )
+        visit.walk.treated[f"{name} by gradient"] += 1
+        return visit.plain()
+
+    _handlers: ClassVar[dict[str, Callable[[Propagation, Visit], Gradients]]] = {
+        "plain": _plain,
+        "linear": _linear,
+        "batch_norm": _batch_norm,
+        "norm": _norm,
+        "activation": _activation,
+        "mul": _mul,
+        "div": _div,
+        "softmax": _softmax,
+        "attention": _attention,
+    }
+
+
+def _operation(visit: Visit) -> Operation:
+    assert visit.operation is not None
+    return visit.operation
+
+
+def _holds_constant(argument: tuple[str, Any]) -> bool:
+    """Return whether an argument of a sum is, or holds, a constant summand."""
+    name, value = argument
+    if isinstance(value, int | float):
+        return name in ("self", "other", "value") and bool(value)
+    return any(tensor.is_floating_point() for tensor in tree_tensors(value))
+
+
+def _constant_part(visit: Visit, operation: Operation) -> Tensor:
+    """Return the result of a sum with zeros in place of the operands that depend on the image."""
+    edges = iter(next_functions(visit.node))
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [filled(part) for part in value]
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            return value
+        if value is None or isinstance(value, Tensor):
+            node, at = next(edges, (None, 0))
+            if value is None and node is not None:
+                spec = result_spec(node, at)
+                return torch.zeros((), dtype=spec.dtype, device=visit.grad.device).expand(spec.shape)
+        return value
+
+    return cast("Tensor", operation.repeat(**{name: filled(value) for name, value in operation.args.items()}))
+
+
+def secant(operation: Operation, point: Tensor, start: Tensor, value: Tensor, start_value: Tensor) -> Tensor:
+    """Return the slope of a pointwise operation between two points; the derivative halfway where these are equal.
+
+    Args:
+        operation: The operation.
+        point: The points x.
+        start: The points from which the slope is measured, x0.
+        value: The results at x.
+        start_value: The results at x0.
+    """
+    change = point - start
+    rounding = 8 * torch.finfo(point.dtype).eps * torch.maximum(point.abs(), start.abs())
+    same = change.abs() <= rounding
+    slope = (value - start_value) / change
+    if bool(same.any()):
+        slope = torch.where(same, derivative(operation, (point + start) / 2), slope)
+    return slope
+
+
+def derivative(operation: Operation, point: Tensor) -> Tensor:
+    """Return the derivative of a pointwise operation."""
+    name = next(iter(operation.args))
+    with torch.enable_grad():
+        point = point.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(operation.repeat(**{name: point}).sum(), point)
+    return slope
+
+
+def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> LinearOperation:
+    """Return a convolution or matrix product as a function of one operand.
+
+    Args:
+        operation: The operation, with its operands.
+        at: The place of the operand that depends on the image; the other one holds the weights.
+        merged: The batch norm that is merged into it.
+    """
+    args = operation.args
+    scale, shift = (None, None) if merged is None else (merged.scale, merged.shift)
+    if operation.name == "convolution":
+        options = [args[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+        x, bias = args["input"], args["bias"]
+
+        def transposed(grad: Tensor, weight: Tensor) -> Tensor:
+            mask = [True, False, False]
+            return aten.convolution_backward(grad, x, weight, None, *options, mask)[0]  # type: ignore[no-any-return]
+
+        return LinearOperation(
+            x,
+            args["weight"],
+            None if bias is None else _channels(bias, x),
+            operation.result,
+            lambda inputs, weight: aten.convolution(inputs, weight, None, *options),
+            transposed,
+            scale,
+            shift,
+            (-1, *[1] * (x.dim() - 1)),
+        )
+    first, second = _FACTORS[operation.name]
+    left, right = args[first], args[second]
+    factor = args.get("alpha", 1)
+    bias = args["self"] * args.get("beta", 1) if operation.name in ("addmm", "baddbmm") else None
+    if at == 0:
+        return LinearOperation(
+            left,
+            right,
+            bias,
+            operation.result,
+            lambda inputs, weight: factor * (inputs @ weight),
+            lambda grad, weight: factor * (grad @ weight.mT),
+            scale,
+            shift,
+            (1, -1),
+        )
+    return LinearOperation(
+        right,
+        left,
+        bias,
+        operation.result,
+        lambda inputs, weight: factor * (weight @ inputs),
+        lambda grad, weight: factor * (weight.mT @ grad),
+    )
+
+
+def _applied(operation: Operation, x: Tensor) -> Tensor:
+    """Return a pointwise operation of another operand."""
+    return cast("Tensor", operation.repeat(**{next(iter(operation.args)): x}))
+
+
+def _channels(parameter: Tensor, like: Tensor) -> Tensor:
+    """Return one number per channel in a shape that broadcasts to (N, C, ...)."""
+    return parameter.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,0 +1,367 @@
+"""Rules of layer-wise relevance propagation for linear operations: convolutions and matrix products.
+
+For an input a, weights W, bias b and output z = W a + b, a rule divides the relevance R = z * G of each output among the
+inputs. Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to
+(W a + t) / 2 and their negative parts to (W a - t) / 2.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import MethodError
+from ..validation import check_number
+
+_ROUNDING = 64  # sums of parts below this many units of rounding of |W| |a| + |b| count as zero
+
+
+@dataclass
+class LinearOperation:
+    """A convolution or matrix product of one call, with the batch norm that is merged into it.
+
+    Attributes:
+        input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
+        raw_weight: The weights without the batch norm.
+        raw_bias: The bias without the batch norm, in a shape that broadcasts to the output; None without a bias.
+        raw_output: The output without the batch norm; None if the record does not keep it.
+        run: The operation without bias: from an input and weights to an output.
+        transposed: Its transpose in the input: from a tensor like the output, and weights, to one like the input.
+        scale: The factor of the batch norm for each output channel; None if nothing is merged.
+        shift: The constant of the batch norm.
+        weight_shape: The shape in which a factor per output channel broadcasts to the weights.
+    """
+
+    input: Tensor
+    raw_weight: Tensor
+    raw_bias: Tensor | None
+    raw_output: Tensor | None
+    run: Callable[[Tensor, Tensor], Tensor]
+    transposed: Callable[[Tensor, Tensor], Tensor]
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    weight_shape: tuple[int, ...] = ()
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The weights, with the batch norm."""
+        return self.raw_weight if self.scale is None else self.raw_weight * self.scale.view(self.weight_shape)
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """The bias, with the batch norm."""
+        if self.scale is None or self.shift is None:
+            return self.raw_bias
+        return self.shift if self.raw_bias is None else torch.addcmul(self.shift, self.raw_bias, self.scale)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """The output z, with the batch norm."""
+        raw = self.raw_output
+        if raw is None:
+            raw = self.run(self.input, self.raw_weight)
+            raw = raw if self.raw_bias is None else raw + self.raw_bias
+        if self.scale is None or self.shift is None:
+            return raw
+        return torch.addcmul(self.shift, raw, self.scale)
+
+    @property
+    def unbiased(self) -> Tensor:
+        """W a."""
+        return self.output if self.bias is None else self.output - self.bias
+
+    def back(self, grad: Tensor) -> Tensor:
+        """Return the transposed weights applied to a tensor like the output: the plain gradient."""
+        return self.transposed(grad if self.scale is None else grad * self.scale, self.raw_weight)
+
+    @cached_property
+    def is_nonnegative(self) -> bool:
+        """Whether all inputs are at least zero, as after a ReLU."""
+        return bool(self.input.amin() >= 0)
+
+
+class Passed(NamedTuple):
+    """What a rule passes to the input of an operation.
+
+    Attributes:
+        grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
+        relevance: The relevance of the input, of rules that also give relevance to an input of zero.
+        per_bias: The relevance that the bias absorbs, divided by the bias, like the output; None if it is zero.
+        absorbed: Relevance that nothing receives, like the output; None if it is zero.
+    """
+
+    grad: Tensor | None = None
+    relevance: Tensor | None = None
+    per_bias: Tensor | None = None
+    absorbed: Tensor | None = None
+
+
+class Rule(ABC):
+    """Base class of the rules of convolutions and matrix products.
+
+    A rule is a class with `relevance`:
+
+        class Uniform(Rule):
+            name = "uniform"
+
+            def relevance(self, op, relevance):
+                ones = torch.ones_like(op.weight)
+                return op.transposed(relevance / op.run(torch.ones_like(op.input), ones), ones)
+    """
+
+    name: str = "own rule"
+
+    @abstractmethod
+    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        return Passed(relevance=self.relevance(op, op.output * grad))
+
+    def __repr__(self) -> str:
+        """Return the name of the rule."""
+        return self.name
+
+
+class _GradientRule(Rule):
+    """Base class of the rules that give no relevance to an input of zero."""
+
+    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
+        grad = self.propagate(op, divided(relevance, op.output)).grad
+        assert grad is not None
+        return op.input * grad
+
+
+class Epsilon(_GradientRule):
+    """Each input receives its share a w / (z + epsilon sign z); epsilon absorbs relevance where z is small.
+
+    Args:
+        epsilon: At least 0. With 0, the rule is the plain gradient.
+        relative: Whether epsilon is in units of the root mean square of z, for each image (row of a matrix product).
+
+    Raises:
+        MethodError: epsilon is negative.
+
+    Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
+        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
+    """
+
+    name = "epsilon"
+
+    def __init__(self, epsilon: float = 1e-6, *, relative: bool = True) -> None:
+        self.epsilon = check_number("epsilon", epsilon, least=0)
+        self.relative = relative
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        if not self.epsilon:
+            return Passed(op.back(grad), per_bias=grad)
+        z = op.output
+        size = z.abs()
+        unit: Tensor | float = 1.0
+        if self.relative:
+            unit = torch.linalg.vector_norm(z, dim=list(range(1, z.dim())), keepdim=True) / z[0].numel() ** 0.5
+        kept = size.div_(size + self.epsilon * unit).nan_to_num_(0).mul_(grad)
+        return Passed(op.back(kept), per_bias=kept, absorbed=z * (grad - kept))
+
+
+class Gamma(_GradientRule):
+    """Like `Epsilon` with 0, but parts a w with the sign of the output count 1 + gamma times.
+
+    Inputs of any sign are allowed.
+
+    Args:
+        gamma: At least 0.
+
+    Raises:
+        MethodError: gamma is negative.
+
+    Source: Andeol et al., "Learning Domain Invariant Representations by Joint Wasserstein Distance Minimization"
+        (2021), https://arxiv.org/abs/2106.04923; Montavon et al., "Layer-Wise Relevance Propagation: An Overview"
+        (2019), https://doi.org/10.1007/978-3-030-28954-6_10.
+    """
+
+    name = "gamma"
+
+    def __init__(self, gamma: float = 0.25) -> None:
+        self.gamma = check_number("gamma", gamma, least=0)
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        z, gamma = op.output, self.gamma
+        positive, negative = _parts(op)
+        same = torch.where(z > 0, positive, negative)
+        relevance = z * grad
+        shares = divided(relevance, z + gamma * same)
+        signed = torch.where(z > 0, shares, -shares)
+        passed = op.back(shares * (1 + gamma / 2))
+        passed += op.input.sign() * op.transposed(signed * (gamma / 2), op.weight.abs())
+        per_bias = None
+        if op.bias is not None:
+            agrees = (op.bias > 0) == (z > 0)
+            per_bias = torch.where(agrees, (1 + gamma) * shares, shares)
+        return Passed(passed, per_bias=per_bias)
+
+
+class AlphaBeta(_GradientRule):
+    """Positive parts a w share alpha times the relevance, and negative parts minus beta times.
+
+    Inputs of any sign are allowed.
+
+    Args:
+        alpha: At least 1.
+        beta: alpha - 1.
+
+    Raises:
+        MethodError: alpha - beta is not 1, or beta is negative.
+
+    Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
+        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
+    """
+
+    def __init__(self, alpha: float = 2.0, beta: float = 1.0) -> None:
+        self.alpha, self.beta = check_number("alpha", alpha, least=1), check_number("beta", beta, least=0)
+        if alpha - beta != 1:
+            raise MethodError(f"alpha={alpha} and beta={beta}: expected alpha - beta = 1, so that relevance is conserved")
+        self.name = f"alpha{alpha:g}-beta{beta:g}"
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        relevance = op.output * grad
+        if not self.beta and op.is_nonnegative:
+            weight = op.weight.clamp(min=0)
+            positive = op.run(op.input, weight)
+            positive = positive if op.bias is None else positive + op.bias.clamp(min=0)
+            shares = divided(relevance, positive)
+            per_bias = None if op.bias is None else torch.where(op.bias > 0, shares, 0)
+            absorbed = torch.where(positive == 0, relevance, 0)
+            return Passed(op.transposed(shares, weight), per_bias=per_bias, absorbed=absorbed)
+        positive, negative = _parts(op)
+        up, down = divided(self.alpha * relevance, positive), divided(self.beta * relevance, negative)
+        passed = op.back((up - down) / 2)
+        passed += op.input.sign() * op.transposed((up + down) / 2, op.weight.abs())
+        per_bias = None if op.bias is None else torch.where(op.bias > 0, up, -down)
+        absorbed = torch.where(positive == 0, self.alpha * relevance, 0)
+        absorbed -= torch.where(negative == 0, self.beta * relevance, 0)
+        return Passed(passed, per_bias=per_bias, absorbed=absorbed)
+
+
+class ZPlus(AlphaBeta):
+    """Only positive parts a w receive relevance: `AlphaBeta` with alpha 1 and beta 0.
+
+    Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
+        https://arxiv.org/abs/1512.02479.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1.0, 0.0)
+        self.name = "z+"
+
+
+class ZBox(Rule):
+    """The rule of pixels between two bounds: the parts are a w - low w+ - high w-.
+
+    Args:
+        low, high: The bounds of the model's input: a number, or one per channel. By default, those of black and white
+            under the method's preprocessing.
+
+    Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
+        https://arxiv.org/abs/1512.02479.
+    """
+
+    name = "z-box"
+
+    def __init__(self, low: float | Sequence[float] | None = None, high: float | Sequence[float] | None = None) -> None:
+        self.low, self.high = low, high
+
+    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
+        if self.low is None or self.high is None:
+            raise MethodError(
+                "the rule z-box needs the bounds of the input: pass ZBox(low, high), or a model with a preprocessing"
+            )
+        low, high = (_per_channel(bound, op.input) for bound in (self.low, self.high))
+        up, down = op.weight.clamp(min=0), op.weight.clamp(max=0)
+        z = op.unbiased - op.run(low, up) - op.run(high, down)
+        shares = divided(relevance, z)
+        passed = op.input * op.back(shares)
+        return passed - low * op.transposed(shares, up) - high * op.transposed(shares, down)
+
+
+class WSquare(Rule):
+    """The relevance is shared in proportion to the squared weights, regardless of the input.
+
+    Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
+        https://arxiv.org/abs/1512.02479.
+    """
+
+    name = "w2"
+
+    def weights(self, op: LinearOperation) -> Tensor:
+        """Return the weights of the shares."""
+        return op.weight.square()
+
+    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
+        weights = self.weights(op)
+        return op.transposed(divided(relevance, op.run(torch.ones_like(op.input), weights)), weights)
+
+
+class Flat(WSquare):
+    """The relevance is shared equally among the inputs of each output.
+
+    Source: Lapuschkin et al., "Unmasking Clever Hans Predictors and Assessing What Machines Really Learn" (2019),
+        https://arxiv.org/abs/1902.10178.
+    """
+
+    name = "flat"
+
+    def weights(self, op: LinearOperation) -> Tensor:
+        """Return the weights of the shares."""
+        return torch.ones_like(op.weight)
+
+
+class Pass(Rule):
+    """The relevance passes unchanged. Input and output have the same shape.
+
+    Raises:
+        MethodError: They have different shapes.
+    """
+
+    name = "pass"
+
+    def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
+        """Return the relevance of the input, given the relevance of the output."""
+        if relevance.shape != op.input.shape:
+            shapes = f"{tuple(op.input.shape)} to {tuple(relevance.shape)}"
+            raise MethodError(f"the rule pass needs an output like the input, but this operation maps {shapes}")
+        return relevance
+
+
+def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide two tensors; 0 where the denominator is 0."""
+    return torch.where(denominator == 0, 0, numerator / denominator)
+
+
+def _parts(op: LinearOperation) -> tuple[Tensor, Tensor]:
+    """Return the sums of the positive and of the negative parts, with the bias."""
+    magnitudes = op.run(op.input.abs(), op.weight.abs())
+    positive, negative = (op.unbiased + magnitudes) / 2, (op.unbiased - magnitudes) / 2
+    rounding = _ROUNDING * torch.finfo(positive.dtype).eps * (magnitudes if op.bias is None else magnitudes + op.bias.abs())
+    positive, negative = torch.where(positive > rounding, positive, 0), torch.where(-negative > rounding, negative, 0)
+    if op.bias is None:
+        return positive, negative
+    return positive + op.bias.clamp(min=0), negative + op.bias.clamp(max=0)
+
+
+def _per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:
+    values = torch.as_tensor(bound, dtype=like.dtype, device=like.device)
+    return values.reshape(-1, *[1] * (like.dim() - 2)).expand_as(like)

@@ -1,0 +1,189 @@
+"""Walk the autograd graph of one call from the score to the input, with a rule for each operation.
+
+The walk carries G, where the relevance of a value x is R = x * G. In this form sums, views, poolings and products with
+constants keep their gradient, and only few operations need a rule. A node without a rule is called as a function, so
+nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ..attribution.forward import TargetGradients, at_least_float32
+from ..errors import NotApplicableError
+from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
+from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
+from ..hooks.rectifiers import nodes_between
+
+_Edge = tuple[Node, int]
+# Operations that move numbers without changing them, besides views.
+_MOVES = {"cat", "clone", "constant_pad_nd", "copy", "flip", "index_select", "roll", "_to_copy"}
+
+
+class Visit(NamedTuple):
+    """One node of a walk, with what arrives at its results.
+
+    Attributes:
+        walk: The walk.
+        node: The node.
+        operation: The operation of the node; None if it was not recorded.
+        grads: G at each result; None for a result without influence.
+        on_path: Whether each operand depends on the image.
+    """
+
+    walk: Walk
+    node: Node
+    operation: Operation | None
+    grads: Gradients
+    on_path: list[bool]
+
+    @property
+    def grad(self) -> Tensor:
+        """G at the first result that has one."""
+        return next(grad for grad in self.grads if grad is not None)
+
+    def plain(self) -> Gradients:
+        """Return the gradients at the operands."""
+        return call_node(self.node, self.grads)
+
+    def absorb(self, name: str, values: Tensor) -> None:
+        """Add values to an entry of the ledger."""
+        self.walk.ledger[name] = self.walk.ledger[name] + self.walk.per_image(values, self.node)
+
+
+Rule = Callable[[Visit], Gradients]
+
+
+class Walk:
+    """One pass from the scores to the image.
+
+    Args:
+        grads: The forward, with its record, and the scores.
+        rule: The function from a visit to G at the operands of the node.
+        watched: Tensors of the forward at which G is kept, by name.
+        changes: Functions that change G at watched tensors, by name.
+        length_first: Whether a shape (length, N, ...) is read as such even if the length is a multiple of N.
+
+    Attributes:
+        relevance: The relevance of the image (N, C, H, W).
+        at: G at the watched tensors, by name.
+        ledger: The shares (N,) of the scores that do not reach the image, by name.
+        treated: The number of operations by kind and rule.
+    """
+
+    def __init__(
+        self,
+        grads: TargetGradients,
+        rule: Rule,
+        watched: Mapping[str, Tensor] | None = None,
+        changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        *,
+        length_first: bool = False,
+    ) -> None:
+        x, score = grads.forward.x, grads.scores_in_graph
+        self.images = len(x)
+        self.record: OperationRecord = grads.forward.operations
+        self.nodes = nodes_between(score, x)
+        end = get_gradient_edge(x)
+        self.on_path = {*self.nodes, end.node}
+        self.users = Counter(edge for node in self.nodes for edge in next_functions(node))
+        self.at: dict[str, Tensor] = {}
+        self.ledger: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=x.device))
+        self.treated: Counter[str] = Counter()
+        self._rule, self._changes, self._length_first = rule, changes or {}, length_first
+        edges = {name: get_gradient_edge(tensor) for name, tensor in (watched or {}).items()}
+        self._watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
+        self._arrived: dict[_Edge, Tensor] = {}
+        self._fixed: dict[_Edge, Tensor] = {}  # relevance that has no G
+        self._interleaved: set[Node] = set()
+        start = get_gradient_edge(score)
+        self._arrived[start.node, start.output_nr] = torch.ones_like(score)
+        with torch.no_grad():
+            for node in self.nodes:
+                self._visit(node)
+        gradient = self._arrived.get((end.node, end.output_nr))
+        fixed = self._fixed.get((end.node, end.output_nr), torch.zeros_like(grads.x))
+        self.relevance = fixed if gradient is None else torch.addcmul(fixed, grads.x, gradient)
+
+    def _visit(self, node: Node) -> None:
+        count = result_count(node)
+        grads = tuple(self._watch((node, at), self._arrived.pop((node, at), None)) for at in range(count))
+        on_path = [function in self.on_path for function, _ in next_functions(node)]
+        visit = Visit(self, node, self.record.operation(node), grads, on_path)
+        if any(grad is not None for grad in grads):
+            self._pass_on(visit, self._rule(visit), self._arrived)
+        fixed = tuple(self._fixed.pop((node, at), None) for at in range(count))
+        if any(part is not None for part in fixed):
+            visit = visit._replace(grads=fixed)
+            self._pass_on(visit, _moved(visit), self._fixed)
+
+    def _watch(self, edge: _Edge, grad: Tensor | None) -> Tensor | None:
+        """Keep and change G at a watched tensor."""
+        name = self._watched.get(edge)
+        if name is None or grad is None:
+            return grad
+        if name in self._changes:
+            grad = self._changes[name](grad)
+        self.at[name] = grad
+        return grad
+
+    def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[_Edge, Tensor]) -> None:
+        for edge, on_path, grad in zip(next_functions(visit.node), visit.on_path, grads, strict=False):
+            if grad is None or not on_path:
+                continue
+            node, at = edge
+            assert node is not None
+            # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
+            grad = result_spec(node, at).fitted(grad)
+            known = arrived.get((node, at))
+            arrived[node, at] = grad if known is None else known + grad
+            if self.images > 1 and self._flattens_length_first(visit, grad.shape):
+                self._interleaved.add(node)
+
+    def fix(self, edge: _Edge, relevance: Tensor) -> None:
+        """Send relevance to an operand that has no G, because the operand may be zero."""
+        known = self._fixed.get(edge)
+        self._fixed[edge] = relevance if known is None else known + relevance
+
+    def _is_length_first(self, shape: torch.Size) -> bool:
+        """Return whether a shape is (length, N, ...), as inside `nn.MultiheadAttention`, instead of (N, ...)."""
+        return shape[1:2] == (self.images,) and (self._length_first or shape[0] % self.images > 0)
+
+    def _flattens_length_first(self, visit: Visit, shape: torch.Size) -> bool:
+        """Return whether an operand has the images of a batch interleaved along its first dimension."""
+        result = visit.grad.shape
+        if visit.node in self._interleaved:
+            return shape[:1] == result[:1]
+        return self._is_length_first(result) and shape[:1] == (result[:2].numel(),)
+
+    def per_image(self, values: Tensor, node: Node) -> Tensor:
+        """Return the sums (N,) of values over all positions of each image."""
+        values = at_least_float32(values)
+        if self.images == 1:
+            return values.sum().reshape(1)
+        if node in self._interleaved:
+            return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
+        if self._is_length_first(values.shape):
+            values = values.transpose(0, 1)
+        return values.reshape(self.images, -1).sum(1)
+
+
+def _moved(visit: Visit) -> Gradients:
+    """Return relevance at the operands of an operation that moves numbers, or changes each by a constant."""
+    operation = visit.operation
+    if operation is not None:
+        if is_view(operation.op) or operation.name in _MOVES:
+            return visit.plain()
+        if is_pointwise(operation.op) or (operation.name in {"mul", "div", *ADDITIVE} and sum(visit.on_path) == 1):
+            return tuple(visit.grad if on_path else None for on_path in visit.on_path)
+    name = operation.name if operation else visit.node.name()
+    raise NotApplicableError(
+        f"the rules flat, w2 and z-box give relevance to the image itself, but {name} lies between; use them for the "
+        "first layer only"
+    )
