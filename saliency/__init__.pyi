@@ -1,4 +1,5 @@
 from . import inspection as inspection
+from . import relevance as relevance
 from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
 from .attribution.base import BatchAttribution as BatchAttribution
@@ -65,6 +66,10 @@ from .methods.integrated_gradients import IntegratedGradients as IntegratedGradi
 from .methods.lime_shap import LIME as LIME
 from .methods.lime_shap import KernelSHAP as KernelSHAP
 from .methods.lime_shap import ShapleySampling as ShapleySampling
+from .methods.lrp import CPLRP as CPLRP
+from .methods.lrp import LRP as LRP
+from .methods.lrp import AttnLRP as AttnLRP
+from .methods.lrp import RelevancePropagation as RelevancePropagation
 from .methods.mask_optimisation import ExtremalPerturbation as ExtremalPerturbation
 from .methods.mask_optimisation import MeaningfulPerturbation as MeaningfulPerturbation
 from .methods.occlusion import Occlusion as Occlusion

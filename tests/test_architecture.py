@@ -30,6 +30,7 @@ LAYERS = [
     "layers",
     "attribution",
     "engine",
+    "relevance",
     "methods",
     "render",
     "inspection",

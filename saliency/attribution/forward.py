@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..errors import LayerError, TargetError
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import Keep, OperationRecord
-from ..hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, refuse_checkpoints
+from ..hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, nodes_between, refuse_checkpoints
 from ..layers.find import layout_of
 from ..layers.layout import Layout
 from .resolved_target import ResolvedTarget
@@ -105,6 +107,7 @@ class TargetGradients:
         x: (N, C, H, W) the batch.
         scores: (N,) the scores.
         scores_in_graph: The same, with the graph of the forward.
+        walks: Walks of the graph that methods share, with the settings of each.
     """
 
     def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
@@ -114,9 +117,16 @@ class TargetGradients:
             self.scores_in_graph = target(forward.output)
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
+        self.walks: list[tuple[Any, Any]] = []
         self._layer_gradients: dict[str, Tensor] | None = None
         self._input_gradient: Tensor | None = None
         self._sites: Sites | None = None
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes of the autograd graph between the scores and the input, in the order of a backward pass."""
+        self.require_gradient()
+        return nodes_between(self.scores_in_graph, self.forward.x)
 
     def activation(self, layer: str) -> Tensor:
         """Return the output of a layer as maps (N, K, h, w)."""

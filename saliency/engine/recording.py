@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -186,8 +186,8 @@ class Tape(DispatchMode):
         placeholders = _map([args, kwargs], self._placeholder) if dependent else None
         targets = written(op, args, kwargs)
         if dependent:
-            self.overwritten |= {self._held[id(tensor)] for tensor in written if tensor not in self._known}
-        for tensor in written:
+            self.overwritten |= {self._held[id(tensor)] for tensor in targets if tensor not in self._known}
+        for tensor in targets:
             self._before_write(tensor)
         result = op(*args, **kwargs)
         if placeholders:

@@ -158,7 +158,8 @@ def result_spec(node: Any, at: int) -> GradSpec:
 
 def call_node(node: Any, grads: Gradients) -> Gradients:
     """Return the gradients that an operation passes to its operands. `grads` has one for each result, or None."""
-    result = node.apply(*grads) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(*grads)
+    is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    result: Any = getattr(node, "apply" if is_python else "__call__")(*grads)
     return result if isinstance(result, tuple) else (result,)
 
 

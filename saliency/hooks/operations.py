@@ -21,7 +21,7 @@ from .autograd_graph import DispatchMode, OpOverload, current_sequence_nr, opera
 from .manager import HookManager
 from .pytree import tree_map_tensors, tree_tensors
 
-Op = OpOverload
+Op = OpOverload[..., Any]
 
 
 class Keep(IntEnum):
@@ -47,7 +47,7 @@ class Operation:
         result: Its result; None if it is not kept.
     """
 
-    op: Op[..., Any]
+    op: Op
     args: dict[str, Any] = field(default_factory=dict)
     result: Any = None
 
@@ -63,31 +63,31 @@ class Operation:
 
 
 @cache
-def operator_name(op: Op[..., Any]) -> str:
+def operator_name(op: Op) -> str:
     """Return the name of an operator without its overload, the same for an operation in place."""
     name: str = op.overloadpacket.__name__
     return name.rstrip("_")
 
 
 @cache
-def _schema(op: Op[..., Any]) -> dict[str, bool]:
+def _schema(op: Op) -> dict[str, bool]:
     """The arguments of an operation by name, and whether it writes to them."""
     arguments = operator_schema(op).arguments
     return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
 
 @cache
-def argument_names(op: Op[..., Any]) -> frozenset[str]:
+def argument_names(op: Op) -> frozenset[str]:
     """Return the names of the arguments of an operation."""
     return frozenset(_schema(op))
 
 
-def named_arguments(op: Op[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by name, without those that are left at their default."""
     return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
 
 
-def written(op: Op[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     if not any(_schema(op).values()):
         return []
@@ -103,7 +103,7 @@ _NORMALISING = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_
 
 
 @cache
-def is_pointwise(op: Op[..., Any]) -> bool:
+def is_pointwise(op: Op) -> bool:
     """Return whether an operation computes each number of its result from one number of its first operand."""
     name = operator_name(op)
     if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
@@ -113,26 +113,26 @@ def is_pointwise(op: Op[..., Any]) -> bool:
 
 
 @cache
-def is_view(op: Op[..., Any]) -> bool:
+def is_view(op: Op) -> bool:
     """Return whether an operation returns a view of its operand, or the same numbers in another shape."""
     aliases = [part.alias_info for part in operator_schema(op).returns]
     return any(alias is not None and not alias.is_write for alias in aliases) or operator_name(op) == "_unsafe_view"
 
 
 @cache
-def is_attention(op: Op[..., Any]) -> bool:
+def is_attention(op: Op) -> bool:
     """Return whether an operation is a fused attention, of any kernel."""
     return {"query", "key", "value"} <= _schema(op).keys()
 
 
 @cache
-def is_batch_norm(op: Op[..., Any]) -> bool:
+def is_batch_norm(op: Op) -> bool:
     """Return whether an operation is a batch norm, of any kernel."""
     return "running_var" in _schema(op)
 
 
 @cache
-def _kept(op: Op[..., Any], keep: Keep) -> bool:
+def _kept(op: Op, keep: Keep) -> bool:
     """Return whether a record keeps the operands of an operation."""
     name = operator_name(op)
     if name == "relu":  # of degree one, so its gradient is enough
@@ -209,7 +209,7 @@ class OperationRecord(DispatchMode):
         self._dependent.difference_update(map(_address, tree_tensors(result)))
         return result
 
-    def _arguments(self, op: Op[..., Any], args: Any, kwargs: Any, kept: bool) -> dict[str, Any]:
+    def _arguments(self, op: Op, args: Any, kwargs: Any, kept: bool) -> dict[str, Any]:
         if not kept and operator_name(op) not in ADDITIVE:
             return {}
         named = named_arguments(op, args, kwargs)

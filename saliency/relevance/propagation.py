@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ..attribution.forward import TargetGradients
 from ..errors import MethodError, NotApplicableError, did_you_mean
 from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec
 from ..hooks.operations import (
@@ -45,7 +46,18 @@ _PLAIN = {
     *("_upsample_nearest_exact2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "index", "index_select"),
     *("gather", "index_put", "roll", "flip", "repeat", "where", "masked_fill", "im2col", "col2im", "cumsum"),
     *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "select_scatter"),
-    *("as_strided", "slice_scatter", "linalg_vector_norm", "norm", "topk", "sort", "tril", "triu", "native_dropout", "unfold"),
+    *(
+        "as_strided",
+        "slice_scatter",
+        "linalg_vector_norm",
+        "norm",
+        "topk",
+        "sort",
+        "tril",
+        "triu",
+        "native_dropout",
+        "unfold",
+    ),
 }
 _NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 _SOFTMAX = {"_softmax", "_safe_softmax"}
@@ -60,7 +72,7 @@ _GRADIENT = Epsilon(0)
 
 
 @cache
-def kind_of(op: Op[..., Any]) -> str:
+def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
     named = {"norm": _NORMS, "softmax": _SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}, "plain": _PLAIN}
@@ -74,9 +86,9 @@ class Composite:
     """The rules of a walk.
 
     Attributes:
-        rules: From an operation kind ("conv", "linear", or "first" for those before which no other convolution or matrix
-            product runs), a layer's name, or a pattern of names, to a rule. Names precede "first", which precedes the
-            kinds. Others pass their gradient.
+        rules: From an operation kind ("conv", "linear", or "first" for those before which no other convolution or
+            matrix product runs), a layer's name, or a pattern of names, to a rule. Names precede "first", which
+            precedes the kinds. Others pass their gradient.
         constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
             all relevance. Otherwise each factor gets half.
     """
@@ -94,9 +106,17 @@ class Composite:
             matches = fnmatch.filter(names, pattern)
             if not matches:
                 kinds = ", ".join(_KINDS)
-                raise MethodError(f'composite: no layer "{pattern}"{did_you_mean(pattern, names)} (the kinds are {kinds})')
+                raise MethodError(
+                    f'composite: no layer "{pattern}"{did_you_mean(pattern, names)} (the kinds are {kinds})'
+                )
             rules |= dict.fromkeys(matches, rule)
         return rules
+
+
+def has_attention(grads: TargetGradients) -> bool:
+    """Return whether the scores depend on the image through attention, fused or not."""
+    operations = map(grads.forward.operations.operation, grads.nodes)
+    return any(kind_of(operation.op) in ("attention", "softmax") for operation in operations if operation)
 
 
 class _Merged(NamedTuple):
@@ -128,14 +148,14 @@ class Propagation:
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
-        operation = _operation(visit)
+        operation = visit.known
         if operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items())):
             visit.absorb("tokens", (visit.grad * _constant_part(visit, operation)).nan_to_num_(0, 0, 0))
         return visit.plain()
 
     def _linear(self, visit: Visit) -> Gradients:
         """Apply the rule of a convolution or matrix product with constant weights."""
-        operation, walk = _operation(visit), visit.walk
+        operation, walk = visit.known, visit.walk
         offset = int(operation.name in ("addmm", "baddbmm"))  # the first operand is a summand
         factors = visit.on_path[offset : offset + 2]
         if all(factors):
@@ -150,7 +170,7 @@ class Propagation:
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = passed.grad
         if passed.relevance is not None:
-            walk.fix(next_functions(visit.node)[at + offset], passed.relevance)
+            walk.fix(visit, at + offset, passed.relevance)
         if offset and visit.on_path[0]:
             grads[0] = passed.per_bias
         elif passed.per_bias is not None and op.bias is not None:
@@ -160,7 +180,7 @@ class Propagation:
         return tuple(grads)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
-        """Return the rule of a linear operation: that of the innermost named layer, of the first ones, or of its kind."""
+        """Return the rule of a linear operation: by the innermost named layer, by "first", or by kind."""
         names = visit.walk.record.modules(visit.node)
         named = [name for name in names if name in self.layers]
         if named:
@@ -186,12 +206,14 @@ class Propagation:
         return self._first
 
     def _batch_norm(self, visit: Visit) -> Gradients:
-        """Merge a batch norm into the linear operation before it if nothing else reads that; else share by magnitude."""
-        operation, walk = _operation(visit), visit.walk
+        """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
+        operation, walk = visit.known, visit.walk
         args = operation.args
         if args["running_var"] is None or args.get("training"):
             return self._norm(visit)
-        scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt() * (1 if args["weight"] is None else args["weight"])
+        scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt() * (
+            1 if args["weight"] is None else args["weight"]
+        )
         shift = (0 if args["bias"] is None else args["bias"]) - args["running_mean"] * scale
         x = args["input"]
         scale, shift = _channels(scale, x), _channels(shift, x)
@@ -200,7 +222,7 @@ class Propagation:
         if source is not None:
             self._merged[source] = _Merged(scale, shift, y_grad)
             walk.treated["batch_norm merged"] += 1
-            # G of the unmerged output is only read where this output is watched.
+            # G at the unmerged output is read only if that is watched, through a clone.
             is_direct = next_functions(visit.node)[0][0] is source
             return (y_grad if is_direct else divided((x * scale + shift) * y_grad, x), None, None)
         walk.treated["batch_norm by |z|"] += 1
@@ -212,42 +234,42 @@ class Propagation:
     def _mergeable(self, visit: Visit) -> Node | None:
         """Return the convolution or product before a batch norm if only the batch norm reads it; else None."""
         walk = visit.walk
-        edge = next_functions(visit.node)[0]
-        operation = walk.record.operation(edge[0]) if edge[0] in walk.on_path else None
-        while operation is not None and operation.name == "clone" and walk.users[edge] == 1:
-            edge = next_functions(edge[0])[0]
-            operation = walk.record.operation(edge[0]) if edge[0] in walk.on_path else None
-        is_linear = operation is not None and operation.name in ("convolution", "addmm", "mm")
-        if not is_linear or walk.users[edge] != 1 or operation.args.get("transposed"):
-            return None
-        return edge[0]
+        while True:
+            edge = next_functions(visit.node)[0]
+            node, operation = edge[0], edge[0] and walk.record.operation(edge[0])
+            if node not in walk.on_path or operation is None or walk.users[edge] != 1:
+                return None
+            if operation.name != "clone":
+                break
+            visit = visit._replace(node=node)
+        is_linear = operation.name in ("convolution", "addmm", "mm") and not operation.args.get("transposed")
+        return node if is_linear else None
 
     def _norm(self, visit: Visit) -> Gradients:
-        """Pass through the centring, with the standard deviation as a constant."""
-        operation = _operation(visit)
+        """Pass through the centring, with the deviation as a constant."""
+        operation = visit.known
         x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
-        deviation = operation.result[-1] if operation.name == "_fused_rms_norm" else operation.result[2]
-        visit.walk.treated[f"{operation.name.removeprefix('native_')} with constant deviation"] += 1
-        if operation.name in ("native_layer_norm", "_fused_rms_norm"):
-            dims = list(range(x.dim() - len(operation.args["normalized_shape"]), x.dim()))
-            grouped, parameters = x.shape, lambda parameter: parameter
+        visit.walk.treated[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
+        if shape := operation.args.get("normalized_shape"):
+            grouped, dims = x.shape, list(range(x.dim() - len(shape), x.dim()))
+        elif groups := operation.args.get("group"):
+            grouped, dims = torch.Size([len(x), groups, x[0].numel() // groups]), [2]
         else:
-            groups = operation.args.get("group", x.shape[1])
-            grouped = torch.Size([x.shape[0], groups, -1]) if operation.name == "native_group_norm" else x.shape
-            dims = [2] if operation.name == "native_group_norm" else [0, *range(2, x.dim())]
-            parameters = partial(_channels, like=x)
-            deviation = deviation.view(x.shape[0], groups, 1) if "group" in operation.name else _channels(deviation, x)
-        grad = visit.grad if weight is None else visit.grad * parameters(weight)
+            grouped, dims = x.shape, [0, *range(2, x.dim())]
+        sizes = [1 if dim in dims else size for dim, size in enumerate(grouped)]
+        rstd = operation.result[1 if operation.name == "_fused_rms_norm" else 2].reshape(sizes)
+        if not shape:
+            weight, bias = (None if parameter is None else _channels(parameter, x) for parameter in (weight, bias))
         if bias is not None:
-            visit.absorb("biases", visit.grad * parameters(bias))
-        grad = grad.reshape(grouped) * deviation
+            visit.absorb("biases", visit.grad * bias)
+        grad = (visit.grad if weight is None else visit.grad * weight).reshape(grouped) * rstd
         if operation.name != "_fused_rms_norm":
-            grad = grad - grad.mean(dims, keepdim=True)
-        return (grad.reshape(x.shape), None, None)
+            grad -= grad.mean(dims, keepdim=True)
+        return (grad.reshape(x.shape), *[None] * (len(visit.on_path) - 1))
 
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
-        operation = _operation(visit)
+        operation = visit.known
         name = next(iter(operation.args))
         x = operation.args[name]
         at_zero = _applied(operation, x.new_zeros(()))
@@ -256,7 +278,10 @@ class Propagation:
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
         if bool(at_zero):
             visit.absorb("activations", visit.grad * at_zero)
-        return (visit.grad * secant(operation, x, torch.zeros_like(x), operation.result, at_zero), *[None] * (len(visit.on_path) - 1))
+        return (
+            visit.grad * secant(operation, x, torch.zeros_like(x), operation.result, at_zero),
+            *[None] * (len(visit.on_path) - 1),
+        )
 
     def _mul(self, visit: Visit) -> Gradients:
         """Pass the gradient of a product with a constant."""
@@ -264,7 +289,7 @@ class Propagation:
 
     def _product(self, visit: Visit) -> Gradients:
         """Give each factor of a product half of the relevance, or all to one if the other counts as constant."""
-        operation, walk = _operation(visit), visit.walk
+        operation, walk = visit.known, visit.walk
         grads = list(visit.plain())
         factors = [at for at, on_path in enumerate(visit.on_path) if on_path]
         if operation.name == "baddbmm" and len(factors) == 3:
@@ -297,17 +322,16 @@ class Propagation:
 
     def _softmax(self, visit: Visit) -> Gradients:
         """Pass the gradient of a softmax, or nothing if attention weights count as constant."""
-        operation = _operation(visit)
+        operation = visit.known
         z, s = operation.args["self"], operation.result
-        passed = torch.zeros_like(z) if self.composite.constant_gates else visit.plain()[0]
-        assert passed is not None
+        passed = torch.zeros_like(z) if self.composite.constant_gates else cast("Tensor", visit.plain()[0])
         visit.walk.treated["softmax as a constant" if self.composite.constant_gates else "softmax by gradient"] += 1
         visit.absorb("softmax", s * visit.grad - torch.where(s > 0, z * passed, 0))
         return (passed,)
 
     def _attention(self, visit: Visit) -> Gradients:
         """Give the value half of the relevance, and query and key a quarter each; or all to the value."""
-        operation = _operation(visit)
+        operation = visit.known
         query, key, value = visit.on_path[:3]
         weighs = (query or key) and not self.composite.constant_gates
         at_value = (0.5 if weighs else 1.0) if value else 0.0
@@ -315,7 +339,9 @@ class Propagation:
         at_weights = share / (query + key) if weighs else 0.0
         grads = [
             None if grad is None or not on_path else grad * factor
-            for grad, on_path, factor in zip(visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False)
+            for grad, on_path, factor in zip(
+                visit.plain(), visit.on_path, (at_weights, at_weights, at_value), strict=False
+            )
         ]
         visit.walk.treated["attention"] += 1
         visit.absorb("softmax", operation.result[0] * visit.grad)
@@ -348,11 +374,6 @@ class Propagation:
         "softmax": _softmax,
         "attention": _attention,
     }
-
-
-def _operation(visit: Visit) -> Operation:
-    assert visit.operation is not None
-    return visit.operation
 
 
 def _holds_constant(argument: tuple[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Rules of layer-wise relevance propagation for linear operations: convolutions and matrix products.
 
-For an input a, weights W, bias b and output z = W a + b, a rule divides the relevance R = z * G of each output among the
-inputs. Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to
+For an input a, weights W, bias b and output z = W a + b, a rule divides the relevance R = z * G of each output among
+the inputs. Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to
 (W a + t) / 2 and their negative parts to (W a - t) / 2.
 """
 
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class Rule(ABC):
                 return op.transposed(relevance / op.run(torch.ones_like(op.input), ones), ones)
     """
 
-    name: str = "own rule"
+    name: ClassVar[str] = "own rule"
 
     @abstractmethod
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
@@ -125,21 +125,16 @@ class Rule(ABC):
         """Return what the rule passes to the input, given G at the output."""
         return Passed(relevance=self.relevance(op, op.output * grad))
 
-    def __repr__(self) -> str:
-        """Return the name of the rule."""
-        return self.name
-
 
 class _GradientRule(Rule):
     """Base class of the rules that give no relevance to an input of zero."""
 
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
-        grad = self.propagate(op, divided(relevance, op.output)).grad
-        assert grad is not None
-        return op.input * grad
+        return op.input * cast("Tensor", self.propagate(op, divided(relevance, op.output)).grad)
 
 
+@dataclass(frozen=True)
 class Epsilon(_GradientRule):
     """Each input receives its share a w / (z + epsilon sign z); epsilon absorbs relevance where z is small.
 
@@ -154,11 +149,12 @@ class Epsilon(_GradientRule):
         Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
     """
 
-    name = "epsilon"
+    name: ClassVar[str] = "epsilon"
+    epsilon: float = 1e-6
+    relative: bool = True
 
-    def __init__(self, epsilon: float = 1e-6, *, relative: bool = True) -> None:
-        self.epsilon = check_number("epsilon", epsilon, least=0)
-        self.relative = relative
+    def __post_init__(self) -> None:
+        check_number("epsilon", self.epsilon, least=0)
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
@@ -173,6 +169,7 @@ class Epsilon(_GradientRule):
         return Passed(op.back(kept), per_bias=kept, absorbed=z * (grad - kept))
 
 
+@dataclass(frozen=True)
 class Gamma(_GradientRule):
     """Like `Epsilon` with 0, but parts a w with the sign of the output count 1 + gamma times.
 
@@ -189,10 +186,11 @@ class Gamma(_GradientRule):
         (2019), https://doi.org/10.1007/978-3-030-28954-6_10.
     """
 
-    name = "gamma"
+    name: ClassVar[str] = "gamma"
+    gamma: float = 0.25
 
-    def __init__(self, gamma: float = 0.25) -> None:
-        self.gamma = check_number("gamma", gamma, least=0)
+    def __post_init__(self) -> None:
+        check_number("gamma", self.gamma, least=0)
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
@@ -211,6 +209,7 @@ class Gamma(_GradientRule):
         return Passed(passed, per_bias=per_bias)
 
 
+@dataclass(frozen=True)
 class AlphaBeta(_GradientRule):
     """Positive parts a w share alpha times the relevance, and negative parts minus beta times.
 
@@ -227,11 +226,14 @@ class AlphaBeta(_GradientRule):
         Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
     """
 
-    def __init__(self, alpha: float = 2.0, beta: float = 1.0) -> None:
-        self.alpha, self.beta = check_number("alpha", alpha, least=1), check_number("beta", beta, least=0)
-        if alpha - beta != 1:
-            raise MethodError(f"alpha={alpha} and beta={beta}: expected alpha - beta = 1, so that relevance is conserved")
-        self.name = f"alpha{alpha:g}-beta{beta:g}"
+    name: ClassVar[str] = "alpha-beta"
+    alpha: float = 2.0
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, least=0)
+        if self.alpha - self.beta != 1:
+            raise MethodError(f"alpha={self.alpha} and beta={self.beta}: expected alpha - beta = 1")
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
@@ -254,6 +256,7 @@ class AlphaBeta(_GradientRule):
         return Passed(passed, per_bias=per_bias, absorbed=absorbed)
 
 
+@dataclass(frozen=True)
 class ZPlus(AlphaBeta):
     """Only positive parts a w receive relevance: `AlphaBeta` with alpha 1 and beta 0.
 
@@ -261,11 +264,12 @@ class ZPlus(AlphaBeta):
         https://arxiv.org/abs/1512.02479.
     """
 
-    def __init__(self) -> None:
-        super().__init__(1.0, 0.0)
-        self.name = "z+"
+    name: ClassVar[str] = "z+"
+    alpha: float = 1.0
+    beta: float = 0.0
 
 
+@dataclass(frozen=True)
 class ZBox(Rule):
     """The rule of pixels between two bounds: the parts are a w - low w+ - high w-.
 
@@ -277,10 +281,10 @@ class ZBox(Rule):
         https://arxiv.org/abs/1512.02479.
     """
 
-    name = "z-box"
+    name: ClassVar[str] = "z-box"
 
-    def __init__(self, low: float | Sequence[float] | None = None, high: float | Sequence[float] | None = None) -> None:
-        self.low, self.high = low, high
+    low: float | Sequence[float] | None = None
+    high: float | Sequence[float] | None = None
 
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
@@ -296,6 +300,7 @@ class ZBox(Rule):
         return passed - low * op.transposed(shares, up) - high * op.transposed(shares, down)
 
 
+@dataclass(frozen=True)
 class WSquare(Rule):
     """The relevance is shared in proportion to the squared weights, regardless of the input.
 
@@ -303,7 +308,7 @@ class WSquare(Rule):
         https://arxiv.org/abs/1512.02479.
     """
 
-    name = "w2"
+    name: ClassVar[str] = "w2"
 
     def weights(self, op: LinearOperation) -> Tensor:
         """Return the weights of the shares."""
@@ -315,6 +320,7 @@ class WSquare(Rule):
         return op.transposed(divided(relevance, op.run(torch.ones_like(op.input), weights)), weights)
 
 
+@dataclass(frozen=True)
 class Flat(WSquare):
     """The relevance is shared equally among the inputs of each output.
 
@@ -322,13 +328,14 @@ class Flat(WSquare):
         https://arxiv.org/abs/1902.10178.
     """
 
-    name = "flat"
+    name: ClassVar[str] = "flat"
 
     def weights(self, op: LinearOperation) -> Tensor:
         """Return the weights of the shares."""
         return torch.ones_like(op.weight)
 
 
+@dataclass(frozen=True)
 class Pass(Rule):
     """The relevance passes unchanged. Input and output have the same shape.
 
@@ -336,7 +343,7 @@ class Pass(Rule):
         MethodError: They have different shapes.
     """
 
-    name = "pass"
+    name: ClassVar[str] = "pass"
 
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
@@ -355,7 +362,9 @@ def _parts(op: LinearOperation) -> tuple[Tensor, Tensor]:
     """Return the sums of the positive and of the negative parts, with the bias."""
     magnitudes = op.run(op.input.abs(), op.weight.abs())
     positive, negative = (op.unbiased + magnitudes) / 2, (op.unbiased - magnitudes) / 2
-    rounding = _ROUNDING * torch.finfo(positive.dtype).eps * (magnitudes if op.bias is None else magnitudes + op.bias.abs())
+    rounding = (
+        _ROUNDING * torch.finfo(positive.dtype).eps * (magnitudes if op.bias is None else magnitudes + op.bias.abs())
+    )
     positive, negative = torch.where(positive > rounding, positive, 0), torch.where(-negative > rounding, negative, 0)
     if op.bias is None:
         return positive, negative

@@ -7,9 +7,9 @@ nothing is computed twice.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
-from ..hooks.rectifiers import nodes_between
 
 _Edge = tuple[Node, int]
 # Operations that move numbers without changing them, besides views.
@@ -48,13 +47,18 @@ class Visit(NamedTuple):
         """G at the first result that has one."""
         return next(grad for grad in self.grads if grad is not None)
 
+    @property
+    def known(self) -> Operation:
+        """The operation of a node whose operation was recorded."""
+        return cast("Operation", self.operation)
+
     def plain(self) -> Gradients:
         """Return the gradients at the operands."""
         return call_node(self.node, self.grads)
 
     def absorb(self, name: str, values: Tensor) -> None:
-        """Add values to an entry of the ledger."""
-        self.walk.ledger[name] = self.walk.ledger[name] + self.walk.per_image(values, self.node)
+        """Add values, in the shape of the result, to an entry of the ledger."""
+        self.walk.absorb(name, values, self.node)
 
 
 Rule = Callable[[Visit], Gradients]
@@ -73,7 +77,7 @@ class Walk:
     Attributes:
         relevance: The relevance of the image (N, C, H, W).
         at: G at the watched tensors, by name.
-        ledger: The shares (N,) of the scores that do not reach the image, by name.
+        ledger: The shares (N,) of the scores, by name: of the input, and of what absorbs relevance.
         treated: The number of operations by kind and rule.
     """
 
@@ -82,19 +86,19 @@ class Walk:
         grads: TargetGradients,
         rule: Rule,
         watched: Mapping[str, Tensor] | None = None,
-        changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        changes: Mapping[str, Callable[[Walk, Tensor], Tensor]] | None = None,
         *,
         length_first: bool = False,
     ) -> None:
         x, score = grads.forward.x, grads.scores_in_graph
         self.images = len(x)
         self.record: OperationRecord = grads.forward.operations
-        self.nodes = nodes_between(score, x)
+        self.nodes = grads.nodes
         end = get_gradient_edge(x)
         self.on_path = {*self.nodes, end.node}
         self.users = Counter(edge for node in self.nodes for edge in next_functions(node))
         self.at: dict[str, Tensor] = {}
-        self.ledger: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=x.device))
+        self.ledger: dict[str, Tensor] = {}
         self.treated: Counter[str] = Counter()
         self._rule, self._changes, self._length_first = rule, changes or {}, length_first
         edges = {name: get_gradient_edge(tensor) for name, tensor in (watched or {}).items()}
@@ -110,6 +114,7 @@ class Walk:
         gradient = self._arrived.get((end.node, end.output_nr))
         fixed = self._fixed.get((end.node, end.output_nr), torch.zeros_like(grads.x))
         self.relevance = fixed if gradient is None else torch.addcmul(fixed, grads.x, gradient)
+        self.ledger = {"input": self._per_image(self.relevance, None), **self.ledger}
 
     def _visit(self, node: Node) -> None:
         count = result_count(node)
@@ -129,25 +134,25 @@ class Walk:
         if name is None or grad is None:
             return grad
         if name in self._changes:
-            grad = self._changes[name](grad)
+            grad = self._changes[name](self, grad)
         self.at[name] = grad
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[_Edge, Tensor]) -> None:
         for edge, on_path, grad in zip(next_functions(visit.node), visit.on_path, grads, strict=False):
-            if grad is None or not on_path:
-                continue
             node, at = edge
-            assert node is not None
+            if node is None or not on_path or grad is None:
+                continue
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            grad = result_spec(node, at).fitted(grad)
+            fitted = result_spec(node, at).fitted(grad)
             known = arrived.get((node, at))
-            arrived[node, at] = grad if known is None else known + grad
-            if self.images > 1 and self._flattens_length_first(visit, grad.shape):
+            arrived[node, at] = fitted if known is None else known + fitted
+            if self.images > 1 and self._flattens_length_first(visit, fitted.shape):
                 self._interleaved.add(node)
 
-    def fix(self, edge: _Edge, relevance: Tensor) -> None:
+    def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
+        edge = cast("_Edge", next_functions(visit.node)[operand])
         known = self._fixed.get(edge)
         self._fixed[edge] = relevance if known is None else known + relevance
 
@@ -162,7 +167,12 @@ class Walk:
             return shape[:1] == result[:1]
         return self._is_length_first(result) and shape[:1] == (result[:2].numel(),)
 
-    def per_image(self, values: Tensor, node: Node) -> Tensor:
+    def absorb(self, name: str, values: Tensor, node: Node | None = None) -> None:
+        """Add values, in the shape of the result of a node or of a watched tensor, to an entry of the ledger."""
+        share = self._per_image(values, node)
+        self.ledger[name] = self.ledger[name] + share if name in self.ledger else share
+
+    def _per_image(self, values: Tensor, node: Node | None) -> Tensor:
         """Return the sums (N,) of values over all positions of each image."""
         values = at_least_float32(values)
         if self.images == 1:

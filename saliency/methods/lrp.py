@@ -1,0 +1,298 @@
+"""Layer-wise relevance propagation: rules instead of gradients, from the score to the pixels."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, cast, get_args
+
+import torch
+from torch import Tensor
+
+from ..attribution.base import BatchAttribution, TracedAttribution
+from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.options import ConvertedOption, Option, PositionalOption
+from ..errors import MethodError, did_you_mean, warn
+from ..hooks.operations import Keep
+from ..hooks.rectifiers import Coverage
+from ..io.preprocess import Preprocess
+from ..layers.find import LayerLike
+from ..relevance.composites import COMPOSITES
+from ..relevance.propagation import Composite, Propagation, Unknown, has_attention
+from ..relevance.rules import Gamma, Rule, ZBox
+from ..relevance.walk import Walk
+from ..validation import check_choice, check_number, is_integer
+from .cam import layer_name
+
+_ROUNDING = 1e-5
+
+MAX_MISSING_SHARE = 1e-3
+"""The share of the score that may be missing from the ledger without a warning."""
+
+CompositeLike = str | Composite | Mapping[str, Rule]
+Through = Mapping[str, Sequence[int]]
+
+
+def as_composite(option: str, composite: CompositeLike) -> Composite:
+    """Return a composite given by name, or as a table of rules. Raises MethodError for anything else."""
+    if isinstance(composite, Composite):
+        return composite
+    if isinstance(composite, str) and composite in COMPOSITES:
+        return COMPOSITES[composite]
+    if isinstance(composite, Mapping) and all(map(_is_rule, composite.values())):
+        return Composite(composite)
+    hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
+    raise MethodError(
+        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind or a layer's name "
+        f"to a rule{hint}"
+    )
+
+
+def _is_rule(rule: object) -> bool:
+    return isinstance(rule, Rule)
+
+
+def _as_channels(option: str, through: Any) -> Through:
+    """Return the channels of layers. Raises MethodError for anything but a mapping from layers to lists of channels."""
+    lists = list(through.values()) if isinstance(through, Mapping) else [None]
+    if not all(isinstance(channels, list | tuple) and all(is_integer(c, 0) for c in channels) for channels in lists):
+        raise MethodError(f'{option}={through!r}: expected channels by layer, such as {{"layer4.1": [12, 40]}}')
+    return cast("Through", through)
+
+
+class RelevancePropagation(TracedAttribution):
+    """Base class of relevance propagation: one forward, and one walk of its graph with the rules of a composite.
+
+    Args:
+        model: As for every method.
+        layer: The layer at which relevance is read, summed over its channels; None for the input.
+        through: Channels by layer: only relevance that passes through these channels counts (concept relevance).
+        unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
+        **options: As for `saliency.Attribution`.
+    """
+
+    keep = Keep.LINEAR
+
+    layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
+    through: Option[Through | None] = Option(None, _as_channels)
+    unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
+
+    def __post_init__(self) -> None:
+        self._through = {layer_name(self, layer): list(channels) for layer, channels in (self.through or {}).items()}
+
+    @abstractmethod
+    def rules(self, grads: TargetGradients) -> Composite:
+        """Return the rules for a forward and its scores."""
+
+    def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
+        """Return the layers whose relevance is read or restricted."""
+        own = () if self.layer is None else (self.layer,)
+        return (*own, *self._through)
+
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        """Propagate the relevance of the scores."""
+        walk = self.walk(grads)
+        values = walk.relevance
+        if self.layer is not None:
+            layout = grads.forward.layout(self.layer)
+            grad = walk.at.get(self.layer)
+            values = grads.activation(self.layer)
+            values = values * (0 if grad is None else at_least_float32(layout(grad)))
+            values = values.sum(1, keepdim=True)
+        ledger = torch.stack(list(walk.ledger.values()), 1)
+        return BatchAttribution(
+            values,
+            grads.scores,
+            Coverage(treated=dict(walk.treated)),
+            self.layer,
+            _missing(walk, grads),
+            ledger=ledger,
+            ledger_names=tuple(walk.ledger),
+        )
+
+    def walk(self, grads: TargetGradients) -> Walk:
+        """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
+        composite = self.rules(grads)
+        key = (composite, self._through, self.unknown)
+        for known, shared in grads.walks:
+            if known == key:
+                return cast("Walk", shared)
+        walk = self._new_walk(grads, composite)
+        missing = _missing(walk, grads)
+        if bool(missing.abs().max() > 10 * missing.sum().abs() + _ROUNDING * grads.scores.abs().max()):
+            # The ledger mixes images, since some length is a multiple of their number.
+            walk = self._new_walk(grads, composite, length_first=True)
+        share = float((_missing(walk, grads).abs() / grads.scores.abs().clamp(min=1e-6)).max())
+        if share > MAX_MISSING_SHARE and self.unknown == "refuse":
+            warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
+        grads.walks.append((key, walk))
+        return walk
+
+    def _new_walk(self, grads: TargetGradients, composite: Composite, *, length_first: bool = False) -> Walk:
+        rules = Propagation(composite, composite.layers(self.model), self.unknown)
+        changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
+        return Walk(grads, rules, grads.forward.layers, changes, length_first=length_first)
+
+
+def _missing(walk: Walk, grads: TargetGradients) -> Tensor:
+    return at_least_float32(grads.scores) - torch.stack(list(walk.ledger.values())).sum(0)
+
+
+def _restricted(grads: TargetGradients, layer: str, kept: list[int], walk: Walk, grad: Tensor) -> Tensor:
+    """Set G to 0 at all channels of a layer but some; the ledger holds what is lost."""
+    channels = 1 if grads.forward.layout(layer).kind == "NCHW" else grad.dim() - 1
+    if max(kept) >= grad.shape[channels]:
+        raise MethodError(f'through: layer "{layer}" has {grad.shape[channels]} channels, got channel {max(kept)}')
+    mask = torch.zeros(grad.shape[channels], dtype=grad.dtype, device=grad.device)
+    mask[kept] = 1
+    restricted = grad * mask.view(-1, *[1] * (grad.dim() - 1 - channels))
+    walk.absorb("other channels", grads.forward.layers[layer].detach() * (grad - restricted))
+    return restricted
+
+
+def _bounded(composite: Composite, preprocess: Any) -> Composite:
+    """Return a composite with the bounds of the input in its z-box rules, if the preprocessing has them."""
+    if not isinstance(preprocess, Preprocess):
+        return composite
+    pairs = list(zip(preprocess.mean, preprocess.std, strict=True))
+    box = ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
+    rules = {name: box if rule == ZBox() else rule for name, rule in composite.rules.items()}
+    return replace(composite, rules=rules)
+
+
+class LRP(RelevancePropagation):
+    """Layer-wise relevance propagation: the score, divided among the inputs of each operation by a rule.
+
+    Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
+    need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
+    else reads that; the weights are not changed. Other operations: activations pass their relevance; normalisations
+    pass it with their deviation as a constant; each factor of a product gets half, or all if the other one is a
+    deviation; fused attention gives half to the value and a quarter each to query and key.
+
+    The ledger accounts for the score: relevance of the input, and what biases, tokens, the softmax of attention,
+    activations of zero, and the stabiliser absorb.
+
+    Args:
+        model: As for every method.
+        composite: The rules: the name of a composite ("epsilon_plus", "epsilon", "gamma", "epsilon_gamma_box",
+            "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first"), a layer's
+            name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus".
+        layer: The layer at which relevance is read, summed over its channels; None for the input.
+        through: Channels by layer: only relevance that passes through these channels counts (concept relevance).
+        unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
+
+    Warns:
+        SaliencyWarning: More than a thousandth of the score is missing from the ledger.
+
+    Raises:
+        NotApplicableError: An operation of the model has no rule.
+        MethodError: The composite or the channels are invalid, or a rule needs bounds of the input.
+        LayerError: A layer does not exist or is not run.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
+        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140; concept relevance: Achtibat et al., "From
+        Attribution Maps to Human-Understandable Explanations through Concept Relevance Propagation" (2023),
+        https://arxiv.org/abs/2206.03208.
+    """
+
+    name = "lrp"
+    cost = "1 forward, 1 to 1.5 backward"
+
+    composite: ConvertedOption[CompositeLike | None, Composite | None] = ConvertedOption(None, as_composite)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._composite = None if self.composite is None else _bounded(self.composite, self.preprocess)
+
+    def traced_modules(self) -> Sequence[str]:
+        """Return the modules with rules of their own."""
+        return [] if self._composite is None else list(self._composite.layers(self.model))
+
+    def rules(self, grads: TargetGradients) -> Composite:
+        """Return the given composite; by default that of the network's kind."""
+        return self._composite or COMPOSITES["attn_lrp" if has_attention(grads) else "epsilon_plus"]
+
+
+class AttnLRP(RelevancePropagation):
+    """LRP of transformers: plain gradients of linear operations, rules for attention, norms, activations and products.
+
+    The relevance of attention reaches query and key through the gradient of the softmax. Fused attention stays fused.
+
+    Args:
+        model: As for every method.
+        gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
+        conv_gamma: The gamma of convolutions, such as the patch embedding; the authors use 0.1 to 0.25.
+        layer: As for `LRP`.
+        through: As for `LRP`.
+        unknown: As for `LRP`.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
+
+    Warns:
+        SaliencyWarning: More than a thousandth of the score is missing from the ledger.
+
+    Raises:
+        NotApplicableError: An operation of the model has no rule.
+        MethodError: A gamma is negative, or the channels are invalid.
+        LayerError: A layer does not exist or is not run.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Achtibat et al., "AttnLRP: Attention-Aware Layer-Wise Relevance Propagation for Transformers" (2024),
+        https://arxiv.org/abs/2402.05602.
+    """
+
+    name = "attn_lrp"
+    cost = "1 forward, 1 backward"
+    constant_gates: ClassVar[bool] = False
+
+    gamma: Option[float] = Option(0.0, check_number, least=0)
+    conv_gamma: Option[float] = Option(0.0, check_number, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        gammas = {"linear": self.gamma, "conv": self.conv_gamma}
+        rules: dict[str, Rule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
+        self.keep = Keep.LINEAR if rules else Keep.CONSTANTS
+        self._composite = Composite(rules, constant_gates=self.constant_gates)
+
+    def rules(self, grads: TargetGradients) -> Composite:
+        """Return the rules of the options."""
+        return self._composite
+
+
+class CPLRP(AttnLRP):
+    """LRP of transformers with attention weights and gates as constants: the value of attention gets all relevance.
+
+    Args:
+        model: As for every method.
+        gamma: As for `AttnLRP`.
+        conv_gamma: As for `AttnLRP`.
+        layer: As for `LRP`.
+        through: As for `LRP`.
+        unknown: As for `LRP`.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, C, H, W) at the input, or (N, 1, h, w) at a layer; signed, in score units.
+
+    Warns:
+        SaliencyWarning: More than a thousandth of the score is missing from the ledger.
+
+    Raises:
+        NotApplicableError: An operation of the model has no rule.
+        MethodError: A gamma is negative, or the channels are invalid.
+        LayerError: A layer does not exist or is not run.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Ali et al., "XAI for Transformers: Better Explanations through Conservative Propagation" (2022),
+        https://arxiv.org/abs/2202.07304.
+    """
+
+    name = "cp_lrp"
+    constant_gates = True
