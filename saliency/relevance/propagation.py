@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..attribution.forward import TargetGradients
+from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
 from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec
 from ..hooks.operations import (
@@ -29,7 +29,7 @@ from ..hooks.operations import (
     is_view,
     operator_name,
 )
-from ..hooks.pytree import tree_tensors
+from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .rules import Epsilon, LinearOperation, Rule, divided
 from .walk import Visit, Walk
 
@@ -166,7 +166,7 @@ class Propagation:
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
         walk.treated[f"{kind} by {rule.name}"] += 1
-        passed = rule.propagate(op, visit.grad if merged is None else merged.grad)
+        passed = rule.propagate(op, at_least_float32(visit.grad if merged is None else merged.grad))
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = passed.grad
         if passed.relevance is not None:
@@ -432,58 +432,47 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
 
 
 def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> LinearOperation:
-    """Return a convolution or matrix product as a function of one operand.
+    """Return a convolution or matrix product as a function of one operand, in at least float32.
 
     Args:
         operation: The operation, with its operands.
         at: The place of the operand that depends on the image; the other one holds the weights.
         merged: The batch norm that is merged into it.
     """
-    args = operation.args
-    scale, shift = (None, None) if merged is None else (merged.scale, merged.shift)
-    if operation.name == "convolution":
-        options = [args[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
-        x, bias = args["input"], args["bias"]
-
-        def transposed(grad: Tensor, weight: Tensor) -> Tensor:
-            mask = [True, False, False]
-            return aten.convolution_backward(grad, x, weight, None, *options, mask)[0]  # type: ignore[no-any-return]
-
-        return LinearOperation(
-            x,
-            args["weight"],
-            None if bias is None else _channels(bias, x),
-            operation.result,
-            lambda inputs, weight: aten.convolution(inputs, weight, None, *options),
-            transposed,
-            scale,
-            shift,
-            (-1, *[1] * (x.dim() - 1)),
-        )
-    first, second = _FACTORS[operation.name]
-    left, right = args[first], args[second]
-    factor = args.get("alpha", 1)
-    bias = args["self"] * args.get("beta", 1) if operation.name in ("addmm", "baddbmm") else None
-    if at == 0:
-        return LinearOperation(
-            left,
-            right,
-            bias,
-            operation.result,
-            lambda inputs, weight: factor * (inputs @ weight),
-            lambda grad, weight: factor * (grad @ weight.mT),
-            scale,
-            shift,
-            (1, -1),
-        )
+    is_convolution = operation.name == "convolution"
+    args = tree_map_tensors(operation.args, at_least_float32)
+    names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
+    bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
+    bias = _channels(bias, args["input"]) if is_convolution and bias is not None else bias
+    output = None if operation.result is None else at_least_float32(operation.result)
+    run, transposed = (_convolution if is_convolution else _matrix_product)(args, at)
+    scale, shift = (None, None) if merged is None else (at_least_float32(merged.scale), at_least_float32(merged.shift))
+    weight_shape = (-1, *[1] * (args["weight"].dim() - 1)) if is_convolution else (1, -1)
     return LinearOperation(
-        right,
-        left,
-        bias,
-        operation.result,
-        lambda inputs, weight: factor * (weight @ inputs),
-        lambda grad, weight: factor * (weight.mT @ grad),
+        args[names[at]], args[names[1 - at]], bias, output, run, transposed, scale, shift, weight_shape
     )
+
+
+_Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def _convolution(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function]:
+    """Return a convolution without bias, and its transpose in the input, as functions of a tensor and the weights."""
+    options = [args[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
+
+    def transposed(grad: Tensor, weight: Tensor) -> Tensor:
+        mask = [True, False, False]
+        return cast("Tensor", aten.convolution_backward(grad, args["input"], weight, None, *options, mask)[0])
+
+    return lambda x, weight: aten.convolution(x, weight, None, *options), transposed
+
+
+def _matrix_product(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function]:
+    """Return a matrix product with weights on one side, and its transpose, as functions of a tensor and the weights."""
+    factor = args.get("alpha", 1)
+    if at == 0:
+        return lambda x, weight: factor * (x @ weight), lambda grad, weight: factor * (grad @ weight.mT)
+    return lambda x, weight: factor * (weight @ x), lambda grad, weight: factor * (weight.mT @ grad)
 
 
 def _applied(operation: Operation, x: Tensor) -> Tensor:
