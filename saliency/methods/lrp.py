@@ -68,7 +68,8 @@ class RelevancePropagation(TracedAttribution):
     Args:
         model: As for every method.
         layer: The layer at which relevance is read, summed over its channels; None for the input.
-        through: Channels by layer: only relevance that passes through these channels counts (concept relevance).
+        through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
+            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208).
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
         **options: As for `saliency.Attribution`.
     """
@@ -180,7 +181,8 @@ class LRP(RelevancePropagation):
             "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first"), a layer's
             name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus".
         layer: The layer at which relevance is read, summed over its channels; None for the input.
-        through: Channels by layer: only relevance that passes through these channels counts (concept relevance).
+        through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
+            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208).
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
         **options: As for `saliency.Attribution`.
 
@@ -196,9 +198,7 @@ class LRP(RelevancePropagation):
         TargetError: The target does not fit the model's output, or does not depend on the input.
 
     Source: Bach et al., "On Pixel-Wise Explanations for Non-Linear Classifier Decisions by Layer-Wise Relevance
-        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140; concept relevance: Achtibat et al., "From
-        Attribution Maps to Human-Understandable Explanations through Concept Relevance Propagation" (2023),
-        https://arxiv.org/abs/2206.03208.
+        Propagation" (2015), https://doi.org/10.1371/journal.pone.0130140.
     """
 
     name = "lrp"

@@ -51,6 +51,8 @@ class NoisyAttribution(SampledAttribution):
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, after the wrapped method was created from them."""
         wrapped, inner, inner_options = values["model"], values["inner"], values["inner_options"]
+        if not isinstance(inner_options, Mapping):
+            raise MethodError(f"inner_options={inner_options!r} is not a mapping of names to options")
         if not isinstance(wrapped, Attribution):
             about_the_model = {name: values[name] for name in ("preprocess", "categories", "whole")}
             wrapped = get_method(inner)(wrapped, **{**about_the_model, **inner_options})
