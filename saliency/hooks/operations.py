@@ -44,12 +44,14 @@ class Operation:
     Attributes:
         op: The operator.
         args: Its arguments by name. Tensors that are not kept are None.
-        result: Its result; None if it is not kept.
+        result: Its result; None if it is not kept. A ReLU in place may have written to it.
+        norms: The norms of the rows of a linear operation's result before a ReLU in place wrote to it, else None.
     """
 
     op: Op
     args: dict[str, Any] = field(default_factory=dict)
     result: Any = None
+    norms: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -228,14 +230,23 @@ class OperationRecord(DispatchMode):
         is_own = clone is not None and _address(clone[1]) == address
         copied = clone[2] if clone and is_own else target.clone() if operation.args else target
         operation.args = {name: copied if value is target else value for name, value in operation.args.items()}
-        # Where a ReLU writes, its gradient is zero wherever it changes a value.
-        if operation.name != "relu" or self.keep == Keep.ALL:
-            for holder in self._holders.pop(address, ()):
-                holder.args = tree_map_tensors(holder.args, lambda kept: _copy_from(kept, address))
+        # Where a ReLU writes, its gradient is zero wherever it changes a value: results need no copy.
+        is_rectified = operation.name == "relu" and self.keep != Keep.ALL
+        for holder in self._holders.get(address, ()):
+            holder.args = tree_map_tensors(holder.args, lambda kept: _copy_from(kept, address))
+            if not is_rectified:
                 holder.result = tree_map_tensors(holder.result, lambda kept: _copy_from(kept, address))
+            elif holder.name in LINEAR and holder.result is not None and _address(holder.result) == address:
+                holder.norms = row_norms(holder.result) if holder.norms is None else holder.norms
         if is_own:
             self._operations[number] = operation
         return number - is_own
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norms (N, 1, ...) of the rows of a tensor (N, ...)."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=list(range(1, rows.dim())), keepdim=True)
+    return norms
 
 
 def _address(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -162,6 +162,9 @@ class Propagation:
             return self._product(visit)
         at = factors.index(True)
         merged = self._merged.get(visit.node)
+        if operation.norms is not None and walk.users[visit.node, 0] > 1:
+            # A ReLU in place wrote to what something else had read.
+            operation = replace(operation, result=None)
         op = linear_operation(operation, at, merged)
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
@@ -449,7 +452,16 @@ def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> L
     scale, shift = (None, None) if merged is None else (at_least_float32(merged.scale), at_least_float32(merged.shift))
     weight_shape = (-1, *[1] * (args["weight"].dim() - 1)) if is_convolution else (1, -1)
     return LinearOperation(
-        args[names[at]], args[names[1 - at]], bias, output, run, transposed, scale, shift, weight_shape
+        args[names[at]],
+        args[names[1 - at]],
+        bias,
+        output,
+        run,
+        transposed,
+        scale,
+        shift,
+        weight_shape,
+        None if merged else operation.norms,
     )
 
 

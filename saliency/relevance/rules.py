@@ -7,6 +7,7 @@ the inputs. Products of single inputs and weights are never formed: with t = |W|
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError
+from ..hooks.operations import row_norms
 from ..validation import check_number
 
 _ROUNDING = 64  # sums of parts below this many units of rounding of |W| |a| + |b| count as zero
@@ -30,12 +32,14 @@ class LinearOperation:
         input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
         raw_weight: The weights without the batch norm.
         raw_bias: The bias without the batch norm, in a shape that broadcasts to the output; None without a bias.
-        raw_output: The output without the batch norm; None if the record does not keep it.
+        raw_output: The output without the batch norm; None if the record does not keep it. A ReLU in place may have
+            written to it where G is 0.
         run: The operation without bias: from an input and weights to an output.
         transposed: Its transpose in the input: from a tensor like the output, and weights, to one like the input.
         scale: The factor of the batch norm for each output channel; None if nothing is merged.
         shift: The constant of the batch norm.
         weight_shape: The shape in which a factor per output channel broadcasts to the weights.
+        norms: The norm of each row of the output; None to compute it.
     """
 
     input: Tensor
@@ -47,6 +51,7 @@ class LinearOperation:
     scale: Tensor | None = None
     shift: Tensor | None = None
     weight_shape: tuple[int, ...] = ()
+    norms: Tensor | None = None
 
     @cached_property
     def weight(self) -> Tensor:
@@ -75,6 +80,12 @@ class LinearOperation:
     def unbiased(self) -> Tensor:
         """W a."""
         return self.output if self.bias is None else self.output - self.bias
+
+    @property
+    def root_mean_square(self) -> Tensor:
+        """The root mean square of each row of the output."""
+        norms = row_norms(self.output) if self.norms is None else self.norms
+        return norms / math.sqrt(self.output[0].numel())
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the transposed weights applied to a tensor like the output: the plain gradient."""
@@ -162,9 +173,7 @@ class Epsilon(_GradientRule):
             return Passed(op.back(grad), per_bias=grad)
         z = op.output
         size = z.abs()
-        unit: Tensor | float = 1.0
-        if self.relative:
-            unit = torch.linalg.vector_norm(z, dim=list(range(1, z.dim())), keepdim=True) / z[0].numel() ** 0.5
+        unit = op.root_mean_square if self.relative else 1.0
         kept = size.div_(size + self.epsilon * unit).nan_to_num_(0).mul_(grad)
         return Passed(op.back(kept), per_bias=kept, absorbed=z * (grad - kept))
 
