@@ -1,0 +1,392 @@
+"""LRP on whole networks: zennit, captum, and every spelling of one network."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saliency import LRP, Preprocess, SaliencyWarning
+from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, ZBox, ZPlus
+from tests.models import Checkpointed, OwnForward, Packed
+from tests.relevance import textbook
+
+BOX = {"first": ZBox(-3.0, 3.0), "conv": Gamma(0.25), "linear": Epsilon(1e-6)}
+
+
+def lived_in(model: nn.Module) -> nn.Module:
+    """A model in evaluation mode whose batch norms are no identity, and whose activations keep their size."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight)
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.normal_(layer.weight, 1, 0.3)
+            nn.init.normal_(layer.bias, 0, 0.2)
+            assert isinstance(layer.running_mean, Tensor)
+            assert isinstance(layer.running_var, Tensor)
+            nn.init.normal_(layer.running_mean, 0, 0.2)
+            nn.init.uniform_(layer.running_var, 0.5, 1.5)
+    return model.double().eval()
+
+
+def vgg16_bn() -> nn.Module:
+    """VGG-16 with batch norm and an eighth of its channels."""
+    from torchvision.models.vgg import VGG, cfgs, make_layers
+
+    with torch.device("meta"):
+        model: nn.Module = VGG(nn.Identity(), init_weights=False)
+    widths = [width if width == "M" else width // 8 for width in cfgs["D"]]
+    model.features = make_layers(widths, batch_norm=True)
+    model.classifier = nn.Sequential(
+        nn.Linear(64 * 7 * 7, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, 64), nn.ReLU(True), nn.Linear(64, 10)
+    )
+    return lived_in(model)
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50 whose convolutions of 3 x 3 have an eighth of their channels."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return lived_in(ResNet(Bottleneck, [3, 4, 6, 3], num_classes=10, width_per_group=8))
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+
+
+# --- other libraries
+
+
+@pytest.mark.parametrize("network", [vgg16_bn, resnet50])
+@pytest.mark.parametrize(
+    "composite",
+    ["epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1", "epsilon_alpha2_beta1_flat", "epsilon_gamma_box"],
+)
+def test_composites_are_those_of_zennit_with_its_canonisers(composite: str, network: Callable[[], nn.Module]) -> None:
+    zennit = pytest.importorskip("zennit.composites")
+    canonisers = pytest.importorskip("zennit.torchvision")
+    gradient = pytest.importorskip("zennit.attribution").Gradient
+    model, target = network(), torch.tensor([1, 7])
+    x = torch.randn(2, 3, 48, 48, dtype=torch.float64).clamp(-3, 3)
+    is_box = composite == "epsilon_gamma_box"
+    options = {"low": torch.full((1, 3, 1, 1), -3.0), "high": torch.full((1, 3, 1, 1), 3.0)} if is_box else {}
+    canoniser = canonisers.VGGCanonizer if network is vgg16_bn else canonisers.ResNetCanonizer
+    found = LRP(model, composite=BOX if is_box else composite).attribute(x, target.tolist())
+    seed = torch.zeros(2, 10, dtype=torch.float64)
+    seed[[0, 1], target] = found.scores
+    with gradient(model, zennit.COMPOSITES[composite](canonizers=[canoniser()], **options)) as attributor:
+        _, expected = attributor(x.clone(), seed)
+    for mine, theirs in zip(found.values, expected, strict=True):
+        assert correlation(mine, theirs) >= 0.9999
+        assert float(mine.sum()) == pytest.approx(float(theirs.sum()), rel=1e-3)
+
+
+def chain() -> nn.Sequential:
+    """A plain chain with biases (N, 3, 12, 12) -> (N, 5)."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 16),
+        nn.ReLU(),
+        nn.Linear(16, 5),
+    ).double()
+
+
+def images(count: int = 2, size: int = 12) -> Tensor:
+    return torch.randn(count, 3, size, size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "gamma", "z_plus"])
+def test_a_plain_chain_is_that_of_captum(rule: str) -> None:
+    """Without biases in convolutions, which captum adds to the positive parts whatever their sign."""
+    captum = pytest.importorskip("captum.attr")
+    rules = pytest.importorskip("captum.attr._utils.lrp_rules")
+    theirs = {"epsilon": rules.EpsilonRule, "gamma": rules.GammaRule, "z_plus": rules.Alpha1_Beta0_Rule}[rule]
+    mine = {"epsilon": Epsilon(1e-9, relative=False), "gamma": Gamma(0.25), "z_plus": ZPlus()}[rule]
+    net, x = chain().eval(), images().abs()
+    for layer in net:
+        if isinstance(layer, nn.Conv2d):
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
+            layer.rule = theirs()
+    found = LRP(net, composite={"conv": mine, "linear": Epsilon(1e-9, relative=False)}).attribute(x, 2).values
+    # captum has no rule for nn.Flatten.
+    twin = OwnForward(lambda m, x: m.top(m.bottom(x).flatten(1)), bottom=net[:6], top=net[7:]).eval()
+    assert_same(found, captum.LRP(twin).attribute(x.requires_grad_(), target=2), 1e-5)
+
+
+@pytest.mark.parametrize("composite", ["epsilon", "gamma", "epsilon_plus", "epsilon_alpha2_beta1"])
+def test_composites_are_their_textbook_sums_on_a_chain(composite: str) -> None:
+    net, x = chain().eval(), images()
+    conv, linear = {
+        "epsilon": (textbook.epsilon(1e-6), textbook.epsilon(1e-6)),
+        "gamma": (textbook.gamma(0.25), textbook.gamma(0.25)),
+        "epsilon_plus": (textbook.z_plus(), textbook.epsilon(1e-6)),
+        "epsilon_alpha2_beta1": (textbook.alpha_beta(2, 1), textbook.epsilon(1e-6)),
+    }[composite]
+    expected = textbook.lrp(list(net), x, 3, {0: conv, 3: conv, 7: linear, 9: linear})
+    found = LRP(net, composite=composite).attribute(x, 3)
+    torch.testing.assert_close(found.values, expected[0], rtol=1e-5, atol=1e-7)
+
+
+# --- spellings
+
+
+class Block(nn.Module):
+    """Modules, each called once: batch norms merged and not merged, a residual, a pool, a linear classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.relu2 = nn.ReLU()
+        self.bn3 = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(2)
+        self.mean = nn.AdaptiveAvgPool2d(1)
+        self.hidden = nn.Linear(8, 12)
+        self.relu3 = nn.ReLU()
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu1(self.bn1(self.conv1(x)))
+        x = self.relu2(x + self.bn2(self.conv2(x)))
+        x = self.mean(self.pool(self.bn3(x))).flatten(1)
+        out: Tensor = self.head(self.relu3(self.hidden(x)))
+        return out
+
+
+def norm(x: Tensor, layer: nn.BatchNorm2d) -> Tensor:
+    return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
+
+
+def functional(m: Block, x: Tensor) -> Tensor:
+    x = F.relu(norm(F.conv2d(x, m.conv1.weight, padding=1), m.bn1))
+    x = F.relu(x + norm(F.conv2d(x, m.conv2.weight, m.conv2.bias, padding=1, groups=2), m.bn2))
+    x = F.adaptive_avg_pool2d(F.max_pool2d(norm(x, m.bn3), 2), 1).flatten(1)
+    return F.linear(F.relu(F.linear(x, m.hidden.weight, m.hidden.bias)), m.head.weight, m.head.bias)
+
+
+def in_place(m: Block, x: Tensor) -> Tensor:
+    x = m.bn1(m.conv1(x)).relu_()
+    y = m.bn2(m.conv2(x))
+    y += x
+    x = m.pool(m.bn3(y.relu_())).mean((2, 3))
+    out: Tensor = m.head(F.relu(m.hidden(x), inplace=True))
+    return out
+
+
+def reused(m: Block, x: Tensor) -> Tensor:
+    x = m.relu1(m.bn1(m.conv1(x)))
+    x = m.relu1(x + m.bn2(m.conv2(x)))
+    x = m.mean(m.pool(m.bn3(x))).squeeze(-1).squeeze(-1)
+    out: Tensor = m.head(m.relu1(m.hidden(x)))
+    return out
+
+
+def primitive(m: Block, x: Tensor) -> Tensor:
+    """Matrix products and sums in place of layers, and rectifiers by `clamp` and `maximum`."""
+    x = m.bn1(m.conv1(x)).clamp(min=0)
+    x = torch.add(x, m.bn2(m.conv2(x))).clamp_min(0)
+    x = m.pool(m.bn3(x)).sum((2, 3)) / 36
+    x = torch.addmm(m.hidden.bias, x, m.hidden.weight.T)
+    x = torch.nn.functional.threshold(x, 0, 0)
+    return torch.addmm(m.head.bias, x, m.head.weight.t())
+
+
+FORWARDS = {"functional": functional, "in place": in_place, "reused": reused, "primitive": primitive}
+BY_NAME = ["epsilon", "gamma", "epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1"]
+
+
+def block() -> Block:
+    model = lived_in(Block())
+    assert isinstance(model, Block)
+    return model
+
+
+def respelled(model: Block, forward: Callable[..., Tensor]) -> nn.Module:
+    return OwnForward(forward, **dict(model.named_children())).double().eval()
+
+
+def explained(model: nn.Module, x: Tensor, composite: Any, target: Any = (0, 3)) -> Tensor:
+    return LRP(model, composite=composite).attribute(x, list(target)).values
+
+
+def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    size = float(expected.detach().abs().max())
+    assert size > 0
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=tolerance, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+@pytest.mark.parametrize("spelling", FORWARDS)
+def test_a_network_has_the_same_relevance_however_it_is_spelled(spelling: str, composite: str) -> None:
+    model, x = block(), images()
+    twin = respelled(model, FORWARDS[spelling])
+    assert_same(twin(x), model(x))
+    assert_same(explained(twin, x, composite), explained(model, x, composite))
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+@pytest.mark.parametrize("frozen", ["all", "weights", "first", "linear"])
+def test_frozen_parameters_change_nothing(frozen: str, composite: str) -> None:
+    model, x = block(), images()
+    expected = explained(model, x, composite)
+    for name, parameter in model.named_parameters():
+        parts = {
+            "weights": name.endswith("weight"),
+            "first": "1" in name,
+            "linear": name.startswith(("hidden", "head")),
+        }
+        parameter.requires_grad_(not parts.get(frozen, True))
+    assert_same(explained(model, x, composite), expected)
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_a_checkpoint_changes_nothing(composite: str) -> None:
+    model, x = block(), images()
+    assert_same(explained(Checkpointed(model), x, composite), explained(model, x, composite))
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_outputs_in_containers_and_nested_modules_change_nothing(composite: str) -> None:
+    model, x = block(), images()
+    nested = nn.Sequential(nn.Sequential(nn.Identity(), nn.Sequential(model)))
+    packed = Packed(lambda scores: {"logits": scores}, nested).eval()
+    assert_same(explained(packed, x, composite), explained(model, x, composite))
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_a_batch_of_different_targets_is_its_images(composite: str) -> None:
+    model, x = block(), images(4)
+    singles = [explained(model, x[i : i + 1], composite, [target]) for i, target in enumerate([4, 0, 2, 2])]
+    assert_same(explained(model, x, composite, [4, 0, 2, 2]), torch.cat(singles))
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_memory_format_and_precision_change_nothing_but_rounding(composite: str) -> None:
+    model, x = block(), images()
+    expected = explained(model, x, composite)
+    model.to(memory_format=torch.channels_last)
+    assert_same(explained(model, x.to(memory_format=torch.channels_last), composite), expected)
+    found = explained(model.float(), x.float(), composite)
+    assert found.dtype == torch.float32
+    assert_same(found.double(), expected, 2e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaliencyWarning)  # of the share that is lost to rounding
+        half = explained(model.bfloat16(), x.bfloat16(), composite).double()
+    assert correlation(half, expected) > 0.9
+
+
+@pytest.mark.parametrize("composite", BY_NAME)
+def test_no_grad_and_inference_mode_change_nothing(composite: str) -> None:
+    model, x = block(), images()
+    expected = explained(model, x, composite)
+    with torch.no_grad():
+        assert_same(explained(model, x, composite), expected)
+    with torch.inference_mode():
+        assert_same(explained(model, x, composite), expected)
+
+
+@pytest.mark.parametrize("composite", [*BY_NAME, {"conv": Epsilon(0.3), "linear": Epsilon(0.3)}], ids=str)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_value_may_be_read_before_a_relu_overwrites_it(composite: Any, frozen: bool) -> None:
+    """By a layer that keeps it as its operand, and as the result of a layer."""
+
+    def forward(m: Any, x: Tensor, *, inplace: bool) -> Tensor:
+        x = m.conv(x)
+        y = x * 2 + m.other(x) if frozen else x * 2
+        x = m.hidden((F.relu(x, inplace=inplace) + y).flatten(1))
+        y = m.head(x) if frozen else x[:, :5] * 3
+        out: Tensor = y + m.head(F.relu(x, inplace=inplace))
+        return out
+
+    parts = {
+        "conv": nn.Conv2d(3, 4, 3),
+        "other": nn.Conv2d(4, 4, 1),
+        "hidden": nn.Linear(64, 6),
+        "head": nn.Linear(6, 5),
+    }
+    models = [OwnForward(partial(forward, inplace=inplace), **parts).double().eval() for inplace in (False, True)]
+    for model in models:
+        model.requires_grad_(not frozen)
+    x = images(2, 6)
+    assert_same(explained(models[1], x, composite), explained(models[0], x, composite))
+
+
+def test_a_layer_that_is_called_twice_has_its_rule_twice() -> None:
+    conv = nn.Conv2d(3, 3, 3, padding=1).double()
+    head = nn.Sequential(nn.Flatten(), nn.Linear(108, 5)).double()
+    x = images(2, 6)
+    loop = OwnForward(lambda m, x: m.head(F.relu(m.conv(F.relu(m.conv(x))))), conv=conv, head=head).eval()
+    plain = [conv, nn.ReLU(), conv, nn.ReLU(), nn.Flatten(), head[1]]
+    rules = {0: textbook.z_plus(), 2: textbook.z_plus(), 5: textbook.epsilon(1e-6)}
+    assert_same(explained(loop, x, "epsilon_plus", [1, 1]), textbook.lrp(plain, x, 1, rules)[0])
+
+
+def test_the_first_layer_is_the_first_that_runs() -> None:
+    """Not the first that is registered; of two parallel first layers both are."""
+    a, b, c = (nn.Conv2d(3, 4, 3, padding=1).double() for _ in range(3))
+    c = nn.Conv2d(4, 4, 3, padding=1).double()
+    head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 36, 5)).double()
+    x = images(2, 6)
+    net = OwnForward(lambda m, x: m.head(F.relu(m.c(F.relu(m.a(x) + m.b(x))))), c=c, a=a, b=b, head=head).eval()
+    composite = {"first": Flat(), "conv": ZPlus(), "linear": Epsilon(1e-6)}
+    hidden = (a(x) + b(x)).detach()
+    top = [nn.ReLU(), c, nn.ReLU(), nn.Flatten(), head[1]]
+    r = textbook.lrp(top, hidden, 1, {1: textbook.z_plus(), 4: textbook.epsilon(1e-6)})[0]
+    parts = [textbook.through(each, x, each(x).detach() / hidden * r, textbook.flat()) for each in (a, b)]
+    assert_same(explained(net, x, composite, [1, 1]), parts[0] + parts[1])
+
+
+def test_a_residual_shares_in_proportion() -> None:
+    a, b = (nn.Conv2d(3, 3, 3, padding=1).double() for _ in range(2))
+    head = nn.Sequential(nn.Flatten(), nn.Linear(108, 5)).double()
+    x = images(2, 6)
+    net = OwnForward(lambda m, x: m.head(m.a(x) + m.b(F.relu(m.a(x)))), a=a, b=b, head=head).eval()
+    low = a(x).detach()
+    high = b(F.relu(low)).detach()
+    r = textbook.lrp([nn.Flatten(), head[1]], low + high, 1, {1: textbook.epsilon(1e-6)})[0]
+    r_low = low / (low + high) * r
+    r_high = textbook.through(b, F.relu(low), high / (low + high) * r, textbook.alpha_beta(2, 1))
+    expected = textbook.through(a, x, r_low, textbook.alpha_beta(2, 1))
+    expected += textbook.through(a, x, r_high, textbook.alpha_beta(2, 1))
+    composite = {"conv": AlphaBeta(2, 1), "linear": Epsilon(1e-6)}
+    assert_same(explained(net, x, composite, [1, 1]), expected)
+
+
+def test_all_composites_have_a_test_here() -> None:
+    tested = {*BY_NAME, "epsilon_alpha2_beta1_flat", "epsilon_gamma_box"}
+    assert {*COMPOSITES} - tested == {"deep_taylor", "attn_lrp", "cp_lrp"}
+
+
+def test_coverage_counts_operations_by_kind_and_rule() -> None:
+    found = LRP(resnet50(), composite="epsilon_plus").attribute(images(1, 32), 0)
+    assert found.coverage is not None
+    assert found.coverage.treated == {"conv by z+": 53, "batch_norm merged": 53, "linear by epsilon": 1}
+    assert "53 conv by z+" in str(found.coverage)
+
+
+@pytest.mark.parametrize("composite", [*BY_NAME, "epsilon_alpha2_beta1_flat", "deep_taylor"])
+@pytest.mark.parametrize("network", [vgg16_bn, resnet50, block])
+def test_the_ledger_and_the_input_sum_to_the_score(network: Callable[[], nn.Module], composite: str) -> None:
+    found = LRP(network(), composite=composite, preprocess=Preprocess()).attribute(images(2, 32), [1, 3])
+    assert found.ledger is not None
+    assert found.residual is not None
+    torch.testing.assert_close(found.ledger.sum(1) + found.residual, found.scores)
+    shares = dict(zip(found.ledger_names, found.ledger.unbind(1), strict=True))
+    torch.testing.assert_close(shares["input"], found.values.sum((1, 2, 3)))
+    assert float((found.residual / found.scores).abs().max()) < 1e-4

@@ -1,0 +1,202 @@
+"""Each rule against its textbook sums, one neuron after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import LRP, InputXGradient
+from saliency.relevance import AlphaBeta, Epsilon, Flat, Gamma, Pass, Rule, WSquare, ZBox, ZPlus
+from tests.relevance import textbook
+
+LOW, HIGH = -2.5, 3.0
+
+RULES: dict[str, tuple[Rule, textbook.Rule]] = {
+    "epsilon relative": (Epsilon(0.3), textbook.epsilon(0.3)),
+    "epsilon absolute": (Epsilon(0.3, relative=False), textbook.epsilon(0.3, relative=False)),
+    "zero": (Epsilon(0), textbook.epsilon(0)),
+    "gamma": (Gamma(0.3), textbook.gamma(0.3)),
+    "alpha 2 beta 1": (AlphaBeta(2, 1), textbook.alpha_beta(2, 1)),
+    "alpha 1.5 beta 0.5": (AlphaBeta(1.5, 0.5), textbook.alpha_beta(1.5, 0.5)),
+    "z plus": (ZPlus(), textbook.z_plus()),
+    "z box": (ZBox(LOW, HIGH), textbook.z_box(torch.tensor(LOW), torch.tensor(HIGH))),
+    "w square": (WSquare(), textbook.w_square()),
+    "flat": (Flat(), textbook.flat()),
+}
+TERMINAL = ("z box", "w square", "flat")
+
+
+def batch_norm() -> nn.BatchNorm2d:
+    """A batch norm of 4 channels that turns the sign of some."""
+    norm = nn.BatchNorm2d(4).eval()
+    norm.running_mean, norm.running_var = torch.randn(4), torch.rand(4) + 0.5
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return norm
+
+
+def conv_and_norm(*, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), batch_norm())
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv2d(3, 4, 3),
+    "conv without bias": lambda: nn.Conv2d(3, 4, 3, bias=False),
+    "conv with stride, padding, dilation and groups": lambda: nn.Conv2d(
+        3, 6, 3, stride=2, padding=2, dilation=2, groups=3
+    ),
+    "conv with two sizes": lambda: nn.Conv2d(3, 2, (2, 3), stride=(1, 2), padding=(1, 0)),
+    "conv that skips pixels": lambda: nn.Conv2d(3, 2, 1, stride=3),
+    "transposed conv": lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1),
+    "transposed conv with groups": lambda: nn.ConvTranspose2d(3, 6, 2, stride=2, groups=3),
+    "conv and batch norm": conv_and_norm,
+    "conv without bias and batch norm": lambda: conv_and_norm(bias=False),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(90, 7)),
+    "linear without bias": lambda: nn.Sequential(nn.Flatten(), nn.Linear(90, 7, bias=False)),
+    "linear over the last axis": lambda: nn.Linear(6, 4),
+    "linear over the last axis without bias": lambda: nn.Linear(6, 4, bias=False),
+}
+SIZE = (5, 6)
+
+
+class Readout(nn.Module):
+    """A layer, and a weighted sum over its outputs as the score."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.double()
+        shape = layer(torch.zeros(1, 3, *SIZE, dtype=torch.float64)).shape[1:]
+        self.register_buffer("weight", torch.randn(shape, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = (self.layer(x) * self.weight).flatten(1).sum(1)
+        return torch.stack([score, -score], 1)
+
+
+def signed(count: int = 2) -> Tensor:
+    """Images with positive and negative pixels, some of which are 0."""
+    x = torch.randn(count, 3, *SIZE, dtype=torch.float64)
+    x[:, :, 1::3, ::2] = 0
+    return x.clamp(LOW, HIGH)
+
+
+def propagated(model: Readout, x: Tensor, rule: Rule) -> Tensor:
+    return LRP(model.eval(), composite={"conv": rule, "linear": rule}).attribute(x, 0).values
+
+
+def by_the_book(model: Readout, x: Tensor, rule: textbook.Rule) -> Tensor:
+    relevance = (model.layer(x) * model.weight).detach()
+    if not isinstance(model.layer, nn.Linear):
+        return textbook.through(model.layer, x, relevance, rule)
+    # A matrix product over the last axis: each row by itself.
+    return textbook.through(model.layer, x.flatten(0, -2), relevance.flatten(0, -2), rule).view_as(x)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_its_textbook_sums_for_signed_inputs(layer: str, rule: str) -> None:
+    model, x = Readout(LAYERS[layer]()), signed()
+    mine, book = RULES[rule]
+    assert_equal(propagated(model, x, mine), by_the_book(model, x, book))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_its_textbook_sums_for_positive_inputs(rule: str) -> None:
+    model, x = Readout(nn.Conv2d(3, 4, 3, padding=1)), signed().clamp(min=0)
+    mine, book = RULES[rule]
+    assert_equal(propagated(model, x, mine), by_the_book(model, x, book))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_neuron_with_denominator_zero_passes_nothing(rule: str, kind: type[nn.Module]) -> None:
+    layer = nn.Conv2d(3, 4, 3) if kind is nn.Conv2d else nn.Sequential(nn.Flatten(), nn.Linear(90, 4))
+    weight, bias = layer.parameters()
+    with torch.no_grad():
+        weight[0], bias[0] = 0, 0
+        weight[1], bias[1] = weight[1].abs(), 0.5  # for negative inputs, no positive contribution but a bias
+        weight[2], bias[2] = weight[2].abs(), 0
+    mine, book = RULES[rule]
+    for x in (signed(), -signed().abs(), torch.zeros(2, 3, *SIZE, dtype=torch.float64)):
+        model = Readout(layer)
+        found = propagated(model, x, mine)
+        assert bool(found.isfinite().all())
+        assert_equal(found, by_the_book(model, x, book))
+
+
+def test_bounds_of_z_box_may_differ_by_channel() -> None:
+    model, x = Readout(nn.Conv2d(3, 4, 3)), signed()
+    low, high = torch.tensor([-2.5, -3.0, -4.0]).double(), torch.tensor([3.0, 3.5, 5.0]).double()
+    each = [bound.view(3, 1, 1).expand(3, *SIZE).flatten() for bound in (low, high)]
+    found = propagated(model, x, ZBox(low.tolist(), high.tolist()))
+    assert_equal(found, by_the_book(model, x, textbook.z_box(*each)))
+
+
+def test_pass_hands_relevance_on_unchanged() -> None:
+    model, x = Readout(nn.Conv2d(3, 3, 3, padding=1)), signed()
+    x[x == 0] = 1
+    assert_equal(propagated(model, x, Pass()), (model.layer(x) * model.weight).detach())
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name not in TERMINAL])
+def test_a_rule_at_an_inner_layer_is_its_textbook_sums(rule: str) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 2), nn.ReLU(), nn.Flatten()
+    ).double()
+    x = signed()
+    net.append(nn.Linear(net(x).shape[1], 3).double())
+    mine, book = RULES[rule]
+    composite = {"0": AlphaBeta(2, 1), "3": mine, "linear": Epsilon(1e-6)}
+    books = {0: textbook.alpha_beta(2, 1), 3: book, 6: textbook.epsilon(1e-6)}
+    expected = textbook.lrp(list(net), x, 1, books)
+    assert_equal(LRP(net.eval(), composite=composite).attribute(x, 1).values, expected[0])
+    at_conv = LRP(net, composite=composite, layer="0").attribute(x, 1).values
+    assert_equal(at_conv, expected[1].sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("rule", TERMINAL)
+def test_a_first_rule_below_other_layers_is_its_textbook_sums(rule: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.ReLU(), nn.Flatten()).double()
+    x = signed()
+    net.append(nn.Linear(net(x).shape[1], 3).double())
+    mine, book = RULES[rule]
+    books = {0: book, 2: textbook.z_plus(), 5: textbook.epsilon(1e-6)}
+    composite = {"first": mine, "conv": ZPlus(), "linear": Epsilon(1e-6)}
+    expected = textbook.lrp(list(net), x, 1, books)[0]
+    assert_equal(LRP(net.eval(), composite=composite).attribute(x, 1).values, expected)
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-9])
+def test_epsilon_towards_zero_is_gradient_times_input_without_biases(epsilon: float) -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5, bias=False),
+    ).double()
+    x = signed(3)
+    rule = Epsilon(epsilon)
+    found = LRP(net.eval(), composite={"conv": rule, "linear": rule}).attribute(x, [0, 3, 4])
+    expected = InputXGradient(net).attribute(x, [0, 3, 4])
+    torch.testing.assert_close(found.values, expected.values, rtol=0 if epsilon == 0 else 1e-5, atol=1e-12)
+    torch.testing.assert_close(found.values.sum((1, 2, 3)), found.scores)
+
+
+def test_a_batch_norm_that_cannot_be_merged_shares_by_magnitude() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), batch_norm(), nn.ReLU(), nn.Flatten()).double().eval()
+    x = signed()
+    net.append(nn.Linear(net(x).shape[1], 3).double())
+    rules = {0: textbook.z_plus(), 5: textbook.epsilon(1e-6)}
+    expected = textbook.lrp(list(net), x, 1, rules)[0]
+    assert_equal(LRP(net, composite="epsilon_plus").attribute(x, 1).values, expected)
