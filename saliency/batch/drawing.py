@@ -114,6 +114,7 @@ def _write_method(
 ) -> Row:
     """Write the files of one method, and return its row."""
     style, method = options.style, explanation.method
+    residual, ledger = explanation.residual, explanation.ledger
     scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
     probabilities = explanation.probabilities
     facts = {
@@ -127,6 +128,9 @@ def _write_method(
         "input_width": explanation.input_size[1],
         "input_height": explanation.input_size[0],
         "settings": dict(explanation.settings),
+        "coverage": None if explanation.coverage is None else str(explanation.coverage),
+        "residual": None if residual is None else float(residual[0]),
+        "ledger": None if ledger is None else dict(zip(explanation.ledger_names, ledger[0].tolist(), strict=True)),
         "sign": scaled.sign,
         "units": units(explanation),
         "limit": scaled.limit,

@@ -37,6 +37,9 @@ COLUMNS: dict[str, type] = {
     "input_height": int,
     "box": list,
     "settings": dict,
+    "coverage": str,
+    "residual": float,
+    "ledger": dict,
     "sign": str,
     "units": str,
     "limit": float,
@@ -164,7 +167,7 @@ def encode(row: Row) -> bytes:
 def write_parquet(rows: Iterable[Row], path: Path) -> None:
     """Write rows as a Parquet table if pyarrow is installed.
 
-    The table has the columns of the manifest: `box` is a list of four numbers, and `settings` is JSON text.
+    The table has the columns of the manifest: `box` is a list of four numbers, `settings` and `ledger` are JSON text.
     """
     if find_spec("pyarrow") is None:
         return
@@ -173,7 +176,7 @@ def write_parquet(rows: Iterable[Row], path: Path) -> None:
     types = {int: arrow.int64(), float: arrow.float64(), list: arrow.list_(arrow.float64())}
     schema = arrow.schema([(name, types.get(kind, arrow.string())) for name, kind in COLUMNS.items()])
     plain = (
-        row if row["settings"] is None else row | {"settings": json.dumps(row["settings"], sort_keys=True)}
+        row | {name: json.dumps(value, sort_keys=True) for name, value in row.items() if isinstance(value, dict)}
         for row in rows
     )
     with atomic_write(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:

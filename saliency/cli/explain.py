@@ -219,5 +219,7 @@ def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Scre
     layers = dict.fromkeys(row["layer"] for row in written if row["layer"])
     if layers:
         screen.say(Text(f"layers read by the CAMs: {', '.join(layers)}", "dim"))
+    for covered in dict.fromkeys(f"{row['method']}: {row['coverage']}" for row in written if row["coverage"]):
+        screen.say(Text(covered, "dim"))
     if failures:
         screen.say(Text(plural(failures, "failure"), "red"))

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import GradCAM, ImageError, TargetError, overlay
+from saliency import BatchAttribution, GradCAM, ImageError, TargetError, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch
 from saliency.batch import run as running
 from saliency.batch.drawing import write_results
@@ -25,6 +25,7 @@ from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import RunContext, Task, replicate
 from saliency.batch.run_options import RunOptions
+from saliency.hooks.rectifiers import Coverage
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
 
 BOTH = ("grad_cam", "vanilla_gradient")
@@ -69,6 +70,26 @@ def test_a_row_repeats_the_facts_of_the_explanation(source: Path, tmp_path: Path
     assert row["box"] == pytest.approx(list(alone.frames[0].box) if alone.frames[0] else [])
     assert row["limit"] == pytest.approx(saliency.shared_limit(alone))
     assert (row["sign"], row["units"], row["colormap"]) == ("positive", "score", "inferno")
+
+
+def test_a_row_accounts_for_the_score_and_says_what_was_treated(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explain = GradCAM.explain_gradients
+
+    def accounting(self: GradCAM, *given: Any) -> BatchAttribution:
+        found = explain(self, *given)
+        shares = torch.stack([found.scores * 2, -found.scores], 1)
+        coverage = Coverage(treated={"conv by z+": 3})
+        kept = found._replace(ledger=shares, ledger_names=("input", "biases"))
+        return kept._replace(coverage=coverage, residual=torch.full_like(found.scores, 0.25))
+
+    monkeypatch.setattr(GradCAM, "explain_gradients", accounting)
+    quick(source, tmp_path / "out")
+    for row in rows(tmp_path / "out"):
+        score = row["score"]
+        assert (row["coverage"], row["residual"]) == ("3 conv by z+", 0.25)
+        assert row["ledger"] == {"input": 2 * score, "biases": -score}
 
 
 def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Path) -> None:

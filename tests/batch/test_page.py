@@ -49,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             rows.append(row(at, method, **said, settings={"smooth": "positive"}))  # noqa: PERF401
     rows[3 * 5 + 1] |= {**NOTHING, "error": "12 values are NaN or infinite", "error_kind": "NonFiniteError"}
     rows[2] |= {"sign": "signed", "colormap": "RdBu_r", "limit": 0.25, "units": "score per unit"}
+    rows[2] |= {"coverage": "3 conv by z+", "residual": -1e-7, "ledger": {"input": 8.5, "biases": -1.4}}
     rows.append(failed(24))
     return report(folder(tmp_path_factory.mktemp("run") / "out", rows, pictures=True))
 
@@ -245,7 +246,8 @@ def test_the_large_view_shows_all_methods_side_by_side(opened: Visit, run: Path)
     assert len(tops) == 1
     for at in range(1, 4):
         said = " ".join(panels.nth(at).locator("dl").inner_text().split())
-        assert said == "class tiger cat (0) probability 1.0% score 7.1 layer conv_head smooth positive"
+        shares = " coverage 3 conv by z+ residual −1.0e−7 ledger input 8.5, biases −1.4" if at == 3 else ""
+        assert said == f"class tiger cat (0) probability 1.0% score 7.1 layer conv_head smooth positive{shares}"
         assert panels.nth(at).locator(".heat").get_attribute("src") == f"./heat/photo-0.{METHODS[at - 1]}.webp"
         assert panels.nth(at).locator("a").get_attribute("href") == f"./overlays/photo-0.{METHODS[at - 1]}.png"
     assert panels.nth(1).locator(".ticks span").all_inner_texts() == ["0", "3.2"]

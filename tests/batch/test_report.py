@@ -134,6 +134,7 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
     rows = [
         row(0),
         row(0, "guided_backprop", sign="signed", colormap="RdBu_r", layer=None, settings={"smooth": "leave"}),
+        row(0, "lrp", coverage="3 conv by z+", residual=0.5, ledger={"input": 8.5, "biases": -1.4}),
         row(1, source=odd, name="tabby", target=281, probability=1.0),
         {**row(1, "guided_backprop", source=odd), **NOTHING, "error": "12 values are NaN", "error_kind": "NaN"},
         failed(2),
@@ -141,7 +142,7 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
         failed(4, "guided_backprop"),
     ]
     data = Elements(report(folder(tmp_path / "out", rows))).data
-    methods = ["grad_cam", "guided_backprop"]
+    methods = ["grad_cam", "guided_backprop", "lrp"]
     assert data["head"]["methods"] == methods
     assert (data["head"]["photos"], data["head"]["failed"]) == (4, 3)
     photos = unpacked(data)
@@ -149,9 +150,9 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
     found = [(photo, each) for photo in photos for each in photo["rows"]]
     for (photo, each), wanted in zip(found, rows, strict=True):
         assert (methods[each["method"]] if each["method"] >= 0 else None) == wanted["method"]
-        for key in ("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit", "error"):
+        shown = ("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit")
+        for key in (*shown, "coverage", "residual", "ledger", "error", "error_kind"):
             assert each[key] == wanted[key], key
-        assert each["error_kind"] == wanted["error_kind"]
         for key in ("source", "width", "height", "input_width", "input_height", "box"):
             assert photo[key] == wanted[key], key
         for entry, key in ((photo, "photo"), (each, "heat"), (each, "overlay")):

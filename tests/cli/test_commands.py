@@ -250,8 +250,10 @@ def test_all_methods_of_a_photo_share_one_forward(
 ) -> None:
     traces = counted(monkeypatch)
     words = ("-m", "grad_cam", "xgrad_cam", "guided_backprop", "fused_cam")
-    assert explain(run, tmp_path, *PHOTOS[:2], *words).code == 0
+    answer = explain(run, tmp_path, *PHOTOS[:2], *words)
+    assert answer.code == 0
     assert len(traces) == 2
+    assert answer.out.count("guided_backprop: 33 relu6 rewritten") == 1
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:

@@ -24,7 +24,7 @@ import saliency
 from saliency.batch import OverlayStyle, StoppedError, batch
 from saliency.batch.drawing import encode_map, read_map, redraw
 from saliency.batch.listing import ImageEntry
-from saliency.batch.manifest import write_parquet
+from saliency.batch.manifest import make_row, write_parquet
 from saliency.cli import batch as batching
 from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
@@ -400,6 +400,12 @@ def test_the_table_has_the_rows_of_the_manifest(source: Path, tmp_path: Path) ->
         settings = row.pop("settings")
         assert json.loads(found.pop("settings") or "null") == settings
         assert found == row
+
+
+def test_a_ledger_is_json_text_in_the_table(tmp_path: Path) -> None:
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    write_parquet([make_row(ledger={"input": 1.5}), make_row()], tmp_path / "x.parquet")
+    assert parquet.read_table(tmp_path / "x.parquet")["ledger"].to_pylist() == ['{"input": 1.5}', None]
 
 
 def test_without_pyarrow_there_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

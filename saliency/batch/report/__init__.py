@@ -28,8 +28,8 @@ COLOURS = 17  # colours per colour bar; the browser interpolates between them
 # Columns of the manifest that the page shows, per image and per row.
 _PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
-    *("target", "name", "probability", "score", "layer", "settings", "sign", "units", "limit"),
-    *("colormap", "heat", "overlay", "error", "error_kind"),
+    *("target", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
+    *("sign", "units", "limit", "colormap", "heat", "overlay", "error", "error_kind"),
 )
 _FILES = ("photo", "heat", "overlay")
 

@@ -50,7 +50,7 @@ function probabilityText(value) {
 function shortNumber(value) {
   if (typeof value !== "number") return "";
   const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replace("-", "−").replace("e+", "e");
+  if (size && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replaceAll("-", "−").replace("e+", "e");
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
 
