@@ -293,6 +293,14 @@ def test_a_gradient_as_small_as_rounding_is_drawn_with_a_warning() -> None:
     assert np.array_equal(pixels_of(drawn), pixels_of(overlay(larger)))
 
 
+def test_relevance_below_the_rounding_error_of_the_score_is_drawn() -> None:
+    """Biases absorb most of the score on deep networks, and the rest is still right."""
+    explanation = saliency.LRP(network()).attribute(torch.rand(1, 3, 32, 32))
+    explanation = replace(explanation, frames=(whole(noise(32, 32)),))
+    smaller = replace(explanation, values=explanation.values * 2**-40)
+    assert np.array_equal(pixels_of(overlay(smaller)), pixels_of(overlay(explanation)))
+
+
 def test_a_low_limit_is_no_rounding_error() -> None:
     overlay(explained(torch.rand(1, 4, 4), whole(noise(9, 9)), method="grad_cam"), limit=1e-12)
 
