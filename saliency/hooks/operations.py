@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ class Operation:
         op: The operator.
         args: Its arguments by name. Tensors that are not kept are None.
         result: Its result; None if it is not kept. A ReLU in place may have written to it.
-        norms: The norms of the rows of a linear operation's result before a ReLU in place wrote to it, else None.
+        norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
+            a convolution, of each row for a matrix product.
     """
 
     op: Op
@@ -237,16 +238,16 @@ class OperationRecord(DispatchMode):
             if not is_rectified:
                 holder.result = tree_map_tensors(holder.result, lambda kept: _copy_from(kept, address))
             elif holder.name in LINEAR and holder.result is not None and _address(holder.result) == address:
-                holder.norms = row_norms(holder.result) if holder.norms is None else holder.norms
+                dims = tuple(range(1, holder.result.dim())) if holder.name == "convolution" else (-1,)
+                holder.norms = norms_over(holder.result, dims) if holder.norms is None else holder.norms
         if is_own:
             self._operations[number] = operation
         return number - is_own
 
 
-def row_norms(rows: Tensor) -> Tensor:
-    """Return the Euclidean norms (N, 1, ...) of the rows of a tensor (N, ...)."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=list(range(1, rows.dim())), keepdim=True)
-    return norms
+def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the Euclidean norms over some dimensions, which are kept with length 1."""
+    return cast("Tensor", torch.linalg.vector_norm(values, dim=dims, keepdim=True))
 
 
 def _address(tensor: Tensor) -> int:

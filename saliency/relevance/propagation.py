@@ -139,6 +139,7 @@ class Propagation:
     def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
         self.composite, self.layers, self.unknown = composite, layers, unknown
         self._merged: dict[Node, _Merged] = {}
+        self._biases: dict[Node, Tensor] = {}
         self._first: set[Node] | None = None
 
     def __call__(self, visit: Visit) -> Gradients:
@@ -149,9 +150,27 @@ class Propagation:
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
         operation = visit.known
-        if operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items())):
+        holds_constant = operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items()))
+        if holds_constant and not self._merge_bias(visit, operation):
             visit.absorb("tokens", (visit.grad * _constant_part(visit, operation)).nan_to_num_(0, 0, 0))
         return visit.plain()
+
+    def _merge_bias(self, visit: Visit, operation: Operation) -> bool:
+        """Make a summand the bias of the matrix product before it if nothing else reads that, as `F.linear` may."""
+        bias, walk = operation.args.get("other"), visit.walk
+        if operation.name != "add" or "alpha" in operation.args or not isinstance(bias, Tensor) or bias.dim() != 1:
+            return False
+        edge = next_functions(visit.node)[0]
+        while walk.users[edge] == 1 and edge[0] is not None and (before := walk.record.operation(edge[0])):
+            if result_spec(*edge).shape[-1] != len(bias):
+                return False
+            if before.name in ("mm", "bmm") and next_functions(edge[0])[0][0] in walk.on_path:
+                self._biases[edge[0]] = bias
+                return True
+            if before.name not in ("view", "_unsafe_view"):
+                return False
+            edge = next_functions(edge[0])[0]
+        return False
 
     def _linear(self, visit: Visit) -> Gradients:
         """Apply the rule of a convolution or matrix product with constant weights."""
@@ -165,6 +184,8 @@ class Propagation:
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
             # A ReLU in place wrote to what something else had read.
             operation = replace(operation, result=None)
+        if visit.node in self._biases:
+            operation = _with_bias(operation, self._biases[visit.node])
         op = linear_operation(operation, at, merged)
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
@@ -434,6 +455,14 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
     return slope
 
 
+def _with_bias(operation: Operation, bias: Tensor) -> Operation:
+    """Return a matrix product as one that adds a bias."""
+    op = {"mm": aten.addmm.default, "bmm": aten.baddbmm.default}[operation.name]
+    factors = [operation.args[name] for name in _FACTORS[operation.name]]
+    named = zip(_FACTORS[operator_name(op)], factors, strict=True)
+    return Operation(op, {"self": bias, **dict(named)}, None if operation.result is None else operation.result + bias)
+
+
 def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
@@ -461,7 +490,8 @@ def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> L
         scale,
         shift,
         weight_shape,
-        None if merged else operation.norms,
+        tuple(range(1, args["input"].dim())) if is_convolution else (-1 - at,),
+        None if merged or at else operation.norms,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError
-from ..hooks.operations import row_norms
+from ..hooks.operations import norms_over
 from ..validation import check_number
 
 _ROUNDING = 64  # sums of parts below this many units of rounding of |W| |a| + |b| count as zero
@@ -39,7 +39,8 @@ class LinearOperation:
         scale: The factor of the batch norm for each output channel; None if nothing is merged.
         shift: The constant of the batch norm.
         weight_shape: The shape in which a factor per output channel broadcasts to the weights.
-        norms: The norm of each row of the output; None to compute it.
+        dims: The dimensions of the output over which a relative epsilon takes the root mean square.
+        norms: The norms of the output over these dimensions; None to compute them.
     """
 
     input: Tensor
@@ -51,6 +52,7 @@ class LinearOperation:
     scale: Tensor | None = None
     shift: Tensor | None = None
     weight_shape: tuple[int, ...] = ()
+    dims: tuple[int, ...] = (-1,)
     norms: Tensor | None = None
 
     @cached_property
@@ -83,9 +85,9 @@ class LinearOperation:
 
     @property
     def root_mean_square(self) -> Tensor:
-        """The root mean square of each row of the output."""
-        norms = row_norms(self.output) if self.norms is None else self.norms
-        return norms / math.sqrt(self.output[0].numel())
+        """The root mean square of the output, for each image (row of a matrix product)."""
+        total = norms_over(self.output, self.dims) if self.norms is None else self.norms
+        return total / math.sqrt(math.prod(self.output.shape[dim] for dim in self.dims))
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the transposed weights applied to a tensor like the output: the plain gradient."""

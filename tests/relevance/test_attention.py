@@ -62,10 +62,8 @@ def test_the_ledger_of_a_vision_transformer_is_the_one_spelled_out(method: type[
     total = expected.values.sum((1, 2, 3)) + sum(expected.ledger.values())
     assert_same(total, expected.scores)  # the reference loses nothing
     found = shares(method(model).attribute(x, target))
-    torch.testing.assert_close(found["softmax"], expected.ledger.get("softmax", torch.zeros(2).double()))
-    # The bias of a matrix product may be spelled as a sum with a constant, as that of a token is.
-    constants = expected.ledger["biases"] + expected.ledger["tokens"]
-    torch.testing.assert_close(found["biases"] + found["tokens"], constants)
+    for name, share in {"softmax": torch.zeros(2).double(), **expected.ledger}.items():
+        torch.testing.assert_close(found[name], share)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -82,6 +80,17 @@ def test_frozen_parameters_and_checkpoints_change_nothing(method: type[AttnLRP])
     expected = method(model).attribute(x, [1, 2]).values
     assert_same(method(Checkpointed(model)).attribute(x, [1, 2]).values, expected)
     assert_same(method(model.requires_grad_(False)).attribute(x, [1, 2]).values, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"gamma": 0.05, "conv_gamma": 0.25}])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_of_different_targets_is_its_images(method: type[AttnLRP], options: dict[str, Any]) -> None:
+    model, x, targets = vit(), images(3), [1, 4, 0]
+    found = method(model, **options).attribute(x, targets)
+    singles = [method(model, **options).attribute(x[i : i + 1], targets[i]) for i in range(3)]
+    assert_same(found.values, torch.cat([each.values for each in singles]))
+    for name, share in shares(found).items():
+        torch.testing.assert_close(share, torch.cat([shares(each)[name] for each in singles]))
 
 
 @pytest.mark.parametrize("method", METHODS)

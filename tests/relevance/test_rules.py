@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saliency import LRP, InputXGradient
@@ -42,6 +43,26 @@ def conv_and_norm(*, bias: bool = True) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), batch_norm())
 
 
+class OverChannels(nn.Module):
+    """A linear layer over the channels of each pixel, in one of several spellings."""
+
+    def __init__(self, spelling: Callable[[Tensor, nn.Linear], Tensor], *, frozen: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4).requires_grad_(not frozen)
+        self.spelling = spelling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spelling(x.permute(0, 2, 3, 1), self.linear)
+
+
+SPELLINGS: dict[str, Callable[[Tensor, nn.Linear], Tensor]] = {
+    "layer": lambda x, linear: linear(x),
+    "function of a copy": lambda x, linear: F.linear(x.contiguous(), linear.weight, linear.bias),
+    "product and sum": lambda x, linear: x @ linear.weight.T + linear.bias,
+    "sum in place": lambda x, linear: (x @ linear.weight.T).add_(linear.bias),
+    "einsum": lambda x, linear: torch.einsum("nhwc,dc->nhwd", x, linear.weight),
+    "weights first": lambda x, linear: (linear.weight @ x.mT).mT,
+}
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "conv": lambda: nn.Conv2d(3, 4, 3),
     "conv without bias": lambda: nn.Conv2d(3, 4, 3, bias=False),
@@ -129,6 +150,21 @@ def test_a_neuron_with_denominator_zero_passes_nothing(rule: str, kind: type[nn.
         found = propagated(model, x, mine)
         assert bool(found.isfinite().all())
         assert_equal(found, by_the_book(model, x, book))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("rule", ["epsilon relative", "gamma", "alpha 2 beta 1", "z plus"])
+def test_a_linear_layer_has_its_rule_however_it_is_spelled(rule: str, spelling: str, frozen: bool) -> None:
+    """PyTorch itself spells `nn.Linear` in three ways, by the strides of its input and whether it is frozen."""
+    layer = OverChannels(SPELLINGS[spelling], frozen=frozen)
+    if spelling in ("einsum", "weights first"):
+        layer.linear.bias = None  # type: ignore[assignment]
+    model, x = Readout(layer), signed(3)
+    mine, book = RULES[rule]
+    relevance = (model.layer(x) * model.weight).detach().flatten(0, -2)
+    rows = textbook.through(layer.linear, x.permute(0, 2, 3, 1).flatten(0, -2), relevance, book)
+    assert_equal(propagated(model, x, mine), rows.view(3, *SIZE, 3).permute(0, 3, 1, 2))
 
 
 def test_bounds_of_z_box_may_differ_by_channel() -> None:
