@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
-from ..render.blending import as_drawing, method_title
+from ..render.blending import as_drawing, method_titles
 from ..render.heatmap import single_images
 from ..render.sheet import INK, PAPER, SOFT_INK, ellipsised
 from .tables import Column, Table, number
@@ -35,7 +35,7 @@ class LedgerRow:
         percent: The share as a percentage of the score; NaN if the score is zero.
         image: The index of the image among those of the table.
         target: The name of the target.
-        method: The name of the method's class.
+        method: The name of the method's class, with the settings in which methods of one name differ.
     """
 
     name: str
@@ -74,19 +74,27 @@ def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[Led
         RenderError: There is no explanation, or an explanation has no ledger.
     """
     images = single_images(explanations, "ledger_table")
-    rows = [row for index, image in enumerate(images) for row in _rows(image, index)]
+    ledgers = _ledgers(images)
+    rows = [row for ledger in ledgers for row in ledger]
     is_one = len(images) == 1
     title = f"Ledger of {rows[0].target} by {rows[0].method}" if is_one else "Ledgers"
-    notes = dict.fromkeys(f"{method_title(image)}: {image.coverage}" for image in images if image.coverage)
+    covered = zip(ledgers, images, strict=True)
+    notes = dict.fromkeys(f"{ledger[0].method}: {image.coverage}" for ledger, image in covered if image.coverage)
     return Table(rows, _ENTRY if is_one else _IMAGE + _ENTRY, title, notes)
 
 
-def _rows(image: Explanation, index: int) -> list[LedgerRow]:
+def _ledgers(images: Sequence[Explanation]) -> list[list[LedgerRow]]:
+    """Return the rows of each image."""
+    titled = enumerate(zip(images, method_titles(images), strict=True))
+    return [_rows(image, index, title) for index, (image, title) in titled]
+
+
+def _rows(image: Explanation, index: int, title: str) -> list[LedgerRow]:
     if image.ledger is None or image.residual is None:
         raise RenderError(f"the explanation by {image.method} has no ledger; those by lrp, for example, have one")
     score = float(image.scores)
     shares = [*image.ledger[0].tolist(), float(image.residual), score]
-    about = (index, image.target_names[0], method_title(image))
+    about = (index, image.target_names[0], title)
     return [
         LedgerRow(name, share, 100 * share / score if score else math.nan, *about)
         for name, share in zip([*image.ledger_names, "residual", "score"], shares, strict=True)
@@ -107,7 +115,7 @@ def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Image.Imag
         RenderError: There is no explanation, or an explanation has no ledger.
     """
     images = single_images(explanations, "draw_ledger")
-    ledgers = [_rows(image, index) for index, image in enumerate(images)]
+    ledgers = _ledgers(images)
     ends = [end for ledger in ledgers for span in _spans(ledger) for end in span]
     picture = Image.new("RGB", (WIDTH, LINE * sum(len(ledger) + 2 for ledger in ledgers)), PAPER)
     pen = ImageDraw.Draw(picture)

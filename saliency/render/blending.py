@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -311,6 +311,21 @@ def method_title(explanation: Explanation) -> str:
     """Return the name of the method's Python class, or its registered name if this installation lacks the method."""
     method = METHODS.get(explanation.method)
     return method.__name__ if method else explanation.method
+
+
+def method_titles(explanations: Sequence[Explanation]) -> list[str]:
+    """Return the title of each method, with the settings and the layer in which methods of one name differ."""
+    facts = [{"layer": each.layer, **each.settings} for each in explanations]
+    titles = []
+    for explanation, own in zip(explanations, facts, strict=True):
+        same = [other for other, each in zip(facts, explanations, strict=True) if each.method == explanation.method]
+        words = [
+            value if isinstance(value, str) else f"{name}={value}"
+            for name, value in own.items()
+            if value is not None and any(other.get(name) != value for other in same)
+        ]
+        titles.append(" ".join([method_title(explanation), *words]))
+    return titles
 
 
 def units(explanation: Explanation) -> str:

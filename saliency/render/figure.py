@@ -14,7 +14,7 @@ from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..io.preprocess import Frame
 from ..validation import check_integer
-from .blending import Opacity, ScaledMap, frame_of, method_title, paint, probability, scale_map, shrink, units
+from .blending import Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink, units
 from .heatmap import SMOOTHING, shared_limit, single_images
 
 if TYPE_CHECKING:
@@ -110,13 +110,14 @@ def figure(
     drawing.suptitle(title or "", fontsize=TITLE_SIZE + 2)
     for panels, (group, start) in zip(_panels(drawing, heights, columns), rows, strict=True):
         frame, has_one_class = _print_frame(group[0]), len({image.target_names[0] for image in group}) == 1
+        titles = method_titles(group)
         for axes, number in zip(panels, range(start, 1 + len(group)), strict=False):
             if number == 0:
                 _show(axes, frame.picture, [_class_title(group[0])] if has_one_class else [])
                 continue
             image = group[number - 1]
             scaled = scale_map(image, limit=limit, smoothing=smoothing)
-            names = [method_title(image), *([] if has_one_class else [_class_title(image)])]
+            names = [titles[number - 1], *([] if has_one_class else [_class_title(image)])]
             _show(axes, paint(frame, scaled, colormap, opacity), names)
             _add_bar(drawing, axes, scaled, colormap, label or units(image))
     return drawing

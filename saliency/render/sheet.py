@@ -22,7 +22,7 @@ from .blending import (
     as_drawing,
     box_pixels,
     frame_of,
-    method_title,
+    method_titles,
     paint,
     probability,
     require_one,
@@ -84,7 +84,7 @@ def contact_sheet(
             scaled = _rescaled(cell.map, limit if shared else cell.limit)
             thumbs.append(paint(cell.frame, scaled, colormap, opacity))
         drawn.append(_Row(explanations, thumbs))
-    return as_drawing(_Sheet(drawn, thumb).draw(["photo", *map(method_title, rows[0])]))
+    return as_drawing(_Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])]))
 
 
 def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:

@@ -96,6 +96,18 @@ def test_a_sheet_without_probabilities_or_with_long_names_stays_in_its_measure()
     assert sheet.width <= short.width + 240
 
 
+def test_titles_name_the_settings_in_which_maps_of_one_method_differ() -> None:
+    photo = whole(noise(9, 9))
+    first, second, other = (explained(torch.rand(1, 4, 4), photo, method=name) for name in ("lrp", "lrp", "rise"))
+    first = replace(first, settings={"composite": "gamma", "steps": 4, "unknown": "refuse"})
+    second = replace(second, settings={"composite": None, "steps": 8, "unknown": "refuse"}, layer="features")
+    made = figure([first, second, other])
+    titles = [each.get_title() for each in made.axes if each.images]
+    assert titles[1:] == ["LRP gamma steps=4", "LRP features steps=8", "RISE"]
+    made = figure([first, other])
+    assert [each.get_title() for each in made.axes if each.images][1:] == ["LRP", "RISE"]
+
+
 def test_titles_are_shortened_by_an_ellipsis_to_the_width() -> None:
     font = ImageFont.load_default(size=16)
     assert ellipsised("espresso", font, 500) == "espresso"
