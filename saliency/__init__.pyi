@@ -69,6 +69,7 @@ from .methods.lime_shap import ShapleySampling as ShapleySampling
 from .methods.lrp import CPLRP as CPLRP
 from .methods.lrp import LRP as LRP
 from .methods.lrp import AttnLRP as AttnLRP
+from .methods.lrp import ExcitationBackprop as ExcitationBackprop
 from .methods.lrp import RelevancePropagation as RelevancePropagation
 from .methods.mask_optimisation import ExtremalPerturbation as ExtremalPerturbation
 from .methods.mask_optimisation import MeaningfulPerturbation as MeaningfulPerturbation

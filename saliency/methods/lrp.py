@@ -6,25 +6,27 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.explanation import Sign
+from ..attribution.forward import TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
-from ..errors import MethodError, did_you_mean, warn
+from ..errors import LayerError, MethodError, did_you_mean, warn
 from ..hooks.operations import Keep
-from ..hooks.rectifiers import Coverage
+from ..hooks.rectifiers import Coverage, nodes_between
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike
+from ..layers.find import LayerLike, scan_layers
 from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import Composite, Propagation, Unknown, has_attention
-from ..relevance.rules import Gamma, Rule, ZBox
+from ..relevance.rules import Contrast, Gamma, Rule, ZBox, divided
 from ..relevance.walk import Walk
-from ..validation import check_choice, check_number, is_integer
-from .cam import layer_name
+from ..validation import check_choice, check_flag, check_number, is_integer
+from .cam import default_layer, layer_name, warn_if_signed
 
 _ROUNDING = 1e-5
 
@@ -33,6 +35,7 @@ MAX_MISSING_SHARE = 1e-3
 
 CompositeLike = str | Composite | Mapping[str, Rule]
 Through = Mapping[str, Sequence[int]]
+At = Literal["pixels", "patches"]
 
 
 def as_composite(option: str, composite: CompositeLike) -> Composite:
@@ -42,7 +45,7 @@ def as_composite(option: str, composite: CompositeLike) -> Composite:
     if isinstance(composite, str) and composite in COMPOSITES:
         return COMPOSITES[composite]
     if isinstance(composite, Mapping) and all(map(_is_rule, composite.values())):
-        return Composite(composite)
+        return Composite(composite, name=str(dict(composite)))
     hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
     raise MethodError(
         f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind or a layer's name "
@@ -67,7 +70,10 @@ class RelevancePropagation(TracedAttribution):
 
     Args:
         model: As for every method.
-        layer: The layer at which relevance is read, summed over its channels; None for the input.
+        layer: The layer at which relevance is read, summed over its channels; None for the input. The ledger is then
+            that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
+            is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
+            the relevance of the merged output.
         through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
             Achtibat et al. 2023, https://arxiv.org/abs/2206.03208).
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
@@ -87,30 +93,31 @@ class RelevancePropagation(TracedAttribution):
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules for a forward and its scores."""
 
+    def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:
+        """Return the layer whose relevance is read; None for the input."""
+        return self.layer
+
     def layer_names(self, x: Tensor, target: Callable[[Any], Tensor]) -> tuple[str, ...]:
-        """Return the layers whose relevance is read or restricted."""
-        own = () if self.layer is None else (self.layer,)
-        return (*own, *self._through)
+        """Return the layers whose relevance is restricted, and the one whose relevance is read, if any."""
+        layer = self.read_layer(x, target)
+        return (*self._through, *([] if layer is None else [layer]))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Propagate the relevance of the scores."""
+        for name in layers:
+            if grads.forward.layers[name].grad_fn not in grads.nodes:
+                raise LayerError(no_gradient_message(name))
         walk = self.walk(grads)
-        values = walk.relevance
-        if self.layer is not None:
-            layout = grads.forward.layout(self.layer)
-            grad = walk.at.get(self.layer)
-            values = grads.activation(self.layer)
-            values = values * (0 if grad is None else at_least_float32(layout(grad)))
-            values = values.sum(1, keepdim=True)
-        ledger = torch.stack(list(walk.ledger.values()), 1)
+        layer = layers[-1] if len(layers) > len(self._through) else None
+        values, ledger = (walk.relevance, walk.ledger) if layer is None else _read(walk, grads, layer)
         return BatchAttribution(
             values,
             grads.scores,
             Coverage(treated=dict(walk.treated)),
-            self.layer,
+            layer,
             _missing(walk, grads),
-            ledger=ledger,
-            ledger_names=tuple(walk.ledger),
+            ledger=torch.stack(list(ledger.values()), 1),
+            ledger_names=tuple(ledger),
         )
 
     def walk(self, grads: TargetGradients) -> Walk:
@@ -138,19 +145,37 @@ class RelevancePropagation(TracedAttribution):
 
 
 def _missing(walk: Walk, grads: TargetGradients) -> Tensor:
-    return at_least_float32(grads.scores) - torch.stack(list(walk.ledger.values())).sum(0)
+    return at_least_float32(grads.scores) - _total(walk.ledger)
 
 
-def _restricted(grads: TargetGradients, layer: str, kept: list[int], walk: Walk, grad: Tensor) -> Tensor:
+def _total(ledger: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack(list(ledger.values())).sum(0)
+
+
+def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the relevance at a layer (N, 1, h, w), and the shares of the score (N,) from the layer on."""
+    tensor, layout = grads.forward.layers[layer], grads.forward.layout(layer)
+    relevance = walk.at.get(layer, torch.zeros_like(tensor))
+    values = at_least_float32(layout(relevance.detach())).sum(1, keepdim=True)
+    above = [*nodes_between(grads.scores_in_graph, tensor), cast("Node", tensor.grad_fn)]
+    ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
+    if layout.prefix:
+        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, : layout.prefix])
+    ledger["other paths"] = _total(walk.ledger) - _total(ledger)
+    return values, ledger
+
+
+def _restricted(
+    grads: TargetGradients, layer: str, kept: list[int], walk: Walk, value: Tensor | float, grad: Tensor
+) -> Tensor:
     """Set G to 0 at all channels of a layer but some; the ledger holds what is lost."""
-    channels = 1 if grads.forward.layout(layer).kind == "NCHW" else grad.dim() - 1
-    if max(kept) >= grad.shape[channels]:
+    tensor = grads.forward.layers[layer]
+    channels = 1 if grad.dim() > 2 and grads.forward.layout(layer).kind == "NCHW" else grad.dim() - 1
+    if max(kept, default=0) >= grad.shape[channels]:
         raise MethodError(f'through: layer "{layer}" has {grad.shape[channels]} channels, got channel {max(kept)}')
-    mask = torch.zeros(grad.shape[channels], dtype=grad.dtype, device=grad.device)
-    mask[kept] = 1
-    restricted = grad * mask.view(-1, *[1] * (grad.dim() - 1 - channels))
-    walk.absorb("other channels", grads.forward.layers[layer].detach() * (grad - restricted))
-    return restricted
+    lost = grad.index_fill(channels, torch.tensor(kept, dtype=torch.long, device=grad.device), 0)
+    walk.absorb("other channels", value * lost, cast("Node", tensor.grad_fn))
+    return grad - lost
 
 
 def _bounded(composite: Composite, preprocess: Any) -> Composite:
@@ -228,6 +253,8 @@ class AttnLRP(RelevancePropagation):
         model: As for every method.
         gamma: The gamma of linear layers, at least 0; the authors use 0.01 to 0.05. With 0, they pass their gradient.
         conv_gamma: The gamma of convolutions, such as the patch embedding; the authors use 0.1 to 0.25.
+        at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
+            patch embedding, which is less noisy. An option `layer` precedes it.
         layer: As for `LRP`.
         through: As for `LRP`.
         unknown: As for `LRP`.
@@ -252,6 +279,7 @@ class AttnLRP(RelevancePropagation):
     cost = "1 forward, 1 backward"
     constant_gates: ClassVar[bool] = False
 
+    at: Option[At] = Option("pixels", check_choice, get_args(At))
     gamma: Option[float] = Option(0.0, check_number, least=0)
     conv_gamma: Option[float] = Option(0.0, check_number, least=0)
 
@@ -261,6 +289,16 @@ class AttnLRP(RelevancePropagation):
         rules: dict[str, Rule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
         self.keep = Keep.LINEAR if rules else Keep.CONSTANTS
         self._composite = Composite(rules, constant_gates=self.constant_gates)
+
+    def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:
+        """Return the layer of the option, or that of the patches."""
+        if self.layer is not None or self.at == "pixels":
+            return self.layer
+        modules = {layer.name: self.model.get_submodule(layer.name) for layer in scan_layers(self.model, x).spatial}
+        for name, module in modules.items():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                return name
+        raise LayerError('at="patches": no convolution or linear layer has a spatial output; pass layer=...')
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of the options."""
@@ -274,6 +312,7 @@ class CPLRP(AttnLRP):
         model: As for every method.
         gamma: As for `AttnLRP`.
         conv_gamma: As for `AttnLRP`.
+        at: As for `AttnLRP`.
         layer: As for `LRP`.
         through: As for `LRP`.
         unknown: As for `LRP`.
@@ -296,3 +335,63 @@ class CPLRP(AttnLRP):
 
     name = "cp_lrp"
     constant_gates = True
+
+
+class ExcitationBackprop(RelevancePropagation):
+    """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
+
+    Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
+    nothing. Contrastive: the shares of the negated weights of the top layer are subtracted, which cancels what all
+    classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
+
+    Args:
+        model: As for every method.
+        contrastive: Whether the map is contrastive.
+        layer: The layer of the map. By default the last layer of the second-lowest resolution: for most networks, twice
+            the grid of a class activation map.
+        through: As for `LRP`.
+        unknown: As for `LRP`.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), shares of 1, at least 0 in networks with ReLUs. If all paths pass the layer, they sum to 1;
+        those of a contrastive map sum to less.
+
+    Warns:
+        SaliencyWarning: The activations of the layer are signed, so the shares may exceed 1 and be negative.
+
+    Raises:
+        NotApplicableError: An operation of the model has no rule.
+        MethodError: The channels are invalid.
+        LayerError: The layer does not exist, is not run, or has no spatial output.
+        TargetError: The target does not fit the model's output.
+
+    Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
+    """
+
+    name = "excitation_backprop"
+    cost = "1 forward, 1 to 1.5 backward"
+    sign: ClassVar[Sign] = "positive"
+    units = "share of 1"
+    is_complete = False
+
+    contrastive: Option[bool] = Option(False, check_flag)
+
+    def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:
+        """Return the given layer, or the last one of the second-lowest resolution."""
+        if self.layer is not None:
+            return self.layer
+        default_layer(self.model, x, target)  # raises LayerError if there is none
+        return scan_layers(self.model, x, target).last_per_resolution()[-2:][0]
+
+    def rules(self, grads: TargetGradients) -> Composite:
+        """Return the rules of excitation backpropagation."""
+        composite = COMPOSITES[self.name]
+        return replace(composite, rules={**composite.rules, "last": Contrast()}) if self.contrastive else composite
+
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        """Return the relevance at the layer as shares of the score."""
+        warn_if_signed(self.name, grads.activation(layers[-1]))
+        result = super().explain_gradients(grads, layers)
+        shares = divided(result.values, grads.scores[:, None, None, None])
+        values = shares.clamp(min=0) if self.contrastive else shares
+        return result._replace(values=values, residual=None, ledger=None, ledger_names=())

@@ -3,6 +3,7 @@
 from .composites import COMPOSITES as COMPOSITES
 from .propagation import Composite as Composite
 from .rules import AlphaBeta as AlphaBeta
+from .rules import Contrast as Contrast
 from .rules import Epsilon as Epsilon
 from .rules import Flat as Flat
 from .rules import Gamma as Gamma

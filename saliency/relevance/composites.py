@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .propagation import Composite
 from .rules import AlphaBeta, Epsilon, Flat, Gamma, Rule, ZBox, ZPlus
 
@@ -11,7 +13,7 @@ def _named(conv: Rule, linear: Rule, first: Rule | None = None) -> Composite:
     return Composite(rules)
 
 
-COMPOSITES: dict[str, Composite] = {
+_COMPOSITES = {
     "epsilon": _named(Epsilon(), Epsilon()),
     "gamma": _named(Gamma(), Gamma()),
     "epsilon_plus": _named(ZPlus(), Epsilon()),
@@ -22,5 +24,7 @@ COMPOSITES: dict[str, Composite] = {
     "attn_lrp": Composite(),
     "cp_lrp": Composite(constant_gates=True),
     "deep_taylor": _named(ZPlus(), ZPlus(), ZBox()),
+    "excitation_backprop": _named(ZPlus(bias=False), ZPlus(bias=False)),
 }
+COMPOSITES: dict[str, Composite] = {name: replace(rules, name=name) for name, rules in _COMPOSITES.items()}
 """Composites by name."""

@@ -6,7 +6,8 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -31,7 +32,7 @@ from ..hooks.operations import (
 )
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .rules import Epsilon, LinearOperation, Rule, divided
-from .walk import Visit, Walk
+from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
 
@@ -67,7 +68,7 @@ _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *_SOFTMAX})
 # The two factors of a matrix product.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-_KINDS = ("conv", "linear", "first")
+_KINDS = ("conv", "linear", "first", "last")
 _GRADIENT = Epsilon(0)
 
 
@@ -86,15 +87,17 @@ class Composite:
     """The rules of a walk.
 
     Attributes:
-        rules: From an operation kind ("conv", "linear", or "first" for those before which no other convolution or
-            matrix product runs), a layer's name, or a pattern of names, to a rule. Names precede "first", which
-            precedes the kinds. Others pass their gradient.
+        rules: From an operation kind, a layer's name, or a pattern of names, to a rule. The kinds are "conv", "linear",
+            and "first" or "last" for those before or after which no other convolution or matrix product runs. Names
+            precede "first" and "last", which precede the others. Operations without an entry pass their gradient.
         constant_gates: Whether attention weights and gates are constants, so that the other factor of a product gets
             all relevance. Otherwise each factor gets half.
+        name: The name in settings.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
     constant_gates: bool = False
+    name: str = field(default="", compare=False)
 
     def layers(self, model: nn.Module) -> dict[str, Rule]:
         """Return the rules of modules by name. Raises MethodError for a pattern that fits none."""
@@ -140,7 +143,7 @@ class Propagation:
         self.composite, self.layers, self.unknown = composite, layers, unknown
         self._merged: dict[Node, _Merged] = {}
         self._biases: dict[Node, Tensor] = {}
-        self._first: set[Node] | None = None
+        self._ends: tuple[set[Node], set[Node]] | None = None
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
@@ -193,8 +196,11 @@ class Propagation:
         passed = rule.propagate(op, at_least_float32(visit.grad if merged is None else merged.grad))
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = passed.grad
-        if passed.relevance is not None:
+        if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
             walk.fix(visit, at + offset, passed.relevance)
+        elif passed.relevance is not None:
+            grads[at + offset] = divided(passed.relevance, op.input)
+            visit.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0))
         if offset and visit.on_path[0]:
             grads[0] = passed.per_bias
         elif passed.per_bias is not None and op.bias is not None:
@@ -210,24 +216,21 @@ class Propagation:
         if named:
             return self.layers[max(named, key=len)]
         rules = self.composite.rules
-        if "first" in rules and visit.node in self._first_operations(visit.walk):
-            return rules["first"]
+        for at, end in enumerate(("first", "last")):
+            if end in rules and visit.node in self._first_and_last(visit.walk)[at]:
+                return rules[end]
         return rules.get(kind, _GRADIENT)
 
-    def _first_operations(self, walk: Walk) -> set[Node]:
-        """Return the linear operations before which no other one runs."""
-        if self._first is None:
-            after: set[Node] = set()
-            self._first = set()
-            for node in reversed(walk.nodes):
-                operation = walk.record.operation(node)
-                is_linear = operation is not None and kind_of(operation.op) == "linear"
-                is_after = any(function in after for function, _ in next_functions(node))
-                if is_linear and not is_after:
-                    self._first.add(node)
-                if is_linear or is_after:
-                    after.add(node)
-        return self._first
+    def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:
+        """Return the linear operations before which no other one runs, and those after which no other one runs."""
+        if self._ends is None:
+            successors = {node: [function for function, _ in next_functions(node)] for node in walk.nodes}
+            users: defaultdict[Node | None, list[Node | None]] = defaultdict(list)
+            for node, functions in successors.items():
+                for function in functions:
+                    users[function].append(node)
+            self._ends = _outermost(walk, walk.nodes[::-1], successors), _outermost(walk, walk.nodes, users)
+        return self._ends
 
     def _batch_norm(self, visit: Visit) -> Gradients:
         """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
@@ -242,32 +245,34 @@ class Propagation:
         x = args["input"]
         scale, shift = _channels(scale, x), _channels(shift, x)
         y_grad = visit.grad
-        source = self._mergeable(visit)
-        if source is not None:
-            self._merged[source] = _Merged(scale, shift, y_grad)
+        edges = self._merged_edges(visit)
+        if edges:
+            for edge in filter(walk.watched.get, edges):  # relevance there is that of the merged output
+                y_grad = cast("Tensor", walk.watch(edge, y_grad, at_least_float32(torch.addcmul(shift, x, scale))))
+                del walk.watched[edge]
+            self._merged[edges[-1][0]] = _Merged(scale, shift, y_grad)
             walk.treated["batch_norm merged"] += 1
-            # G at the unmerged output is read only if that is watched, through a clone.
-            is_direct = next_functions(visit.node)[0][0] is source
-            return (y_grad if is_direct else divided((x * scale + shift) * y_grad, x), None, None)
+            return (y_grad, None, None)
         walk.treated["batch_norm by |z|"] += 1
         part = x * scale
         shares = divided((part + shift) * y_grad, part.abs() + shift.abs())
         visit.absorb("biases", shares * shift.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
-    def _mergeable(self, visit: Visit) -> Node | None:
-        """Return the convolution or product before a batch norm if only the batch norm reads it; else None."""
-        walk = visit.walk
+    def _merged_edges(self, visit: Visit) -> list[Edge]:
+        """Return the edges from a batch norm to the convolution or product before it; [] if others read that too."""
+        walk, node, edges = visit.walk, visit.node, []
         while True:
-            edge = next_functions(visit.node)[0]
-            node, operation = edge[0], edge[0] and walk.record.operation(edge[0])
-            if node not in walk.on_path or operation is None or walk.users[edge] != 1:
-                return None
+            edge = cast("Edge", next_functions(node)[0])
+            node = edge[0]
+            operation = walk.record.operation(node) if node in walk.on_path else None
+            if operation is None or walk.users[edge] != 1:
+                return []
+            edges.append(edge)
             if operation.name != "clone":
                 break
-            visit = visit._replace(node=node)
         is_linear = operation.name in ("convolution", "addmm", "mm") and not operation.args.get("transposed")
-        return node if is_linear else None
+        return edges if is_linear else []
 
     def _norm(self, visit: Visit) -> Gradients:
         """Pass through the centring, with the deviation as a constant."""
@@ -398,6 +403,21 @@ class Propagation:
         "softmax": _softmax,
         "attention": _attention,
     }
+
+
+def _outermost(walk: Walk, nodes: Iterable[Node], neighbours: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
+    """Return the linear operations that come before all others on each path, given the nodes before each node."""
+    outermost: set[Node] = set()
+    covered: set[Node] = set()
+    for node in nodes:
+        operation = walk.record.operation(node)
+        is_linear = operation is not None and kind_of(operation.op) == "linear"
+        is_covered = any(neighbour in covered for neighbour in neighbours.get(node, ()))
+        if is_linear and not is_covered:
+            outermost.add(node)
+        if is_linear or is_covered:
+            covered.add(node)
+    return outermost
 
 
 def _holds_constant(argument: tuple[str, Any]) -> bool:

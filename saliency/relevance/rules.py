@@ -130,6 +130,10 @@ class Rule(ABC):
 
     name: ClassVar[str] = "own rule"
 
+    def __repr__(self) -> str:
+        """Return the name of the class."""
+        return f"{type(self).__name__}()"
+
     @abstractmethod
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
@@ -206,7 +210,7 @@ class Gamma(_GradientRule):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         z, gamma = op.output, self.gamma
-        positive, negative = _parts(op)
+        positive, negative = _parts(op, op.bias)
         same = torch.where(z > 0, positive, negative)
         relevance = z * grad
         shares = divided(relevance, z + gamma * same)
@@ -229,6 +233,7 @@ class AlphaBeta(_GradientRule):
     Args:
         alpha: At least 1.
         beta: alpha - 1.
+        bias: Whether the bias is a part that receives relevance.
 
     Raises:
         MethodError: alpha - beta is not 1, or beta is negative.
@@ -240,6 +245,7 @@ class AlphaBeta(_GradientRule):
     name: ClassVar[str] = "alpha-beta"
     alpha: float = 2.0
     beta: float = 1.0
+    bias: bool = True
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, least=0)
@@ -249,19 +255,20 @@ class AlphaBeta(_GradientRule):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         relevance = op.output * grad
+        bias = op.bias if self.bias else None
         if not self.beta and op.is_nonnegative:
             weight = op.weight.clamp(min=0)
             positive = op.run(op.input, weight)
-            positive = positive if op.bias is None else positive + op.bias.clamp(min=0)
+            positive = positive if bias is None else positive + bias.clamp(min=0)
             shares = divided(relevance, positive)
-            per_bias = None if op.bias is None else torch.where(op.bias > 0, shares, 0)
+            per_bias = None if bias is None else torch.where(bias > 0, shares, 0)
             absorbed = torch.where(positive == 0, relevance, 0)
             return Passed(op.transposed(shares, weight), per_bias=per_bias, absorbed=absorbed)
-        positive, negative = _parts(op)
+        positive, negative = _parts(op, bias)
         up, down = divided(self.alpha * relevance, positive), divided(self.beta * relevance, negative)
         passed = op.back((up - down) / 2)
         passed += op.input.sign() * op.transposed((up + down) / 2, op.weight.abs())
-        per_bias = None if op.bias is None else torch.where(op.bias > 0, up, -down)
+        per_bias = None if bias is None else torch.where(bias > 0, up, -down)
         absorbed = torch.where(positive == 0, self.alpha * relevance, 0)
         absorbed -= torch.where(negative == 0, self.beta * relevance, 0)
         return Passed(passed, per_bias=per_bias, absorbed=absorbed)
@@ -278,6 +285,29 @@ class ZPlus(AlphaBeta):
     name: ClassVar[str] = "z+"
     alpha: float = 1.0
     beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class Contrast(AlphaBeta):
+    """Positive parts a w share the relevance, and negative parts its negative, so that nothing passes in total.
+
+    This is the rule of the top layer in contrastive excitation backpropagation.
+
+    Source: Zhang et al., "Top-down Neural Attention by Excitation Backprop" (2016), https://arxiv.org/abs/1608.00507.
+    """
+
+    name: ClassVar[str] = "contrast"
+    alpha: float = 1.0
+    beta: float = 1.0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Accept alpha = beta."""
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        passed = super().propagate(op, grad)
+        return passed._replace(absorbed=cast("Tensor", passed.absorbed) + op.output * grad)
 
 
 @dataclass(frozen=True)
@@ -369,17 +399,15 @@ def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0, numerator / denominator)
 
 
-def _parts(op: LinearOperation) -> tuple[Tensor, Tensor]:
-    """Return the sums of the positive and of the negative parts, with the bias."""
+def _parts(op: LinearOperation, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums of the positive and of the negative parts, with a bias."""
     magnitudes = op.run(op.input.abs(), op.weight.abs())
     positive, negative = (op.unbiased + magnitudes) / 2, (op.unbiased - magnitudes) / 2
-    rounding = (
-        _ROUNDING * torch.finfo(positive.dtype).eps * (magnitudes if op.bias is None else magnitudes + op.bias.abs())
-    )
+    rounding = _ROUNDING * torch.finfo(positive.dtype).eps * (magnitudes if bias is None else magnitudes + bias.abs())
     positive, negative = torch.where(positive > rounding, positive, 0), torch.where(-negative > rounding, negative, 0)
-    if op.bias is None:
+    if bias is None:
         return positive, negative
-    return positive + op.bias.clamp(min=0), negative + op.bias.clamp(max=0)
+    return positive + bias.clamp(min=0), negative + bias.clamp(max=0)
 
 
 def _per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ nothing is computed twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -20,7 +20,7 @@ from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
 
-_Edge = tuple[Node, int]
+Edge = tuple[Node, int]
 # Operations that move numbers without changing them, besides views.
 _MOVES = {"cat", "clone", "constant_pad_nd", "copy", "flip", "index_select", "roll", "_to_copy"}
 
@@ -70,13 +70,14 @@ class Walk:
     Args:
         grads: The forward, with its record, and the scores.
         rule: The function from a visit to G at the operands of the node.
-        watched: Tensors of the forward at which G is kept, by name.
-        changes: Functions that change G at watched tensors, by name.
+        watched: Tensors of the forward at which relevance is read, by name.
+        changes: Functions that change G at watched tensors, by name, given the walk, the value and G.
         length_first: Whether a shape (length, N, ...) is read as such even if the length is a multiple of N.
 
     Attributes:
         relevance: The relevance of the image (N, C, H, W).
-        at: G at the watched tensors, by name.
+        at: The relevance of the watched tensors, by name, in their shapes.
+        watched: The names of the watched tensors by edge.
         ledger: The shares (N,) of the scores, by name: of the input, and of what absorbs relevance.
         treated: The number of operations by kind and rule.
     """
@@ -86,7 +87,7 @@ class Walk:
         grads: TargetGradients,
         rule: Rule,
         watched: Mapping[str, Tensor] | None = None,
-        changes: Mapping[str, Callable[[Walk, Tensor], Tensor]] | None = None,
+        changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
         *,
         length_first: bool = False,
     ) -> None:
@@ -98,13 +99,14 @@ class Walk:
         self.on_path = {*self.nodes, end.node}
         self.users = Counter(edge for node in self.nodes for edge in next_functions(node))
         self.at: dict[str, Tensor] = {}
-        self.ledger: dict[str, Tensor] = {}
+        self._absorbed: list[tuple[str, Node, Tensor]] = []
         self.treated: Counter[str] = Counter()
         self._rule, self._changes, self._length_first = rule, changes or {}, length_first
-        edges = {name: get_gradient_edge(tensor) for name, tensor in (watched or {}).items()}
-        self._watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
-        self._arrived: dict[_Edge, Tensor] = {}
-        self._fixed: dict[_Edge, Tensor] = {}  # relevance that has no G
+        self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
+        edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
+        self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
+        self._arrived: dict[Edge, Tensor] = {}
+        self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._interleaved: set[Node] = set()
         start = get_gradient_edge(score)
         self._arrived[start.node, start.output_nr] = torch.ones_like(score)
@@ -114,31 +116,38 @@ class Walk:
         gradient = self._arrived.get((end.node, end.output_nr))
         fixed = self._fixed.get((end.node, end.output_nr), torch.zeros_like(grads.x))
         self.relevance = fixed if gradient is None else torch.addcmul(fixed, grads.x, gradient)
-        self.ledger = {"input": self._per_image(self.relevance, None), **self.ledger}
+        self.ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
 
     def _visit(self, node: Node) -> None:
         count = result_count(node)
-        grads = tuple(self._watch((node, at), self._arrived.pop((node, at), None)) for at in range(count))
+        fixed = tuple(self.watch((node, at), self._fixed.pop((node, at), None), 1.0) for at in range(count))
+        grads = tuple(self.watch((node, at), self._arrived.pop((node, at), None)) for at in range(count))
         on_path = [function in self.on_path for function, _ in next_functions(node)]
         visit = Visit(self, node, self.record.operation(node), grads, on_path)
         if any(grad is not None for grad in grads):
             self._pass_on(visit, self._rule(visit), self._arrived)
-        fixed = tuple(self._fixed.pop((node, at), None) for at in range(count))
         if any(part is not None for part in fixed):
             visit = visit._replace(grads=fixed)
             self._pass_on(visit, _moved(visit), self._fixed)
 
-    def _watch(self, edge: _Edge, grad: Tensor | None) -> Tensor | None:
-        """Keep and change G at a watched tensor."""
-        name = self._watched.get(edge)
+    def watch(self, edge: Edge, grad: Tensor | None, value: Tensor | float | None = None) -> Tensor | None:
+        """Read the relevance at an edge if its tensor is watched; return G, which a function may change.
+
+        Args:
+            edge: The edge.
+            grad: G at the edge.
+            value: The value that has this G; None for the watched tensor itself.
+        """
+        name = self.watched.get(edge)
         if name is None or grad is None:
             return grad
+        value = self._tensors[name] if value is None else value
         if name in self._changes:
-            grad = self._changes[name](self, grad)
-        self.at[name] = grad
+            grad = self._changes[name](self, value, grad)
+        self.at[name] = self.at.get(name, 0) + at_least_float32(grad) * value
         return grad
 
-    def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[_Edge, Tensor]) -> None:
+    def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
         for edge, on_path, grad in zip(next_functions(visit.node), visit.on_path, grads, strict=False):
             node, at = edge
             if node is None or not on_path or grad is None:
@@ -152,7 +161,7 @@ class Walk:
 
     def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
-        edge = cast("_Edge", next_functions(visit.node)[operand])
+        edge = cast("Edge", next_functions(visit.node)[operand])
         known = self._fixed.get(edge)
         self._fixed[edge] = relevance if known is None else known + relevance
 
@@ -167,19 +176,27 @@ class Walk:
             return shape[:1] == result[:1]
         return self._is_length_first(result) and shape[:1] == (result[:2].numel(),)
 
-    def absorb(self, name: str, values: Tensor, node: Node | None = None) -> None:
-        """Add values, in the shape of the result of a node or of a watched tensor, to an entry of the ledger."""
-        share = self._per_image(values, node)
-        self.ledger[name] = self.ledger[name] + share if name in self.ledger else share
+    def absorb(self, name: str, values: Tensor, node: Node) -> None:
+        """Add values, in the shape of the result of a node, to an entry of the ledger."""
+        self._absorbed.append((name, node, self.per_image(values, node)))
 
-    def _per_image(self, values: Tensor, node: Node | None) -> Tensor:
-        """Return the sums (N,) of values over all positions of each image."""
+    def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
+        """Return the relevance (N,) that some nodes absorb, by name."""
+        shares: dict[str, Tensor] = {}
+        chosen = set(nodes)
+        for name, node, share in self._absorbed:
+            if node in chosen:
+                shares[name] = shares[name] + share if name in shares else share
+        return shares
+
+    def per_image(self, values: Tensor, node: Node | None = None) -> Tensor:
+        """Return the sums (N,) of values over all positions of each image; by default, images come first."""
         values = at_least_float32(values)
         if self.images == 1:
             return values.sum().reshape(1)
         if node in self._interleaved:
             return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
-        if self._is_length_first(values.shape):
+        if node is not None and self._is_length_first(values.shape):
             values = values.transpose(0, 1)
         return values.reshape(self.images, -1).sum(1)
 
