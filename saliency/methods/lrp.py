@@ -203,8 +203,9 @@ class LRP(RelevancePropagation):
     Args:
         model: As for every method.
         composite: The rules: the name of a composite ("epsilon_plus", "epsilon", "gamma", "epsilon_gamma_box",
-            "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first"), a layer's
-            name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus".
+            "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first",
+            "last"), a layer's name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus",
+            or "attn_lrp" for networks with attention.
         layer: The layer at which relevance is read, summed over its channels; None for the input.
         through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
             Achtibat et al. 2023, https://arxiv.org/abs/2206.03208).

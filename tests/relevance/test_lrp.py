@@ -370,7 +370,7 @@ def test_a_residual_shares_in_proportion() -> None:
 
 def test_all_composites_have_a_test_here() -> None:
     tested = {*BY_NAME, "epsilon_alpha2_beta1_flat", "epsilon_gamma_box"}
-    assert {*COMPOSITES} - tested == {"deep_taylor", "attn_lrp", "cp_lrp"}
+    assert {*COMPOSITES} - tested == {"deep_taylor", "attn_lrp", "cp_lrp", "excitation_backprop"}
 
 
 def test_coverage_counts_operations_by_kind_and_rule() -> None:
