@@ -21,8 +21,12 @@ from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
 
 Edge = tuple[Node, int]
-# Operations that move numbers without changing them, besides views.
-_MOVES = {"cat", "clone", "constant_pad_nd", "copy", "flip", "index_select", "roll", "_to_copy"}
+# Operations that move or repeat numbers without changing them, besides views.
+_MOVES = {
+    *("cat", "clone", "constant_pad_nd", "copy", "flip", "im2col", "index", "index_select", "pixel_shuffle"),
+    *("pixel_unshuffle", "reflection_pad2d", "repeat", "replication_pad2d", "roll", "stack", "_to_copy"),
+    "upsample_nearest2d",
+}
 
 
 class Visit(NamedTuple):
@@ -128,7 +132,11 @@ class Walk:
             self._pass_on(visit, self._rule(visit), self._arrived)
         if any(part is not None for part in fixed):
             visit = visit._replace(grads=fixed)
-            self._pass_on(visit, _moved(visit), self._fixed)
+            moved = _moved(visit)
+            if visit.operation and visit.operation.name == "constant_pad_nd" and moved[0] is not None:
+                visit.absorb("padding", visit.grad)
+                visit.absorb("padding", -moved[0])
+            self._pass_on(visit, moved, self._fixed)
 
     def watch(self, edge: Edge, grad: Tensor | None, value: Tensor | float | None = None) -> Tensor | None:
         """Read the relevance at an edge if its tensor is watched; return G, which a function may change.

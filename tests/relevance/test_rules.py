@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from saliency import LRP, InputXGradient
 from saliency.relevance import AlphaBeta, Epsilon, Flat, Gamma, Pass, Rule, WSquare, ZBox, ZPlus
+from tests.models import OwnForward
 from tests.relevance import textbook
 
 LOW, HIGH = -2.5, 3.0
@@ -207,6 +208,37 @@ def test_a_first_rule_below_other_layers_is_its_textbook_sums(rule: str) -> None
     composite = {"first": mine, "conv": ZPlus(), "linear": Epsilon(1e-6)}
     expected = textbook.lrp(list(net), x, 1, books)[0]
     assert_equal(LRP(net.eval(), composite=composite).attribute(x, 1).values, expected)
+
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros around": lambda x: F.pad(x, (1, 0, 2, 1)),
+    "mirrored": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "repeated border": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "circular": lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"),
+    "blue first": lambda x: x[:, [2, 1, 0]],
+    "flipped": lambda x: x.flip(1),
+    "slices": lambda x: torch.cat([x[..., :4, ::2], x[..., 1:5, 1::2]], 1),
+    "stacked": lambda x: torch.stack([x, x.roll(1, -1)], 1).flatten(1, 2),
+    "blocks": lambda x: F.pixel_unshuffle(x[..., :4, :], 2),
+    "windows": lambda x: F.unfold(x, 2).view(len(x), 12, 4, 5),
+    "repeated": lambda x: x.repeat(1, 2, 1, 1),
+    "enlarged": lambda x: F.interpolate(x, scale_factor=2),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_relevance_of_the_first_layer_follows_pixels_to_where_they_came_from(move: str) -> None:
+    moved, x = MOVES[move], signed()
+    conv = nn.Conv2d(moved(x).shape[1], 4, 2).double()
+    head = nn.Sequential(nn.Flatten(), nn.LazyLinear(3).double())
+    net = OwnForward(lambda m, x: m.head(m.conv(moved(x))), conv=conv, head=head).eval()
+    net(x)
+    rules = {0: textbook.flat(), 2: textbook.epsilon(1e-6)}
+    r = textbook.lrp([conv, *head], moved(x), 1, rules)[0]
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(moved(leaf), leaf, r)  # each pixel gets the sum over its copies
+    assert_equal(LRP(net, composite="epsilon_plus_flat").attribute(x, 1).values, expected)
 
 
 @pytest.mark.parametrize("epsilon", [0, 1e-9])

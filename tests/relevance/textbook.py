@@ -121,7 +121,7 @@ def through(layer: nn.Module, a: Tensor, relevance: Tensor, rule: Rule) -> Tenso
     """
     weights, connected = matrix(layer, a.shape[1:]), connections(layer, a.shape[1:])
     biases = layer(torch.zeros_like(a[:1])).flatten().detach()
-    found = torch.zeros_like(a)
+    found = torch.zeros(a.shape, dtype=torch.float64)
     for image, outputs, into in zip(a.flatten(1), relevance.flatten(1), found.flatten(1), strict=True):
         scale = (image @ weights + biases).square().mean().sqrt()
         for k, r in enumerate(outputs):
