@@ -79,20 +79,20 @@ def _schema(op: Op) -> dict[str, bool]:
     return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
 
-@cache
-def argument_names(op: Op) -> frozenset[str]:
-    """Return the names of the arguments of an operation."""
-    return frozenset(_schema(op))
-
-
 def named_arguments(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation by name, without those that are left at their default."""
     return {**dict(zip(_schema(op), args, strict=False)), **kwargs}
 
 
+@cache
+def writes_operand(op: Op) -> bool:
+    """Return whether an operation writes to one of its arguments."""
+    return any(_schema(op).values())
+
+
 def written(op: Op, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    if not any(_schema(op).values()):
+    if not writes_operand(op):
         return []
     writes = _schema(op)
     return list(tree_tensors([value for name, value in named_arguments(op, args, kwargs).items() if writes[name]]))
@@ -102,7 +102,10 @@ LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
 """Convolutions and matrix products."""
 ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "addcmul"})
 """Operations in which a constant may be added to a signal."""
-_NORMALISING = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_safe_softmax"})
+NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
+"""Layer norm and its kin, except batch norm."""
+SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
+"""Softmax over one dimension."""
 
 
 @cache
@@ -123,6 +126,16 @@ def is_view(op: Op) -> bool:
 
 
 @cache
+def broadcasts(op: Op) -> bool:
+    """Return whether an operation may broadcast an operand, so that its gradient has another shape."""
+    tensors = [part for part in operator_schema(op).arguments if "Tensor" in str(part.type)]
+    name = operator_name(op)
+    return len(tensors) > 1 and (
+        torch.Tag.pointwise in op.tags or name in ADDITIVE | {"addmm", "baddbmm", "copy", "index_put"}
+    )
+
+
+@cache
 def is_attention(op: Op) -> bool:
     """Return whether an operation is a fused attention, of any kernel."""
     return {"query", "key", "value"} <= _schema(op).keys()
@@ -140,7 +153,7 @@ def _kept(op: Op, keep: Keep) -> bool:
     name = operator_name(op)
     if name == "relu":  # of degree one, so its gradient is enough
         return keep == Keep.ALL
-    known = name in LINEAR or name in _NORMALISING or is_attention(op) or is_batch_norm(op)
+    known = name in LINEAR or name in NORMS | SOFTMAX or is_attention(op) or is_batch_norm(op)
     return known or is_pointwise(op) or (keep == Keep.ALL and not operator_schema(op).returns[0].alias_info)
 
 
@@ -185,43 +198,51 @@ class OperationRecord(DispatchMode):
         return [name for name, calls in self.calls.items() if any(number in call for call in calls)]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and record it."""
+        """Run an operation, and record it if it depends on the image."""
         kwargs = kwargs or {}
+        if not any(map(self._depends, args)):
+            result = op(*args, **kwargs)
+            # It may take the memory of a tensor that was freed.
+            self._dependent.difference_update(_addresses(result))
+            return result
         number = current_sequence_nr() - 1
-        kept = _kept(op, self.keep)
-        depends = any(_address(tensor) in self._dependent for tensor in tree_tensors((args, kwargs)))
-        if not depends:
-            return self._run_constant(op, args, kwargs)
-        operation = Operation(op, self._arguments(op, args, kwargs, kept))
-        targets = written(op, args, kwargs)
-        if targets:
-            number = self._before_write(operation, targets[0], number)
+        kept, writes = _kept(op, self.keep), writes_operand(op)
+        operation = Operation(op)
+        if kept:
+            operation.args = named_arguments(op, args, kwargs)
+        elif operator_name(op) in ADDITIVE:
+            operation.args = {name: self._constant(value) for name, value in named_arguments(op, args, kwargs).items()}
+        if writes:
+            number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
         self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
-        if kept and not (self.keep == Keep.CONSTANTS and operation.name in LINEAR):
-            operation.result = result
-        self._dependent.update(map(_address, tree_tensors(result)))
-        if self._operations.setdefault(number, operation) is operation and kept:
-            for tensor in tree_tensors([list(operation.args.values()), result]):
-                self._holders[_address(tensor)].append(operation)
-        return result
-
-    def _run_constant(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that does not depend on the image. Its result may take the memory of a freed tensor."""
-        result = op(*args, **kwargs)
-        self._dependent.difference_update(map(_address, tree_tensors(result)))
-        return result
-
-    def _arguments(self, op: Op, args: Any, kwargs: Any, kept: bool) -> dict[str, Any]:
-        if not kept and operator_name(op) not in ADDITIVE:
-            return {}
-        named = named_arguments(op, args, kwargs)
+        addresses = _addresses(result)
+        self._dependent.update(addresses)
         if kept:
-            return named
-        return {
-            name: tree_map_tensors(value, lambda tensor: None if _address(tensor) in self._dependent else tensor)
-            for name, value in named.items()
-        }
+            operation.result = self._kept_result(operation, result)
+            for address in {*_addresses(operation.result), *_addresses(args)}:
+                self._holders[address].append(operation)
+        self._operations.setdefault(number, operation)
+        return result
+
+    def _kept_result(self, operation: Operation, result: Any) -> Any:
+        """Return the part of a result that rules read: of a normalisation, only its statistics."""
+        if operation.name in LINEAR and self.keep == Keep.CONSTANTS:
+            return None
+        is_norm = self.keep != Keep.ALL and (operation.name in NORMS or is_batch_norm(operation.op))
+        return (None, *result[1:]) if is_norm else result
+
+    def _depends(self, argument: Any) -> bool:
+        """Return whether an argument is or holds a tensor that depends on the image."""
+        if isinstance(argument, Tensor):
+            return _address(argument) in self._dependent
+        return isinstance(argument, list | tuple) and any(map(self._depends, argument))
+
+    def _constant(self, argument: Any) -> Any:
+        """Return an argument without the tensors that depend on the image: None takes their place."""
+        if isinstance(argument, list | tuple):
+            return [self._constant(part) for part in argument]
+        return None if self._depends(argument) else argument
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""
@@ -252,6 +273,13 @@ def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _addresses(values: Any) -> list[int]:
+    """Return the memory addresses of a tensor, or of the tensors of a list."""
+    if isinstance(values, Tensor):
+        return [_address(values)]
+    return [address for value in values for address in _addresses(value)] if isinstance(values, list | tuple) else []
 
 
 def _copy_from(tensor: Tensor, address: int) -> Tensor:

@@ -22,6 +22,8 @@ from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, re
 from ..hooks.operations import (
     ADDITIVE,
     LINEAR,
+    NORMS,
+    SOFTMAX,
     Op,
     Operation,
     is_attention,
@@ -60,12 +62,10 @@ _PLAIN = {
         "unfold",
     ),
 }
-_NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
-_SOFTMAX = {"_softmax", "_safe_softmax"}
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
-_GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *_SOFTMAX})
+_GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 # The two factors of a matrix product.
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "first", "last")
@@ -76,7 +76,7 @@ _GRADIENT = Epsilon(0)
 def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
-    named = {"norm": _NORMS, "softmax": _SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}, "plain": _PLAIN}
+    named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}, "plain": _PLAIN}
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
@@ -195,18 +195,18 @@ class Propagation:
         walk.treated[f"{kind} by {rule.name}"] += 1
         passed = rule.propagate(op, at_least_float32(visit.grad if merged is None else merged.grad))
         grads: list[Tensor | None] = [None] * len(visit.on_path)
-        grads[at + offset] = passed.grad
+        grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
             walk.fix(visit, at + offset, passed.relevance)
         elif passed.relevance is not None:
             grads[at + offset] = divided(passed.relevance, op.input)
             visit.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0))
         if offset and visit.on_path[0]:
-            grads[0] = passed.per_bias
-        elif passed.per_bias is not None and op.bias is not None:
-            visit.absorb("biases", passed.per_bias * op.bias)
-        if passed.absorbed is not None:
-            visit.absorb("stabiliser", passed.absorbed)
+            grads[0] = visit.grad
+        elif passed.biases is not None:
+            visit.absorb("biases", passed.biases)
+        if passed.lost is not None:
+            visit.absorb("stabiliser", _row_products(op.output, passed.lost))
         return tuple(grads)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
@@ -289,12 +289,19 @@ class Propagation:
         rstd = operation.result[1 if operation.name == "_fused_rms_norm" else 2].reshape(sizes)
         if not shape:
             weight, bias = (None if parameter is None else _channels(parameter, x) for parameter in (weight, bias))
+        grad = at_least_float32(visit.grad)
+        weight, bias = (parameter if parameter is None else parameter.to(grad) for parameter in (weight, bias))
         if bias is not None:
-            visit.absorb("biases", visit.grad * bias)
-        grad = (visit.grad if weight is None else visit.grad * weight).reshape(grouped) * rstd
-        if operation.name != "_fused_rms_norm":
-            grad -= grad.mean(dims, keepdim=True)
-        return (grad.reshape(x.shape), *[None] * (len(visit.on_path) - 1))
+            visit.absorb("biases", grad @ bias if bias.dim() == 1 else grad * bias)
+        if weight is not None and weight.dim() == 1 and operation.name == "native_layer_norm":
+            # As below, in fewer steps.
+            mean = (grad @ weight).div_(len(weight)).unsqueeze(-1)
+            passed = torch.addcmul(-mean, grad, weight).mul_(rstd)
+        else:
+            passed = (grad if weight is None else grad * weight).reshape(grouped) * rstd
+            if operation.name != "_fused_rms_norm":
+                passed -= passed.mean(dims, keepdim=True)
+        return (passed.reshape(x.shape).to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
@@ -305,12 +312,14 @@ class Propagation:
         if not bool(torch.isfinite(at_zero)):
             return self._without_rule(visit)
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
+        ratio = operation.result / x
         if bool(at_zero):
             visit.absorb("activations", visit.grad * at_zero)
-        return (
-            visit.grad * secant(operation, x, torch.zeros_like(x), operation.result, at_zero),
-            *[None] * (len(visit.on_path) - 1),
-        )
+            ratio = (operation.result - at_zero) / x
+        is_zero = x == 0
+        if bool(is_zero.any()):
+            ratio = torch.where(is_zero, derivative(operation, x), ratio)
+        return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))
 
     def _mul(self, visit: Visit) -> Gradients:
         """Pass the gradient of a product with a constant."""
@@ -420,6 +429,12 @@ def _outermost(walk: Walk, nodes: Iterable[Node], neighbours: Mapping[Any, Seque
     return outermost
 
 
+def _row_products(first: Tensor, second: Tensor) -> Tensor:
+    """Return the sums of the products of two tensors over each row (N, ...)."""
+    products: Tensor = torch.linalg.vecdot(first.flatten(1), second.flatten(1))
+    return products
+
+
 def _holds_constant(argument: tuple[str, Any]) -> bool:
     """Return whether an argument of a sum is, or holds, a constant summand."""
     name, value = argument
@@ -515,26 +530,36 @@ def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> L
     )
 
 
-_Function = Callable[[Tensor, Tensor], Tensor]
+_Function = Callable[..., Tensor]
 
 
 def _convolution(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function]:
-    """Return a convolution without bias, and its transpose in the input, as functions of a tensor and the weights."""
+    """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
     options = [args[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
         mask = [True, False, False]
         return cast("Tensor", aten.convolution_backward(grad, args["input"], weight, None, *options, mask)[0])
 
-    return lambda x, weight: aten.convolution(x, weight, None, *options), transposed
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cast("Tensor", aten.convolution(x, weight, None if bias is None else bias.flatten(), *options))
+
+    return run, transposed
 
 
 def _matrix_product(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function]:
     """Return a matrix product with weights on one side, and its transpose, as functions of a tensor and the weights."""
-    factor = args.get("alpha", 1)
-    if at == 0:
-        return lambda x, weight: factor * (x @ weight), lambda grad, weight: factor * (grad @ weight.mT)
-    return lambda x, weight: factor * (weight @ x), lambda grad, weight: factor * (weight.mT @ grad)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | float | None = None) -> Tensor:
+        product = x @ weight if at == 0 else weight @ x
+        product = product * args["alpha"] if args.get("alpha", 1) != 1 else product
+        return product if bias is None else product.add_(bias)
+
+    def transposed(grad: Tensor, weight: Tensor) -> Tensor:
+        product = grad @ weight.mT if at == 0 else weight.mT @ grad
+        return product * args["alpha"] if args.get("alpha", 1) != 1 else product
+
+    return run, transposed
 
 
 def _applied(operation: Operation, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class LinearOperation:
         raw_bias: The bias without the batch norm, in a shape that broadcasts to the output; None without a bias.
         raw_output: The output without the batch norm; None if the record does not keep it. A ReLU in place may have
             written to it where G is 0.
-        run: The operation without bias: from an input and weights to an output.
+        run: The operation: from an input, weights, and optionally a bias, to an output.
         transposed: Its transpose in the input: from a tensor like the output, and weights, to one like the input.
         scale: The factor of the batch norm for each output channel; None if nothing is merged.
         shift: The constant of the batch norm.
@@ -47,7 +47,7 @@ class LinearOperation:
     raw_weight: Tensor
     raw_bias: Tensor | None
     raw_output: Tensor | None
-    run: Callable[[Tensor, Tensor], Tensor]
+    run: Callable[..., Tensor]
     transposed: Callable[[Tensor, Tensor], Tensor]
     scale: Tensor | None = None
     shift: Tensor | None = None
@@ -81,6 +81,8 @@ class LinearOperation:
     @property
     def unbiased(self) -> Tensor:
         """W a."""
+        if self.scale is not None and self.raw_output is not None and self.raw_bias is None:
+            return self.raw_output * self.scale
         return self.output if self.bias is None else self.output - self.bias
 
     @property
@@ -98,6 +100,12 @@ class LinearOperation:
         """Whether all inputs are at least zero, as after a ReLU."""
         return bool(self.input.amin() >= 0)
 
+    def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
+        """Return the sums over each row of the output of shares times a bias."""
+        if bias.numel() != bias.shape[min(1, bias.dim() - 1)]:
+            return (shares * bias).flatten(1).sum(1)
+        return (shares if shares.dim() == 2 else shares.flatten(2).sum(2)) @ bias.flatten()
+
 
 class Passed(NamedTuple):
     """What a rule passes to the input of an operation.
@@ -105,14 +113,14 @@ class Passed(NamedTuple):
     Attributes:
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
         relevance: The relevance of the input, of rules that also give relevance to an input of zero.
-        per_bias: The relevance that the bias absorbs, divided by the bias, like the output; None if it is zero.
-        absorbed: Relevance that nothing receives, like the output; None if it is zero.
+        biases: The relevance that the bias absorbs, for each row of the output; None if it is zero.
+        lost: G of relevance that nothing receives, like the output; None if it is zero.
     """
 
     grad: Tensor | None = None
     relevance: Tensor | None = None
-    per_bias: Tensor | None = None
-    absorbed: Tensor | None = None
+    biases: Tensor | None = None
+    lost: Tensor | None = None
 
 
 class Rule(ABC):
@@ -176,12 +184,12 @@ class Epsilon(_GradientRule):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         if not self.epsilon:
-            return Passed(op.back(grad), per_bias=grad)
-        z = op.output
-        size = z.abs()
-        unit = op.root_mean_square if self.relative else 1.0
-        kept = size.div_(size + self.epsilon * unit).nan_to_num_(0).mul_(grad)
-        return Passed(op.back(kept), per_bias=kept, absorbed=z * (grad - kept))
+            return Passed(op.back(grad), biases=None if op.bias is None else op.bias_share(grad, op.bias))
+        unit = op.root_mean_square.clamp_(min=torch.finfo(grad.dtype).tiny) if self.relative else 1.0
+        lost = grad / op.output.abs().div_(self.epsilon * unit).add_(1)
+        kept = grad - lost
+        biases = None if op.bias is None else op.bias_share(kept, op.bias)
+        return Passed(op.back(kept), biases=biases, lost=lost)
 
 
 @dataclass(frozen=True)
@@ -209,19 +217,25 @@ class Gamma(_GradientRule):
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
-        z, gamma = op.output, self.gamma
+        z, relevance = op.output, op.output * grad
+        if op.is_nonnegative and not bool(((z < 0) & (relevance != 0)).any()):
+            return self._after_relu(op, relevance)
         positive, negative = _parts(op, op.bias)
-        same = torch.where(z > 0, positive, negative)
-        relevance = z * grad
-        shares = divided(relevance, z + gamma * same)
+        shares = divided(relevance, torch.where(z > 0, positive, negative).mul_(self.gamma).add_(z))
         signed = torch.where(z > 0, shares, -shares)
-        passed = op.back(shares * (1 + gamma / 2))
-        passed += op.input.sign() * op.transposed(signed * (gamma / 2), op.weight.abs())
-        per_bias = None
-        if op.bias is not None:
-            agrees = (op.bias > 0) == (z > 0)
-            per_bias = torch.where(agrees, (1 + gamma) * shares, shares)
-        return Passed(passed, per_bias=per_bias)
+        passed = op.back(shares).mul_(1 + self.gamma / 2)
+        passed += op.input.sign() * op.transposed(signed, op.weight.abs()).mul_(self.gamma / 2)
+        if op.bias is None:
+            return Passed(passed)
+        agreeing = torch.where((op.bias > 0) == (z > 0), (1 + self.gamma) * shares, shares)
+        return Passed(passed, biases=op.bias_share(agreeing, op.bias))
+
+    def _after_relu(self, op: LinearOperation, relevance: Tensor) -> Passed:
+        """Return what the rule passes if neither inputs nor outputs with relevance are negative."""
+        weight = torch.add(op.weight, op.weight.clamp(min=0), alpha=self.gamma)
+        bias = None if op.bias is None else op.bias + self.gamma * op.bias.clamp(min=0)
+        shares = relevance.div_(op.run(op.input, weight, bias)).nan_to_num_(0, 0, 0)
+        return Passed(op.transposed(shares, weight), biases=None if bias is None else op.bias_share(shares, bias))
 
 
 @dataclass(frozen=True)
@@ -254,24 +268,33 @@ class AlphaBeta(_GradientRule):
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
-        relevance = op.output * grad
-        bias = op.bias if self.bias else None
         if not self.beta and op.is_nonnegative:
-            weight = op.weight.clamp(min=0)
-            positive = op.run(op.input, weight)
-            positive = positive if bias is None else positive + bias.clamp(min=0)
-            shares = divided(relevance, positive)
-            per_bias = None if bias is None else torch.where(bias > 0, shares, 0)
-            absorbed = torch.where(positive == 0, relevance, 0)
-            return Passed(op.transposed(shares, weight), per_bias=per_bias, absorbed=absorbed)
+            return self._of_nonnegative(op, grad)
+        bias = op.bias if self.bias else None
         positive, negative = _parts(op, bias)
-        up, down = divided(self.alpha * relevance, positive), divided(self.beta * relevance, negative)
-        passed = op.back((up - down) / 2)
-        passed += op.input.sign() * op.transposed((up + down) / 2, op.weight.abs())
-        per_bias = None if bias is None else torch.where(bias > 0, up, -down)
-        absorbed = torch.where(positive == 0, self.alpha * relevance, 0)
-        absorbed -= torch.where(negative == 0, self.beta * relevance, 0)
-        return Passed(passed, per_bias=per_bias, absorbed=absorbed)
+        half = (op.output * grad).mul_(self.alpha / 2)
+        up, down = half / positive, half.div_(negative).mul_(self.beta / self.alpha)
+        dead = [_remove_infinite(shares) for shares in (up, down)]
+        passed = op.back(up - down)
+        magnitudes = op.transposed(up + down, op.weight.abs())
+        passed += magnitudes if op.is_nonnegative else magnitudes.mul_(op.input.sign())
+        biases = None
+        if bias is not None:
+            biases = 2 * (op.bias_share(up, bias.clamp(min=0)) - op.bias_share(down, bias.clamp(max=0)))
+        lost = None
+        if any(dead):
+            lost = grad * (self.alpha * (positive == 0) - self.beta * (negative == 0))
+        return Passed(passed, biases=biases, lost=lost)
+
+    def _of_nonnegative(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to inputs of at least zero, for alpha 1 and beta 0."""
+        weight = op.weight.clamp(min=0)
+        bias = op.bias.clamp(min=0) if self.bias and op.bias is not None else None
+        positive = op.run(op.input, weight, bias)
+        shares = (op.output * grad).div_(positive)
+        lost = grad * (positive == 0) if _remove_infinite(shares) else None
+        biases = None if bias is None else op.bias_share(shares, bias)
+        return Passed(op.transposed(shares, weight), biases=biases, lost=lost)
 
 
 @dataclass(frozen=True)
@@ -307,7 +330,7 @@ class Contrast(AlphaBeta):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         passed = super().propagate(op, grad)
-        return passed._replace(absorbed=cast("Tensor", passed.absorbed) + op.output * grad)
+        return passed._replace(lost=grad if passed.lost is None else passed.lost + grad)
 
 
 @dataclass(frozen=True)
@@ -399,15 +422,26 @@ def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0, numerator / denominator)
 
 
+def _remove_infinite(shares: Tensor) -> bool:
+    """Set quotients by zero to 0 in place. Return whether there are any."""
+    if bool(torch.isfinite(shares.sum())):
+        return False
+    shares.nan_to_num_(0, 0, 0)
+    return True
+
+
 def _parts(op: LinearOperation, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the sums of the positive and of the negative parts, with a bias."""
-    magnitudes = op.run(op.input.abs(), op.weight.abs())
-    positive, negative = (op.unbiased + magnitudes) / 2, (op.unbiased - magnitudes) / 2
-    rounding = _ROUNDING * torch.finfo(positive.dtype).eps * (magnitudes if bias is None else magnitudes + bias.abs())
-    positive, negative = torch.where(positive > rounding, positive, 0), torch.where(-negative > rounding, negative, 0)
+    inputs = op.input if op.is_nonnegative else op.input.abs()
+    magnitudes = op.run(inputs, op.weight.abs())
+    unbiased = op.unbiased
+    positive, negative = (unbiased + magnitudes).div_(2), (unbiased - magnitudes).div_(2)
+    rounding = (magnitudes if bias is None else magnitudes + bias.abs()) * (_ROUNDING * torch.finfo(unbiased.dtype).eps)
+    positive.masked_fill_(positive <= rounding, 0)
+    negative.masked_fill_(negative >= -rounding, 0)
     if bias is None:
         return positive, negative
-    return positive + bias.clamp(min=0), negative + bias.clamp(max=0)
+    return positive.add_(bias.clamp(min=0)), negative.add_(bias.clamp(max=0))
 
 
 def _per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
-from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
+from ..hooks.operations import ADDITIVE, Operation, OperationRecord, broadcasts, is_pointwise, is_view
 
 Edge = tuple[Node, int]
 # Operations that move or repeat numbers without changing them, besides views.
@@ -50,6 +51,11 @@ class Visit(NamedTuple):
     def grad(self) -> Tensor:
         """G at the first result that has one."""
         return next(grad for grad in self.grads if grad is not None)
+
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether gradients have the shapes of the operands: the operation does not broadcast."""
+        return self.operation is not None and not broadcasts(self.operation.op)
 
     @property
     def known(self) -> Operation:
@@ -101,7 +107,8 @@ class Walk:
         self.nodes = grads.nodes
         end = get_gradient_edge(x)
         self.on_path = {*self.nodes, end.node}
-        self.users = Counter(edge for node in self.nodes for edge in next_functions(node))
+        self.next = {node: next_functions(node) for node in self.nodes}
+        self.users = Counter(chain.from_iterable(self.next.values()))
         self.at: dict[str, Tensor] = {}
         self._absorbed: list[tuple[str, Node, Tensor]] = []
         self.treated: Counter[str] = Counter()
@@ -126,7 +133,7 @@ class Walk:
         count = result_count(node)
         fixed = tuple(self.watch((node, at), self._fixed.pop((node, at), None), 1.0) for at in range(count))
         grads = tuple(self.watch((node, at), self._arrived.pop((node, at), None)) for at in range(count))
-        on_path = [function in self.on_path for function, _ in next_functions(node)]
+        on_path = [function in self.on_path for function, _ in self.next[node]]
         visit = Visit(self, node, self.record.operation(node), grads, on_path)
         if any(grad is not None for grad in grads):
             self._pass_on(visit, self._rule(visit), self._arrived)
@@ -156,12 +163,12 @@ class Walk:
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
-        for edge, on_path, grad in zip(next_functions(visit.node), visit.on_path, grads, strict=False):
+        for edge, on_path, grad in zip(self.next[visit.node], visit.on_path, grads, strict=False):
             node, at = edge
             if node is None or not on_path or grad is None:
                 continue
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            fitted = result_spec(node, at).fitted(grad)
+            fitted = grad if visit.keeps_shapes else result_spec(node, at).fitted(grad)
             known = arrived.get((node, at))
             arrived[node, at] = fitted if known is None else known + fitted
             if self.images > 1 and self._flattens_length_first(visit, fitted.shape):
@@ -169,7 +176,7 @@ class Walk:
 
     def fix(self, visit: Visit, operand: int, relevance: Tensor) -> None:
         """Send relevance to an operand that has no G, because the operand may be zero."""
-        edge = cast("Edge", next_functions(visit.node)[operand])
+        edge = cast("Edge", self.next[visit.node][operand])
         known = self._fixed.get(edge)
         self._fixed[edge] = relevance if known is None else known + relevance
 
