@@ -206,7 +206,7 @@ class Propagation:
         elif passed.biases is not None:
             visit.absorb("biases", passed.biases)
         if passed.lost is not None:
-            visit.absorb("stabiliser", _row_products(op.output, passed.lost))
+            visit.absorb("stabiliser", op.output * passed.lost)
         return tuple(grads)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
@@ -427,12 +427,6 @@ def _outermost(walk: Walk, nodes: Iterable[Node], neighbours: Mapping[Any, Seque
         if is_linear or is_covered:
             covered.add(node)
     return outermost
-
-
-def _row_products(first: Tensor, second: Tensor) -> Tensor:
-    """Return the sums of the products of two tensors over each row (N, ...)."""
-    products: Tensor = torch.linalg.vecdot(first.flatten(1), second.flatten(1))
-    return products
 
 
 def _holds_constant(argument: tuple[str, Any]) -> bool:

@@ -101,10 +101,12 @@ class LinearOperation:
         return bool(self.input.amin() >= 0)
 
     def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
-        """Return the sums over each row of the output of shares times a bias."""
-        if bias.numel() != bias.shape[min(1, bias.dim() - 1)]:
-            return (shares * bias).flatten(1).sum(1)
-        return (shares if shares.dim() == 2 else shares.flatten(2).sum(2)) @ bias.flatten()
+        """Return shares times a bias, summed at least over the channels."""
+        if bias.numel() == bias.shape[-1] == shares.shape[-1]:  # of a matrix product
+            return shares @ bias.flatten()
+        if bias.dim() > 2 and bias.numel() == bias.shape[1]:  # of a convolution
+            return shares.flatten(2).sum(2) @ bias.flatten()
+        return shares * bias
 
 
 class Passed(NamedTuple):
@@ -113,7 +115,7 @@ class Passed(NamedTuple):
     Attributes:
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
         relevance: The relevance of the input, of rules that also give relevance to an input of zero.
-        biases: The relevance that the bias absorbs, for each row of the output; None if it is zero.
+        biases: The relevance that the bias absorbs, by `LinearOperation.bias_share`; None if it is zero.
         lost: G of relevance that nothing receives, like the output; None if it is zero.
     """
 
