@@ -67,6 +67,13 @@ def test_the_ledger_of_a_vision_transformer_is_the_one_spelled_out(method: type[
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_relevance_at_patches_is_the_one_spelled_out(method: type[AttnLRP]) -> None:
+    model, x, target = vit(), images(), [1, 3]
+    expected = ExplicitViT(model, constant_attention=method is CPLRP).explain(x, torch.tensor(target)).patches
+    assert_same(method(model, at="patches").attribute(x, target).values, expected.view(2, 1, 4, 4), 1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_attention_need_not_be_fused(method: type[AttnLRP]) -> None:
     model, x = vit(), images()
     expected = method(model).attribute(x, 2).values

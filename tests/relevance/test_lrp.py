@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import LRP, Preprocess, SaliencyWarning
+from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
 from saliency.relevance import COMPOSITES, AlphaBeta, Epsilon, Flat, Gamma, ZBox, ZPlus
 from tests.models import Checkpointed, OwnForward, Packed
 from tests.relevance import textbook
@@ -208,7 +208,7 @@ def primitive(m: Block, x: Tensor) -> Tensor:
 
 
 FORWARDS = {"functional": functional, "in place": in_place, "reused": reused, "primitive": primitive}
-BY_NAME = ["epsilon", "gamma", "epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1"]
+BY_NAME = ["epsilon", "gamma", "epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1", "excitation_backprop"]
 
 
 def block() -> Block:
@@ -368,9 +368,47 @@ def test_a_residual_shares_in_proportion() -> None:
     assert_same(explained(net, x, composite, [1, 1]), expected)
 
 
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_relevance_at_a_layer_is_that_of_its_output(layer: int) -> None:
+    net, x = chain().eval(), images()
+    conv, linear = textbook.alpha_beta(2, 1), textbook.epsilon(1e-6)
+    expected = textbook.lrp(list(net), x, 3, {0: conv, 3: conv, 7: linear, 9: linear})[layer + 1]
+    found = LRP(net, layer=str(layer), composite="epsilon_alpha2_beta1").attribute(x, 3)
+    assert_same(found.values, expected.sum(1, keepdim=True), 1e-6)
+
+
+def test_concept_relevance_passes_through_the_chosen_channels_only() -> None:
+    net, x = chain().eval(), images()
+    conv, linear = textbook.z_plus(), textbook.epsilon(1e-6)
+    top = textbook.lrp(list(net), x, 3, {0: conv, 3: conv, 7: linear, 9: linear})[2]
+    kept = torch.zeros_like(top)
+    kept[:, [1, 4]] = top[:, [1, 4]]
+    expected = textbook.propagate(list(net[:2]), x, kept, {0: conv})[0]
+    found = LRP(net, composite="epsilon_plus", through={"1": [1, 4]}).attribute(x, 3)
+    assert_same(found.values, expected, 1e-6)
+    assert found.ledger is not None
+    lost = found.ledger[:, found.ledger_names.index("other channels")]
+    assert_same(lost, (top - kept).sum((1, 2, 3)), 1e-6)
+
+
+@pytest.mark.parametrize("contrastive", [False, True])
+def test_excitation_backprop_is_its_textbook_sums(contrastive: bool) -> None:
+    net, x = chain().eval(), images().abs()
+    rule = textbook.z_plus(biased=False)
+    last = textbook.contrast() if contrastive else rule
+    winner = torch.zeros(2, 5, dtype=torch.float64)
+    winner[:, 3] = 1
+    expected = textbook.propagate(list(net), x, winner, {0: rule, 3: rule, 7: rule, 9: last})[3]
+    expected = expected.sum(1, keepdim=True)
+    found = ExcitationBackprop(net, layer="2", contrastive=contrastive).attribute(x, 3)
+    assert_same(found.values, expected.clamp(min=0) if contrastive else expected)
+    if not contrastive:
+        torch.testing.assert_close(found.values.sum((1, 2, 3)), torch.ones(2, dtype=torch.float64))
+
+
 def test_all_composites_have_a_test_here() -> None:
     tested = {*BY_NAME, "epsilon_alpha2_beta1_flat", "epsilon_gamma_box"}
-    assert {*COMPOSITES} - tested == {"deep_taylor", "attn_lrp", "cp_lrp", "excitation_backprop"}
+    assert {*COMPOSITES} - tested == {"deep_taylor", "attn_lrp", "cp_lrp"}
 
 
 def test_coverage_counts_operations_by_kind_and_rule() -> None:

@@ -76,6 +76,16 @@ def alpha_beta(alpha: float = 2.0, beta: float = 1.0, *, biased: bool = True) ->
     return rule
 
 
+def contrast() -> Rule:
+    """What `z_plus` without bias gives for the weights, less what it gives for the negated weights."""
+
+    def rule(neuron: Neuron) -> Tensor:
+        c = neuron.a * neuron.w
+        return _fraction(_positive(c), _positive(c).sum()) - _fraction(_positive(-c), _positive(-c).sum())
+
+    return rule
+
+
 def z_plus(*, biased: bool = True) -> Rule:
     return alpha_beta(1.0, 0.0, biased=biased)
 
@@ -148,15 +158,21 @@ def through_max_pool(pool: nn.MaxPool2d, a: Tensor, relevance: Tensor) -> Tensor
 
 
 def lrp(layers: Sequence[nn.Module], x: Tensor, target: int, rules: dict[int, Rule]) -> list[Tensor]:
-    """The relevance of the input of each layer of a chain; layers have rules by number, or pass relevance on.
+    """The relevance of the input of each layer of a chain, and of its output: at first, that of one score."""
+    scores = nn.Sequential(*layers)(x.double()).detach()
+    relevance = torch.zeros_like(scores)
+    relevance[:, target] = scores[:, target]
+    return propagate(layers, x, relevance, rules)
 
-    Average pools and other affine layers without a rule get `epsilon(0)`.
+
+def propagate(layers: Sequence[nn.Module], x: Tensor, relevance: Tensor, rules: dict[int, Rule]) -> list[Tensor]:
+    """The relevance of the input of each layer of a chain, from that of its output.
+
+    Layers have rules by number, or pass relevance on. Average pools without a rule get `epsilon(0)`.
     """
     inputs = [x.double()]
     for layer in layers:
         inputs.append(layer(inputs[-1]).detach())
-    relevance = torch.zeros_like(inputs[-1])
-    relevance[:, target] = inputs[-1][:, target]
     found = [relevance]
     for number in reversed(range(len(layers))):
         layer, a = layers[number], inputs[number]
@@ -168,6 +184,6 @@ def lrp(layers: Sequence[nn.Module], x: Tensor, target: int, rules: dict[int, Ru
             relevance = through_batch_norm(layer, a, relevance)
         elif isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
             relevance = through(layer, a, relevance, epsilon(0))
-        found.append(relevance.reshape_as(a))
-        relevance = found[-1]
+        relevance = relevance.reshape_as(a)
+        found.append(relevance)
     return found[::-1]
