@@ -32,7 +32,7 @@ from ..hooks.operations import (
     is_view,
     operator_name,
 )
-from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..hooks.pytree import tree_tensors
 from .rules import Epsilon, LinearOperation, Rule, divided
 from .walk import Edge, Visit, Walk
 
@@ -101,11 +101,10 @@ class Composite:
 
     def layers(self, model: nn.Module) -> dict[str, Rule]:
         """Return the rules of modules by name. Raises MethodError for a pattern that fits none."""
-        names = [name for name, _ in model.named_modules() if name]
+        patterns = {pattern: rule for pattern, rule in self.rules.items() if pattern not in _KINDS}
+        names = [name for name, _ in model.named_modules() if name] if patterns else []
         rules: dict[str, Rule] = {}
-        for pattern, rule in self.rules.items():
-            if pattern in _KINDS:
-                continue
+        for pattern, rule in patterns.items():
             matches = fnmatch.filter(names, pattern)
             if not matches:
                 kinds = ", ".join(_KINDS)
@@ -501,7 +500,9 @@ def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> L
         merged: The batch norm that is merged into it.
     """
     is_convolution = operation.name == "convolution"
-    args = tree_map_tensors(operation.args, at_least_float32)
+    args = {
+        name: at_least_float32(value) if isinstance(value, Tensor) else value for name, value in operation.args.items()
+    }
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
     bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
     bias = _channels(bias, args["input"]) if is_convolution and bias is not None else bias
