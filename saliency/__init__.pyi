@@ -47,6 +47,8 @@ from .methods.combined_cam import FusedCAM as FusedCAM
 from .methods.combined_cam import GuidedGradCAM as GuidedGradCAM
 from .methods.combined_cam import RefineCAM as RefineCAM
 from .methods.combined_cam import ShapleyCAM as ShapleyCAM
+from .methods.deep_lift import DeepLIFT as DeepLIFT
+from .methods.deep_lift import DeepSHAP as DeepSHAP
 from .methods.full_grad import FullGrad as FullGrad
 from .methods.gradient import DeconvNet as DeconvNet
 from .methods.gradient import GuidedBackprop as GuidedBackprop

@@ -52,6 +52,9 @@ class SharedForward:
         self.model = model
         self.recorded = gradients
         self._backwards_left = backwards
+        kind = x.device.type
+        self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self._other: SharedForward | None = None
         self.x = leaf(x) if gradients == "input" else x.detach()
         self.operations = OperationRecord(self.x, keep)
         with HookManager() as hooks:
@@ -68,6 +71,13 @@ class SharedForward:
     def recording(self) -> AbstractContextManager[Any]:
         """Return a context in which operations are recorded, if a method needs them."""
         return self.operations if self.operations.keep else nullcontext()
+
+    def on(self, x: Tensor) -> SharedForward:
+        """Return a forward of another batch, recorded alike. The last one is kept for other targets."""
+        if self._other is None or not torch.equal(self._other.x, x):
+            self._other = None  # free its memory first
+            self._other = SharedForward(self.model, x, keep=self.operations.keep)
+        return self._other
 
     def layout(self, name: str) -> Layout:
         """Return the layout of a kept layer's output. Raises LayerError if it has no spatial extent."""
@@ -127,6 +137,11 @@ class TargetGradients:
         """The nodes of the autograd graph between the scores and the input, in the order of a backward pass."""
         self.require_gradient()
         return nodes_between(self.scores_in_graph, self.forward.x)
+
+    def on(self, x: Tensor) -> TargetGradients:
+        """Return the scores of another batch for the same target."""
+        with self.forward.autocast:
+            return TargetGradients(self.forward.on(x), self.target)
 
     def activation(self, layer: str) -> Tensor:
         """Return the output of a layer as maps (N, K, h, w)."""

@@ -154,7 +154,7 @@ def _kept(op: Op, keep: Keep) -> bool:
     if name == "relu":  # of degree one, so its gradient is enough
         return keep == Keep.ALL
     known = name in LINEAR or name in NORMS | SOFTMAX or is_attention(op) or is_batch_norm(op)
-    return known or is_pointwise(op) or (keep == Keep.ALL and not operator_schema(op).returns[0].alias_info)
+    return known or is_pointwise(op) or (keep == Keep.ALL and not is_view(op))
 
 
 class OperationRecord(DispatchMode):
@@ -179,6 +179,8 @@ class OperationRecord(DispatchMode):
 
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None  # a function in Python runs any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))

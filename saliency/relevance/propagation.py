@@ -234,15 +234,11 @@ class Propagation:
     def _batch_norm(self, visit: Visit) -> Gradients:
         """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
         operation, walk = visit.known, visit.walk
-        args = operation.args
-        if args["running_var"] is None or args.get("training"):
+        scale = batch_norm_scale(operation)
+        if scale is None:
             return self._norm(visit)
-        scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt() * (
-            1 if args["weight"] is None else args["weight"]
-        )
-        shift = (0 if args["bias"] is None else args["bias"]) - args["running_mean"] * scale
-        x = args["input"]
-        scale, shift = _channels(scale, x), _channels(shift, x)
+        x, bias, mean = (operation.args[name] for name in ("input", "bias", "running_mean"))
+        shift = (0 if bias is None else _channels(bias, x)) - _channels(mean, x) * scale
         y_grad = visit.grad
         edges = self._merged_edges(visit)
         if edges:
@@ -276,31 +272,19 @@ class Propagation:
     def _norm(self, visit: Visit) -> Gradients:
         """Pass through the centring, with the deviation as a constant."""
         operation = visit.known
-        x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
+        norm = normalisation(operation)
         visit.walk.treated[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
-        if shape := operation.args.get("normalized_shape"):
-            grouped, dims = x.shape, list(range(x.dim() - len(shape), x.dim()))
-        elif groups := operation.args.get("group"):
-            grouped, dims = torch.Size([len(x), groups, x[0].numel() // groups]), [2]
-        else:
-            grouped, dims = x.shape, [0, *range(2, x.dim())]
-        sizes = [1 if dim in dims else size for dim, size in enumerate(grouped)]
-        rstd = operation.result[1 if operation.name == "_fused_rms_norm" else 2].reshape(sizes)
-        if not shape:
-            weight, bias = (None if parameter is None else _channels(parameter, x) for parameter in (weight, bias))
         grad = at_least_float32(visit.grad)
-        weight, bias = (parameter if parameter is None else parameter.to(grad) for parameter in (weight, bias))
+        weight, bias = (None if parameter is None else parameter.to(grad) for parameter in (norm.weight, norm.bias))
         if bias is not None:
             visit.absorb("biases", grad @ bias if bias.dim() == 1 else grad * bias)
         if weight is not None and weight.dim() == 1 and operation.name == "native_layer_norm":
             # As below, in fewer steps.
             mean = (grad @ weight).div_(len(weight)).unsqueeze(-1)
-            passed = torch.addcmul(-mean, grad, weight).mul_(rstd)
+            passed = torch.addcmul(-mean, grad, weight).mul_(norm.rstd)
         else:
-            passed = (grad if weight is None else grad * weight).reshape(grouped) * rstd
-            if operation.name != "_fused_rms_norm":
-                passed -= passed.mean(dims, keepdim=True)
-        return (passed.reshape(x.shape).to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
+            passed = norm.centred(norm.weighted(grad) * norm.rstd)
+        return (passed.reshape(grad.shape).to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
@@ -453,6 +437,72 @@ def _constant_part(visit: Visit, operation: Operation) -> Tensor:
         return value
 
     return cast("Tensor", operation.repeat(**{name: filled(value) for name, value in operation.args.items()}))
+
+
+class Normalisation(NamedTuple):
+    """A layer, group or RMS norm, or a batch norm with the statistics of the batch: (x - mean) * rstd * weight + bias.
+
+    Attributes:
+        shape: The shape in which the statistics are those over `dims`.
+        dims: The dimensions.
+        rstd: The inverse deviation, with dimensions of size 1.
+        weight: The weights, in a shape that broadcasts to the operand; None without weights.
+        bias: The bias in such a shape, or None.
+        has_mean: Whether the mean is subtracted.
+    """
+
+    shape: torch.Size
+    dims: list[int]
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    has_mean: bool
+
+    def weighted(self, grad: Tensor) -> Tensor:
+        """Return a tensor like the result times the weights, in `shape`."""
+        return (grad if self.weight is None else grad * self.weight).reshape(self.shape)
+
+    def centred(self, values: Tensor) -> Tensor:
+        """Return values less their mean, if the norm subtracts it, in `shape`."""
+        values = values.reshape(self.shape)
+        return values - values.mean(self.dims, keepdim=True) if self.has_mean else values
+
+
+def normalisation(operation: Operation) -> Normalisation:
+    """Return what a norm has computed."""
+    x, weight, bias = operation.args["input"], operation.args["weight"], operation.args.get("bias")
+    if normalized := operation.args.get("normalized_shape"):
+        shape, dims = x.shape, list(range(x.dim() - len(normalized), x.dim()))
+    elif groups := operation.args.get("group"):
+        shape, dims = torch.Size([len(x), groups, x[0].numel() // groups]), [2]
+    else:
+        shape, dims = x.shape, [0, *range(2, x.dim())]
+    sizes = [1 if dim in dims else size for dim, size in enumerate(shape)]
+    has_mean = operation.name != "_fused_rms_norm"
+    rstd = operation.result[2 if has_mean else 1].reshape(sizes)
+    if not normalized:
+        weight, bias = (None if parameter is None else _channels(parameter, x) for parameter in (weight, bias))
+    return Normalisation(shape, dims, rstd, weight, bias, has_mean)
+
+
+def batch_norm_scale(operation: Operation) -> Tensor | None:
+    """Return the factor of each channel in a batch norm; None if it uses the statistics of the batch."""
+    args = operation.args
+    if args["running_var"] is None or args.get("training"):
+        return None
+    scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt()
+    return _channels(scale if args["weight"] is None else scale * args["weight"], args["input"])
+
+
+def attention_logits(operation: Operation) -> Tensor:
+    """Return the logits (..., queries, keys) of fused attention, with its mask, in at least float32."""
+    args = operation.args
+    query, key = at_least_float32(args["query"]), at_least_float32(args["key"])
+    logits: Tensor = query @ key.mT * (args.get("scale") or query.shape[-1] ** -0.5)
+    if args.get("is_causal"):
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    mask: Tensor | None = args.get("attn_mask", args.get("attn_bias"))
+    return logits if mask is None else logits + mask
 
 
 def secant(operation: Operation, point: Tensor, start: Tensor, value: Tensor, start_value: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ class Walk:
 
     Attributes:
         relevance: The relevance of the image (N, C, H, W).
+        gradient: G at the image (N, C, H, W); None if nothing arrives.
         at: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
         ledger: The shares (N,) of the scores, by name: of the input, and of what absorbs relevance.
@@ -124,9 +125,9 @@ class Walk:
         with torch.no_grad():
             for node in self.nodes:
                 self._visit(node)
-        gradient = self._arrived.get((end.node, end.output_nr))
+        self.gradient = self._arrived.get((end.node, end.output_nr))
         fixed = self._fixed.get((end.node, end.output_nr), torch.zeros_like(grads.x))
-        self.relevance = fixed if gradient is None else torch.addcmul(fixed, grads.x, gradient)
+        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, grads.x, self.gradient)
         self.ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
 
     def _visit(self, node: Node) -> None:

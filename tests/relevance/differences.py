@@ -1,8 +1,8 @@
 """DeepLIFT a second time, from the definitions: multipliers between an image and a baseline, step by step.
 
 Each function takes the operands of one operation at the image and at the baseline, and the multipliers of its result,
-and returns the multipliers of its operands. Softmax and layer norm are chains of sums, products and functions of one
-number. Nothing here knows of the library or of autograd. Everything is in float64.
+and returns the multipliers of its operands. A layer norm is a chain of sums, products and functions of one number.
+Nothing here knows of the library or of autograd. Everything is in float64.
 """
 
 from __future__ import annotations
@@ -66,14 +66,13 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def through_softmax(z: Pair, m: Tensor) -> Tensor:
-    """exp(z - c) over its sum, with the larger of both maxima as c."""
-    shift = torch.maximum(z.x, z.x0).amax(-1, keepdim=True)
-    z = z.map(lambda each: each - shift)
-    e = z.map(torch.exp)
-    total = e.map(lambda each: each.sum(-1, keepdim=True))
-    m_e, m_inverse = through_product(e, total.map(_inverse), m)
-    m_total = m_inverse.sum(-1, keepdim=True) * slope(_inverse, total)
-    return (m_e + m_total) * slope(torch.exp, z)
+    """exp(z - l), where l, the logarithm of the sum of exponentials, rises so that the results still sum to 1.
+
+    With exp(z) over its sum as a product, shares would grow with the exponential of the difference of the logits.
+    """
+    total = z.map(lambda each: each.logsumexp(-1, keepdim=True))
+    rate = slope(torch.exp, Pair(z.x - total.x, z.x0 - total.x0))
+    return m * rate - rate / rate.sum(-1, keepdim=True) * (m * rate).sum(-1, keepdim=True)
 
 
 def through_layer_norm(weight: Tensor, eps: float, x: Pair, m: Tensor) -> Tensor:

@@ -1,0 +1,163 @@
+"""DeepLIFT and DeepSHAP: the difference of the score from that of a baseline, shared by multipliers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from ..attribution.base import BatchAttribution, TracedAttribution
+from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.options import Option, PerImage
+from ..engine.estimates import Estimate, generator
+from ..errors import warn
+from ..hooks.operations import Keep
+from ..hooks.rectifiers import Coverage
+from ..relevance.multipliers import Multipliers
+from ..relevance.propagation import Unknown
+from ..relevance.walk import Walk
+from ..validation import check_choice, check_integer
+from .baselines import BaselineOption, baselines
+
+MAX_MISSING_SHARE = 1e-4
+"""The share of the difference of the scores that may be missing from the values without a warning."""
+
+
+class DeepLIFT(TracedAttribution):
+    """The difference of the score from that of a baseline, shared among the inputs of each operation.
+
+    A pointwise function passes the ratio of the differences of its result and its operand (the Rescale rule). So the
+    values are complete, as those of integrated gradients, for two forwards and one backward.
+
+    Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
+    need no preparation of the model. A factor of a product counts at the mean of the other one; norms, quotients and
+    attention are chains of products and pointwise functions. What a window of a max pool gains goes to its winner for
+    the image, what it loses to that for the baseline. Any other operation passes its mean gradient on the straight path
+    between both points.
+
+    Args:
+        model: As for every method.
+        baseline: As for `IntegratedGradients`. For several, the mean over all is taken.
+        unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
+
+    Warns:
+        SaliencyWarning: The residual exceeds 1e-4 of the difference of the scores. The message names the operation that
+            loses most.
+
+    Raises:
+        NotApplicableError: An operation of the model has no rule, or the model runs other operations for the baseline.
+        MethodError: An option is invalid, or a baseline does not fit.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Shrikumar et al., "Learning Important Features Through Propagating Activation Differences" (2017),
+        https://arxiv.org/abs/1704.02685.
+    """
+
+    name = "deep_lift"
+    cost = "2 forwards, 1 backward"
+    keep = Keep.ALL
+    has_error: ClassVar[bool] = False
+    """Whether the baselines are a sample, so that their mean has a standard error."""
+
+    baseline: BaselineOption = BaselineOption("mean")
+    unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
+
+    def references(self, x: Tensor) -> Tensor:
+        """Return the baselines (K, N, C, H, W) of a batch."""
+        given: Any = self.baseline
+        options = given if isinstance(given, PerImage) else [given] * len(x)
+        each = [baselines(option, x[i : i + 1], self.preprocess) for i, option in enumerate(options)]
+        count = math.lcm(*map(len, each))
+        return torch.stack([own.repeat(count // len(own), 1, 1, 1) for own in each], 1)
+
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        """Compute the mean over the baselines."""
+        estimate, residual = Estimate(), Estimate()
+        for reference in self.references(grads.x):
+            base = grads.on(reference)
+            walk = Walk(grads, Multipliers(grads, base, self.unknown))
+            change = at_least_float32(grads.x) - at_least_float32(reference)
+            values = change * (0 if walk.gradient is None else walk.gradient)
+            missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
+            self._check(grads, base, missing)
+            estimate.add(values[None])
+            residual.add(missing[None])
+        return BatchAttribution(
+            estimate.mean.to(grads.x.dtype),
+            grads.scores,
+            Coverage(treated=dict(walk.treated)),
+            residual=residual.mean.to(at_least_float32(grads.scores).dtype),
+            error=None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype),
+        )
+
+    def _check(self, grads: TargetGradients, base: TargetGradients, missing: Tensor) -> None:
+        """Warn if too much of the difference of the scores is missing (N,), and name the operation that loses most."""
+        scores, base_scores = grads.scores.double(), base.scores.double()
+        rounding = 64 * torch.finfo(grads.scores.dtype).eps * (scores.abs() + base_scores.abs())
+        share = float(((missing.abs() - rounding) / (scores - base_scores).abs()).max())
+        if share <= MAX_MISSING_SHARE or self.unknown == "gradient":
+            return
+        rule = Multipliers(grads, base, self.unknown)
+        rule.lost = {}
+        Walk(grads, rule)
+        worst = max(rule.lost, key=rule.lost.__getitem__)
+        warn(
+            f"{self.name}: the values miss {share:.1g} of the difference from the baseline's score; the operation "
+            f"{worst} loses most"
+        )
+
+
+class DeepSHAP(DeepLIFT):
+    """The mean of DeepLIFT over many baselines, with its standard error: an approximation of Shapley values.
+
+    Because the baselines differ, no colour is left without attribution. By default they are random colours from the
+    normal distribution of the normalised input, which need no data; the authors draw training images. For linear and
+    additive models, the values are the Shapley values whose missing pixels come from the baselines.
+
+    Args:
+        model: As for every method.
+        baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).
+        samples: The number of random colours.
+        seed: The seed of the colours, which are the same for all images.
+        unknown: As for `DeepLIFT`.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less the baselines' mean score.
+
+    Warns:
+        SaliencyWarning: As for `DeepLIFT`.
+
+    Raises:
+        NotApplicableError: An operation of the model has no rule, or the model runs other operations for a baseline.
+        MethodError: An option is invalid, or a baseline does not fit.
+        TargetError: The target does not fit the model's output, or does not depend on the input.
+
+    Source: Lundberg and Lee, "A Unified Approach to Interpreting Model Predictions" (2017),
+        https://arxiv.org/abs/1705.07874.
+    """
+
+    name = "deep_shap"
+    cost = "11 forwards, 10 backwards"
+    quick_options: ClassVar = {"samples": 2}
+    has_error = True
+
+    baseline: BaselineOption = BaselineOption("colours")
+    samples: Option[int] = Option(10, check_integer)
+    seed: Option[int] = Option(0, check_integer, least=None)
+
+    def references(self, x: Tensor) -> Tensor:
+        """Return the baselines (K, N, C, H, W) of a batch."""
+        if self.baseline != "colours":
+            return super().references(x)
+        draws = [_colour(x.shape[1], generator(self.seed, i)) for i in range(self.samples)]
+        return torch.stack(draws)[:, None].to(x).expand(-1, *x.shape)
+
+
+def _colour(channels: int, random: torch.Generator) -> Tensor:
+    """Draw a colour (C, 1, 1) of the normalised input."""
+    return torch.randn(channels, 1, 1, generator=random, dtype=torch.float64, device="cpu")

@@ -1,0 +1,329 @@
+"""What each kind of operation passes to its operands in DeepLIFT.
+
+A multiplier m says how much a value counts for the score: m * (x - x0) is its share of the difference of the scores,
+where x is the value for the image and x0 the one for the baseline. The shares of the operands of an operation sum to
+those of its results.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attribution.forward import TargetGradients, at_least_float32
+from ..errors import NotApplicableError
+from ..hooks.autograd_graph import Gradients, is_module_hook
+from ..hooks.operations import Op, Operation, is_pointwise, operator_name
+from ..hooks.pytree import tree_map_tensors, tree_tensors
+from .propagation import Unknown, attention_logits, batch_norm_scale, kind_of, linear_operation, normalisation, secant
+from .rules import divided
+from .walk import Visit
+
+_WINNERS = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max", "amax", "min", "amin"}
+_OF_TWO = {"maximum", "minimum"}
+# Operations of degree one that are neither linear nor pointwise.
+_CURVED = {"linalg_vector_norm", "norm", "topk", "sort"}
+_NODES = (1, 4, 16, 64)
+
+
+class Pair(NamedTuple):
+    """A value for the image and for the baseline."""
+
+    x: Tensor
+    x0: Tensor
+
+    @property
+    def change(self) -> Tensor:
+        """The difference of both."""
+        return self.x - self.x0
+
+    @property
+    def mean(self) -> Tensor:
+        """The point halfway."""
+        return (self.x + self.x0) / 2
+
+
+class Step(NamedTuple):
+    """One node of a walk, with its operation for the image and for the baseline."""
+
+    visit: Visit
+    operation: Operation
+    base: Operation
+
+    @property
+    def grad(self) -> Tensor:
+        """The multipliers of the first result that has any, in at least float32."""
+        return at_least_float32(self.visit.grad)
+
+    @property
+    def result(self) -> Pair:
+        """The first result."""
+        return Pair(*(at_least_float32(_floats(operation.result)[0]) for operation in self[1:]))
+
+    def pair(self, name: str) -> Pair:
+        """Return an operand by its name."""
+        return Pair(*(at_least_float32(operation.args[name]) for operation in self[1:]))
+
+
+class Multipliers:
+    """The rule of one walk: the multipliers of the operands of each operation between two forwards.
+
+    Args:
+        grads: The scores of the images.
+        base: The scores of the baselines.
+        unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+
+    Attributes:
+        lost: The share of the scores that each kind of operation loses, if this is measured; None otherwise.
+
+    Raises:
+        NotApplicableError: The model runs other operations for the baselines than for the images.
+    """
+
+    def __init__(self, grads: TargetGradients, base: TargetGradients, unknown: Unknown) -> None:
+        names, base_names = ([node.name() for node in each.nodes] for each in (grads, base))
+        if names != base_names:
+            raise NotApplicableError(
+                "the model runs other operations for the baseline than for the image; choose another baseline"
+            )
+        self.unknown: Unknown = unknown
+        self.lost: dict[str, float] | None = None
+        self._base = dict(zip(grads.nodes, map(base.forward.operations.operation, base.nodes), strict=True))
+
+    def __call__(self, visit: Visit) -> Gradients:
+        """Return the multipliers of the operands of a node."""
+        operation, base = visit.operation, self._base[visit.node]
+        if operation is None or base is None:
+            return self._without_rule(visit)
+        kind = _kind(operation.op)
+        if kind == "plain":
+            return visit.plain()
+        if operation.op.namespace != "aten" or type(visit.node).__name__ == "CopySlices":
+            return self._without_rule(visit)
+        step = Step(visit, operation, base)
+        visit.walk.treated[operation.name.removeprefix("_")] += 1
+        passed = _RULES[kind](step)
+        if self.lost is not None:
+            self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)
+        return passed
+
+    def _without_rule(self, visit: Visit) -> Gradients:
+        """Pass the gradient of an operation without a rule, or refuse it."""
+        name = visit.operation.name if visit.operation else visit.node.name()
+        if self.unknown == "refuse" and not is_module_hook(visit.node):
+            where = " in place on a part of a tensor" if type(visit.node).__name__ == "CopySlices" else ""
+            raise NotApplicableError(
+                f'no rule for the operation {name}{where}; pass unknown="gradient" to pass its gradient, which is '
+                "right for linear operations"
+            )
+        return visit.plain()
+
+
+def _kind(op: Op) -> str:
+    """Return the kind of an operation; "" if only its gradients are known."""
+    name = operator_name(op)
+    named = {"winners": _WINNERS, "of two": _OF_TWO, "": _CURVED}
+    kinds = [kind for kind, names in named.items() if name in names]
+    return kinds[0] if kinds else "activation" if is_pointwise(op) else kind_of(op)
+
+
+def _linear(step: Step) -> Gradients:
+    """Pass the gradient of a convolution or matrix product with constant weights."""
+    visit, operation = step.visit, step.operation
+    offset = int(operation.name in ("addmm", "baddbmm"))  # the first operand is a summand
+    factors = visit.on_path[offset : offset + 2]
+    if sum(factors) != 1 or (offset and visit.on_path[0]):
+        return _integrated(step, 1)
+    at = factors.index(True)
+    grads: list[Tensor | None] = [None] * len(visit.on_path)
+    grads[at + offset] = linear_operation(operation, at, None).back(step.grad)
+    return tuple(grads)
+
+
+def _batch_norm(step: Step) -> Gradients:
+    """Pass the gradient of a batch norm with constant statistics."""
+    scale = batch_norm_scale(step.operation)
+    return _norm(step) if scale is None else (step.grad * scale, None, None)
+
+
+def _norm(step: Step) -> Gradients:
+    """Pass through a normalisation as the product of the centred values and the inverse deviation."""
+    x = step.pair("input")
+    norm = normalisation(step.operation)
+    rstd, rstd0 = norm.rstd, normalisation(step.base).rstd
+    centred, centred0 = (norm.centred(value) for value in x)
+    grad = norm.weighted(step.grad)
+    of_rstd = (grad * (centred + centred0)).sum(norm.dims, keepdim=True) / 2
+    size = centred.numel() // rstd.numel()
+    # The deviation q = 1 / rstd is the root of a mean of squares.
+    of_square = of_rstd * (rstd * rstd0).square() / (size * (rstd + rstd0))
+    passed = norm.centred(grad * (rstd + rstd0) / 2 - of_square * (centred + centred0))
+    return (passed.reshape(x.x.shape), *[None] * (len(step.visit.on_path) - 1))
+
+
+def _pointwise(step: Step) -> Gradients:
+    """Rescale: pass the difference of the results divided by that of the operands."""
+    visit, operation = step.visit, step.operation
+    name = next(iter(operation.args))
+    if not visit.on_path[0] or any(visit.on_path[1:]) or not isinstance(operation.args[name], Tensor):
+        return _integrated(step)
+    slope = secant(operation, *step.pair(name), *step.result)
+    return (step.grad * slope, *[None] * (len(visit.on_path) - 1))
+
+
+def _winners(step: Step) -> Gradients:
+    """Pass what a window gains to its winner for the image, and what it loses to its winner for the baseline."""
+    change = step.result.change
+    share = step.grad * change
+    is_gain = change < 0 if "min" in step.operation.name else change > 0
+    (gain,) = _gradients(step, step.operation.args, (torch.where(is_gain, share, 0),))
+    (loss,) = _gradients(step, step.base.args, (torch.where(is_gain, 0, share),))
+    return (divided(cast("Tensor", gain) + cast("Tensor", loss), step.pair("self").change),)
+
+
+def _of_two(step: Step) -> Gradients:
+    """Pass through max(a, b) = (a + b + |a - b|) / 2."""
+    a, b = step.pair("self"), step.pair("other")
+    difference = Pair(a.x - b.x, a.x0 - b.x0)
+    slope = divided(difference.x.abs() - difference.x0.abs(), difference.change)
+    part = step.grad * (slope if step.operation.name == "maximum" else -slope)
+    return (step.grad + part) / 2, (step.grad - part) / 2
+
+
+def _mul(step: Step) -> Gradients:
+    """Count each factor of a product at the mean of the other one."""
+    if step.visit.on_path != [True, True]:
+        return step.visit.plain()
+    return step.grad * step.pair("other").mean, step.grad * step.pair("self").mean
+
+
+def _div(step: Step) -> Gradients:
+    """Pass through a quotient as the product with the inverse of the denominator."""
+    if not step.visit.on_path[1]:
+        return step.visit.plain()
+    numerator, denominator = step.pair("self"), step.pair("other")
+    product = denominator.x * denominator.x0
+    return step.grad * denominator.mean / product, -step.grad * numerator.mean / product
+
+
+def _softmax(step: Step) -> Gradients:
+    """Pass through exp(z - l), where l is the logarithm of the sum of exponentials."""
+    return (_through_softmax(step.pair("self"), step.grad, step.operation.args["dim"]),)
+
+
+def _attention(step: Step) -> Gradients:
+    """Pass through the two products and the softmax of fused attention."""
+    query, key, value = (step.pair(name) for name in ("query", "key", "value"))
+    logits = Pair(attention_logits(step.operation), attention_logits(step.base))
+    scale = step.operation.args.get("scale") or query.x.shape[-1] ** -0.5
+    of_logits = _through_softmax(logits, step.grad @ value.mean.mT, -1) * scale
+    weights = Pair(logits.x.softmax(-1), logits.x0.softmax(-1)).mean
+    passed = (of_logits @ key.mean, of_logits.mT @ query.mean, weights.mT @ step.grad)
+    return (*passed, *[None] * (len(step.visit.on_path) - 3))
+
+
+def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
+    """Return the multipliers of the logits of a softmax.
+
+    Each s = exp(z - l) is rescaled, and l shares its difference so that the differences of all s sum to zero.
+    """
+    logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
+    larger = torch.maximum(*logs).exp().nan_to_num_(0)
+    change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are infinite for both
+    slope = larger * torch.where(change == 0, 1, -torch.expm1(-change) / change)
+    weighted = slope * grad
+    return weighted - slope * divided(weighted.sum(dim, keepdim=True), slope.sum(dim, keepdim=True))
+
+
+def _integrated(step: Step, nodes: int | None = None) -> Gradients:
+    """Return the mean gradients of an operation on the straight path between both points, by a Gauss-Legendre rule.
+
+    Args:
+        step: The operation.
+        nodes: The number of nodes; by default, as many as a complete result needs. One node is exact for products.
+    """
+    passed: Gradients = ()
+    for count in _NODES if nodes is None else (nodes,):
+        at, weights = np.polynomial.legendre.leggauss(count)
+        parts = [_gradients_between(step, (1 + float(point)) / 2) for point in at]
+        passed = tuple(
+            None if each[0] is None else sum(w / 2 * g for w, g in zip(weights.tolist(), each, strict=True))
+            for each in zip(*parts, strict=True)
+        )
+        if _is_complete(step, passed):
+            break
+    return passed
+
+
+def _gradients_between(step: Step, at: float) -> list[Tensor | None]:
+    """Return the gradients of an operation at a point between the baseline, 0, and the image, 1."""
+    starts = iter(list(tree_tensors(step.base.args)))
+
+    def between(point: Tensor) -> Tensor:
+        start = next(starts)
+        return torch.lerp(start, point, at) if point.is_floating_point() else point
+
+    return _gradients(step, tree_map_tensors(step.operation.args, between), step.visit.grads)
+
+
+def _gradients(step: Step, args: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
+    """Return the gradients of an operation of other arguments, for given ones at its results."""
+    leaves: list[Tensor] = []
+    on_path = iter(step.visit.on_path)
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        leaves.append(tensor.detach().requires_grad_(next(on_path, False)))
+        return leaves[-1]
+
+    with torch.enable_grad():
+        result = step.operation.repeat(**tree_map_tensors(args, leaf))
+    pairs = [(y, grad.to(y.dtype)) for y, grad in zip(_floats(result), grads, strict=False) if grad is not None]
+    results, given = zip(*pairs, strict=True)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a tree: of results or operands, those that have a gradient."""
+    return [tensor for tensor in tree_tensors(tree) if tensor.is_floating_point()]
+
+
+def _is_complete(step: Step, passed: Gradients) -> bool:
+    """Return whether the operands get the share of the results, except for rounding."""
+    size = _shares(step.visit.grads, step.operation.result, step.base.result).abs().sum()
+    rounding: float = torch.finfo(size.dtype).eps ** 0.5 / 100
+    return _lost(step, passed) <= rounding * float(size)
+
+
+def _lost(step: Step, passed: Gradients) -> float:
+    """Return the share of the results that the operands of an operation do not get."""
+    given = _shares(step.visit.grads, step.operation.result, step.base.result)
+    kept = _shares(passed, step.operation.args, step.base.args)
+    return abs(float(given.sum() - kept.sum()))
+
+
+def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:
+    """Return the sum of multipliers times differences of each value."""
+    triples = zip(grads, _floats(values), _floats(base), strict=False)
+    return torch.stack([(grad * (x - x0).nan_to_num(0)).sum() for grad, x, x0 in triples if grad is not None])
+
+
+_RULES = {
+    "linear": _linear,
+    "batch_norm": _batch_norm,
+    "norm": _norm,
+    "activation": _pointwise,
+    "winners": _winners,
+    "of two": _of_two,
+    "mul": _mul,
+    "div": _div,
+    "softmax": _softmax,
+    "attention": _attention,
+    "": _integrated,
+}

@@ -1,0 +1,189 @@
+"""DeepLIFT and DeepSHAP share the difference of the scores completely, on any network, or say what is missing."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saliency import DeepLIFT, DeepSHAP, MethodError, NotApplicableError, SaliencyWarning
+from saliency.testing.case import images, tiny_model
+from tests.models import FunctionModel, small_vgg
+from tests.relevance.vision_transformers import MODELS
+
+
+def relative_residual(model: nn.Module, x: Tensor) -> float:
+    """The largest residual relative to the difference of the scores, which both are checked against the model."""
+    found = DeepLIFT(model).attribute(x, 1)
+    rise = found.scores - DeepLIFT(model).attribute(torch.zeros_like(x), 1).scores
+    assert found.residual is not None
+    torch.testing.assert_close(found.values.sum((1, 2, 3)) + found.residual, rise, rtol=1e-3, atol=1e-5)
+    return float((found.residual / rise).abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_complete_on_every_transformer(name: str) -> None:
+    model, x = MODELS[name]()
+    assert relative_residual(copy.deepcopy(model).double(), x.double()) < 1e-8
+    assert relative_residual(model, x) < 1e-4
+
+
+@pytest.mark.parametrize("build", [tiny_model, small_vgg])
+def test_values_are_complete_on_convolutional_networks(build: Callable[[], nn.Module]) -> None:
+    x = images(2, (32, 32))
+    assert relative_residual(build().eval().double(), x.double()) < 1e-8
+    assert relative_residual(build().eval(), x) < 1e-4
+
+
+def _set_slice(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 1:] = x[:, :2].tanh()
+    return x.mul_(x.sigmoid())
+
+
+def summed(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A model whose score is a weighted sum of a function of the image."""
+
+    def score(x: Tensor) -> Tensor:
+        y = function(x).flatten(1)
+        return y @ torch.linspace(-1, 2, y.shape[1], dtype=y.dtype)
+
+    return FunctionModel(score)
+
+
+COMPLETE: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(1),
+    "amin": lambda x: x.amin((1, 2)),
+    "max": lambda x: x.max(1)[0],
+    "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, 2),
+    "padded max pool": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "minimum": lambda x: torch.minimum(x[:, :1], x),
+    "std": lambda x: x.std(1),
+    "norm": lambda x: x.norm(dim=1),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "log-softmax": lambda x: x.log_softmax(1),
+    "power": lambda x: (1 + x.abs()) ** x.sigmoid(),
+    "base": lambda x: 2**x,
+    "instance norm": F.instance_norm,
+    "local response norm": lambda x: F.local_response_norm(x, 2),
+    "einsum": lambda x: torch.einsum("nchw,nkhw->nck", x, x),
+    "kernels from the image": lambda x: F.conv2d(
+        x.reshape(1, -1, *x.shape[2:]), x[..., :2, :2].reshape(-1, 1, 2, 2), groups=3 * len(x)
+    ).reshape(len(x), -1),
+    "bicubic": lambda x: F.interpolate(x, size=9, mode="bicubic"),
+    "set slice": _set_slice,
+    "hidden logits": lambda x: x.masked_fill(torch.ones_like(x, dtype=torch.bool).triu(1), -torch.inf).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_each_operation_is_complete(name: str) -> None:
+    found = DeepLIFT(summed(COMPLETE[name]), baseline=0.3).attribute(images(2, (6, 6), dtype=torch.float64), 0)
+    assert found.residual is not None
+    assert float(found.residual.abs().max()) < 1e-8 * float(found.values.abs().sum())
+
+
+def test_a_linear_model_gives_weights_times_difference() -> None:
+    linear = nn.Linear(48, 3).double()
+    x = images(2, (4, 4), dtype=torch.float64)
+    found = DeepLIFT(nn.Sequential(nn.Flatten(), linear), baseline=0.5).attribute(x, [0, 2]).values
+    weights = linear.weight.detach()[[0, 2]].view_as(x)
+    torch.testing.assert_close(found, weights * (x - 0.5))
+
+
+# Baselines.
+
+
+def test_several_baselines_give_the_mean_over_them() -> None:
+    model, x = tiny_model().double(), images(2, dtype=torch.float64)
+    alone = [DeepLIFT(model, baseline=level).attribute(x, 1).values for level in (-1, 0.5)]
+    both = DeepLIFT(model, baseline=[-1, 0.5]).attribute(x, 1)
+    torch.testing.assert_close(both.values, (alone[0] + alone[1]) / 2)
+    assert both.error is None
+    given = DeepLIFT(model).attribute(x, 1, baselines=[[-1, 0.5], 0.5])
+    torch.testing.assert_close(given.values, torch.stack([both.values[0], alone[1][1]]))
+
+
+def test_deep_shap_has_the_standard_error_of_its_baselines() -> None:
+    model, x = tiny_model().double(), images(2, dtype=torch.float64)
+    levels = [-1.0, 0.0, 0.5]
+    each = torch.stack([DeepLIFT(model, baseline=level).attribute(x, 1).values for level in levels])
+    found = DeepSHAP(model, baseline=levels).attribute(x, 1)
+    torch.testing.assert_close(found.values, each.mean(0))
+    torch.testing.assert_close(found.error, each.std(0) / 3**0.5)
+
+
+def test_the_colours_of_deep_shap_follow_the_seed() -> None:
+    model, x = tiny_model(), images(2)
+    first, again, other = (DeepSHAP(model, samples=3, seed=seed).attribute(x, 1) for seed in (0, 0, 1))
+    assert torch.equal(first.values, again.values)
+    assert not torch.equal(first.values, other.values)
+    assert first.error is not None
+    assert DeepSHAP(model, samples=1).attribute(x, 1).error is None
+
+
+def test_classes_share_both_forwards() -> None:
+    model, forwards = tiny_model(), []
+    model.register_forward_hook(lambda *arguments: forwards.append(1))
+    DeepLIFT(model).attribute_classes(images(2), [0, 1, None])
+    assert len(forwards) == 2
+
+
+# What cannot be shared.
+
+
+def test_the_operation_that_loses_most_is_named() -> None:
+    model = summed(lambda x: x * (x > 0) + x.tanh())
+    with pytest.warns(SaliencyWarning, match=r"miss .* the operation mul loses most"):
+        found = DeepLIFT(model, baseline=-0.5).attribute(images(2, dtype=torch.float64), 0)
+    assert found.residual is not None
+    assert bool(found.residual.any())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DeepLIFT(model, baseline=-0.5, unknown="gradient").attribute(images(2, dtype=torch.float64), 0)
+
+
+def test_a_baseline_with_other_operations_is_refused() -> None:
+    model = summed(lambda x: x.tanh() if bool(x.mean() > 0) else x.relu())
+    with pytest.raises(NotApplicableError, match="runs other operations for the baseline"):
+        DeepLIFT(model, baseline=-1).attribute(images(2).abs(), 0)
+
+
+class Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(y := x.exp())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+def _in_place_on_a_view(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, :2].tanh_()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(Exp.apply, "ExpBackward"), (_in_place_on_a_view, "tanh in place on a part")]
+)
+def test_an_operation_without_a_rule_is_refused_by_name(function: Callable[[Tensor], Tensor], name: str) -> None:
+    model, x = summed(function), images(2)
+    with pytest.raises(NotApplicableError, match=rf'{name}.*unknown="gradient"'):
+        DeepLIFT(model).attribute(x, 0)
+    assert bool(DeepLIFT(model, unknown="gradient").attribute(x, 0).values.any())
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(MethodError, match="unknown='skip' is not one of 'refuse', 'gradient'"):
+        DeepLIFT(tiny_model(), unknown="skip")  # type: ignore[arg-type]
+    with pytest.raises(MethodError, match="samples=0"):
+        DeepSHAP(tiny_model(), samples=0)
