@@ -26,7 +26,7 @@ from ..relevance.propagation import Composite, Propagation, Unknown, has_attenti
 from ..relevance.rules import Contrast, Gamma, Rule, ZBox, divided
 from ..relevance.walk import Walk
 from ..validation import check_choice, check_flag, check_number, is_integer
-from .cam import default_layer, layer_name, warn_if_signed
+from .cam import default_layer, layer_name
 
 _ROUNDING = 1e-5
 
@@ -354,11 +354,11 @@ class ExcitationBackprop(RelevancePropagation):
         unknown: As for `LRP`.
         **options: As for `saliency.Attribution`.
 
-    Values: (N, 1, h, w), shares of 1, at least 0 in networks with ReLUs. If all paths pass the layer, they sum to 1;
-        those of a contrastive map sum to less.
+    Values: (N, 1, h, w), shares of 1, at least 0 in networks with ReLUs. They sum to 1 if all paths pass the layer and
+        each neuron has a positive input; those of a contrastive map sum to less.
 
     Warns:
-        SaliencyWarning: The activations of the layer are signed, so the shares may exceed 1 and be negative.
+        SaliencyWarning: Shares are negative and exceed 1, because the network adds signed activations.
 
     Raises:
         NotApplicableError: An operation of the model has no rule.
@@ -391,8 +391,13 @@ class ExcitationBackprop(RelevancePropagation):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance at the layer as shares of the score."""
-        warn_if_signed(self.name, grads.activation(layers[-1]))
         result = super().explain_gradients(grads, layers)
         shares = divided(result.values, grads.scores[:, None, None, None])
+        total, most = float(shares.abs().sum((1, 2, 3)).max()), 2 if self.contrastive else 1
+        if total > most + MAX_MISSING_SHARE:
+            warn(
+                f"{self.name}: the shares at {result.layer} add up to {total:.1f}, expected at most {most}: the "
+                "network adds signed activations, but the method assumes positive ones; use lrp"
+            )
         values = shares.clamp(min=0) if self.contrastive else shares
         return result._replace(values=values, residual=None, ledger=None, ledger_names=())

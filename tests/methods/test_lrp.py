@@ -1,0 +1,512 @@
+"""Relevance at layers and patches, through channels, by own rules and composites, and excitation backpropagation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import saliency
+from saliency import CPLRP, LRP, AttnLRP, ExcitationBackprop, Explanation, Preprocess
+from saliency.methods import lrp
+from saliency.relevance import Epsilon, Flat, Gamma, Rule, ZBox, ZPlus
+from saliency.relevance.walk import Walk
+from saliency.testing import tiny_model
+from tests.models import OwnForward, small_vit
+from tests.relevance import textbook
+from tests.relevance.vision_transformers import MODELS
+
+
+def images(count: int = 2, size: int = 12) -> Tensor:
+    return torch.randn(count, 3, size, size, dtype=torch.float64)
+
+
+def chain() -> nn.Sequential:
+    """A plain chain with biases (N, 3, 12, 12) -> (N, 5), with maps of 12, 6, 4 and 2 cells a side."""
+    return (
+        nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 8, 3),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 16),
+            nn.ReLU(),
+            nn.Linear(16, 5),
+        )
+        .double()
+        .eval()
+    )
+
+
+LINEAR = (0, 3, 7, 9)  # the convolutions and linear layers of the chain
+
+
+class Residual(nn.Module):
+    """A convolution with its batch norm, a residual block, another batch norm that is not merged, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.relu, self.bn3, self.head = nn.ReLU(), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        for layer in (self.bn1, self.bn2, self.bn3):
+            nn.init.normal_(layer.bias)
+            nn.init.normal_(cast("Tensor", layer.running_mean))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(x + self.bn2(self.conv2(x)))
+        out: Tensor = self.head(self.bn3(x).mean((2, 3)))
+        return out
+
+
+def residual() -> Residual:
+    return Residual().double().eval()
+
+
+def shares(explanation: Explanation) -> dict[str, Tensor]:
+    assert explanation.ledger is not None
+    return dict(zip(explanation.ledger_names, explanation.ledger.unbind(1), strict=True))
+
+
+def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    size = float(expected.abs().max())
+    assert size > 0
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * size)
+
+
+# --- layers
+
+
+def test_the_relevance_at_each_layer_of_a_chain_is_that_of_the_textbook() -> None:
+    net, x = chain(), images()
+    rules = dict.fromkeys(LINEAR[:2], textbook.z_plus()) | dict.fromkeys(LINEAR[2:], textbook.epsilon(1e-6))
+    expected = textbook.lrp(list(net), x, 3, rules)
+    for number in range(6):
+        found = LRP(net, layer=str(number)).attribute(x, 3)
+        assert found.layer == str(number)
+        assert_same(found.values, expected[number + 1].sum(1, keepdim=True), 1e-5)
+
+
+def test_the_ledger_of_a_layer_holds_what_the_operations_after_it_absorb() -> None:
+    net, x = chain(), images()
+    whole = [shares(LRP(net, layer=str(number)).attribute(x, 3)) for number in range(6)]
+    scores = net(x)[:, 3].detach()
+    for number, ledger in enumerate(whole):
+        assert list(ledger) == ["layer", "biases", "stabiliser", "other paths"]
+        torch.testing.assert_close(sum(ledger.values()), scores)
+        assert float(ledger["other paths"].abs().max()) < 1e-9, number
+    for (low, low_number), (high, high_number) in pairwise(zip(whole, range(6), strict=True)):
+        absorbs = high_number in LINEAR  # with a bias
+        assert torch.allclose(low["biases"], high["biases"]) != absorbs, (low_number, high_number)
+    shares_of_input = shares(LRP(net).attribute(x, 3))
+    assert not torch.allclose(whole[0]["biases"], shares_of_input["biases"])
+
+
+def test_the_rest_of_the_score_takes_other_paths_than_the_layer() -> None:
+    net, x = residual(), images()
+    branch, block, stem = (shares(LRP(net, layer=layer).attribute(x, 1)) for layer in ("bn2", "relu", "bn1"))
+    assert float(block["other paths"].abs().max()) < 1e-9
+    # The skip connection carries what the block receives and its branch does not.
+    assert_same(branch["other paths"] + branch["layer"], block["layer"])
+    assert float(branch["other paths"].abs().min()) > 1e-3
+    # What the branch absorbs is on one of the paths from the stem to the score.
+    assert_same(stem["layer"] + stem["biases"] + stem.get("stabiliser", 0), net(x)[:, 1].detach(), 1e-6)
+
+
+def test_a_module_that_is_called_twice_is_read_at_its_last_call() -> None:
+    net, x = residual(), images()
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(m.net.bn1(m.net.conv1(x)))
+        out: Tensor = m.net.head(m.net.bn3(m.last(y + m.net.bn2(m.net.conv2(y)))).mean((2, 3)))
+        return out
+
+    twin = OwnForward(forward, net=net, last=nn.ReLU())
+    assert_same(LRP(net, layer="relu").attribute(x, 1).values, LRP(twin.eval(), layer="last").attribute(x, 1).values)
+
+
+def test_a_convolution_has_the_relevance_of_the_batch_norm_merged_into_it() -> None:
+    """Also where the convolution is exactly zero, and all its relevance is that of the batch norm's constant."""
+    net, x = residual(), images()
+    with torch.no_grad():
+        net.conv1.weight[2] = 0
+    for composite in ("epsilon", "epsilon_plus"):
+        at_conv, at_norm = (LRP(net, composite=composite, layer=layer).attribute(x, 1) for layer in ("conv1", "bn1"))
+        assert_same(at_conv.values, at_norm.values)
+        assert_same(cast("Tensor", at_conv.ledger), cast("Tensor", at_norm.ledger))
+        assert_same(cast("Tensor", at_conv.residual) + 1, cast("Tensor", at_norm.residual) + 1)
+
+
+@pytest.mark.parametrize(
+    "layer", ["conv_proj", "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1.ln_2"]
+)
+def test_tokens_without_a_position_are_in_the_ledger(layer: str) -> None:
+    model = small_vit().eval()
+    found = LRP(model, layer=layer).attribute(torch.randn(2, 3, 32, 32), 1)
+    assert found.values.shape == (2, 1, 4, 4)
+    ledger = shares(found)
+    torch.testing.assert_close(ledger["layer"], found.values.sum((1, 2, 3)))
+    assert bool((ledger["tokens"].abs() > 1e-4).all())
+    torch.testing.assert_close(sum(ledger.values()) + cast("Tensor", found.residual), found.scores)
+    is_whole = layer != "encoder.layers.encoder_layer_1.ln_2"  # which the residual connection goes around
+    assert (float(ledger["other paths"].abs().max()) < 1e-5) == is_whole
+
+
+def test_layers_and_classes_share_a_forward_and_layers_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Walk:
+        walks.append(Walk(*arguments, **keywords))
+        return walks[-1]
+
+    net, x = residual(), images()
+    names = [None, "relu", "bn1", "conv1", "bn2"]
+    expected = [LRP(net, layer=name).attribute(x, 2) for name in names]
+    monkeypatch.setattr(lrp, "Walk", counted)
+    found = saliency.explain_together([LRP(net, layer=name) for name in names], x, 2)
+    assert len(walks) == 1
+    for own, shared in zip(expected, found, strict=True):
+        assert own.layer == shared.layer
+        assert own.ledger_names == shared.ledger_names
+        assert_same(shared.values, own.values)
+        assert_same(cast("Tensor", shared.ledger), cast("Tensor", own.ledger))
+    saliency.explain_together(
+        [LRP(net, composite="gamma"), LRP(net, composite="gamma", layer="relu"), LRP(net, composite="epsilon")], x, 2
+    )
+    assert len(walks) == 3
+
+
+@pytest.mark.parametrize("composite", ["epsilon", "epsilon_plus", "gamma", "epsilon_alpha2_beta1_flat"])
+@pytest.mark.parametrize("build", [residual, lambda: tiny_model().double(), chain], ids=["residual", "tiny", "chain"])
+def test_a_captured_layer_changes_nothing(build: Callable[[], nn.Module], composite: str) -> None:
+    """Even a convolution before its batch norm, or a tensor that a ReLU overwrites."""
+    net, x = build(), images()
+    expected = LRP(net, composite=composite).attribute(x, 2)
+    spatial = [name for name, module in net.named_modules() if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.ReLU)]
+    spatial = [name for name in spatial if name != "8"]  # of the classifier
+    for name in spatial:
+        found, _ = saliency.explain_together([LRP(net, composite=composite), saliency.GradCAM(net, name)], x, 2)
+        assert_same(found.values, expected.values)
+        assert found.coverage == expected.coverage
+        assert_same(cast("Tensor", found.ledger), cast("Tensor", expected.ledger))
+
+
+def test_a_layer_without_a_map_or_without_influence_is_an_error() -> None:
+    net, x = residual(), images()
+    with pytest.raises(saliency.LayerError, match=r'"head" has shape \(2, 5\), which has no spatial extent'):
+        LRP(net, layer="head").attribute(x, 1)
+    with pytest.raises(saliency.LayerError, match='no layer "bn4"'):
+        LRP(net, layer="bn4")
+    aside = OwnForward(lambda m, x: (m.net(x), m.aside(x))[0], net=net, aside=nn.Conv2d(3, 2, 1).double()).eval()
+    for options in ({"layer": "aside"}, {"through": {"aside": [0]}}):
+        with pytest.raises(saliency.LayerError, match='score does not depend on layer "aside"'):
+            LRP(aside, **cast("Any", options)).attribute(x, 1)
+
+
+# --- patches
+
+
+@pytest.mark.parametrize("cls", [AttnLRP, CPLRP])
+@pytest.mark.parametrize("name", MODELS)
+def test_patches_are_the_output_of_the_first_linear_operation(name: str, cls: type[AttnLRP]) -> None:
+    model, x = MODELS[name]()
+    found = cls(model, at="patches", unknown="gradient").attribute(x, 1)
+    size = found.values.shape[-1]
+    assert found.values.shape == (2, 1, size, size)
+    assert found.settings["at"] == "patches"
+    assert isinstance(model.get_submodule(str(found.layer)), nn.Conv2d | nn.Linear)
+    assert x.shape[-1] // size == {"timm ConvNeXt": 4, "timm MaxViT": 2, "timm Swin v2": 4}.get(
+        name, x.shape[-1] // size
+    )
+
+
+def test_a_patch_has_the_relevance_of_its_pixels() -> None:
+    model = cast("Any", small_vit().double().eval())
+    nn.init.zeros_(model.conv_proj.bias)
+    x = images(2, 32)
+    pixels, patches = (AttnLRP(model, at=at).attribute(x, 1) for at in ("pixels", "patches"))
+    assert_same(patches.values, F.avg_pool2d(pixels.values.sum(1, keepdim=True), 8) * 64)
+    assert_same(shares(patches)["layer"], shares(pixels)["input"])
+    assert AttnLRP(model, at="patches", layer="encoder.layers.encoder_layer_0").attribute(x, 1).layer != "conv_proj"
+    with pytest.raises(saliency.MethodError, match="at='tokens' is not one of 'pixels', 'patches'"):
+        AttnLRP(model, at=cast("Any", "tokens"))
+
+
+# --- concepts
+
+
+def masked(layer: nn.Module, kept: list[int], channels: int) -> nn.Module:
+    """The layer, with a gradient in some of its channels only."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        mask = torch.zeros(y.shape[channels], dtype=y.dtype)
+        mask[kept] = 1
+        mask = mask.view(-1, *[1] * (y.dim() - 1 - channels))
+        return cast("Tensor", mask * y + (1 - mask) * y.detach())
+
+    return OwnForward(forward, layer=layer)
+
+
+@pytest.mark.filterwarnings("ignore:.* of the score is missing from the ledger")
+def test_relevance_through_channels_is_that_of_a_network_without_gradient_in_the_others() -> None:
+    net, x = residual(), images()
+    through = {"bn2": [0, 5], "bn1": [1, 2, 3]}
+    found = LRP(net, through=through).attribute(x, 1)
+    for name, kept in through.items():
+        setattr(net, name, masked(getattr(net, name), kept, 1))
+    expected = LRP(net.eval()).attribute(x, 1)
+    assert_same(found.values, expected.values)
+    model, x = cast("Any", small_vit().double().eval()), images(2, 32)
+    blocks = model.encoder.layers
+    found = AttnLRP(model, through={"encoder.layers.encoder_layer_0": [3]}).attribute(x, 1)
+    blocks.encoder_layer_0 = masked(blocks.encoder_layer_0, [3], 2)
+    assert_same(found.values, AttnLRP(model.eval()).attribute(x, 1).values)
+
+
+@pytest.mark.parametrize("layer", ["conv1", "bn1", "conv2", "relu", "head"])
+@pytest.mark.parametrize("composite", ["epsilon_plus", "epsilon_alpha2_beta1_flat"])
+def test_relevance_through_each_channel_sums_to_the_whole(layer: str, composite: str) -> None:
+    net, x = residual(), images()
+    for norm in (net.bn1, net.bn2, net.bn3):  # what all channels share has to be counted once
+        norm.requires_grad_(False)
+    whole = LRP(net, composite=composite).attribute(x, 1)
+    channels = 5 if layer == "head" else 8
+    parts = [LRP(net, composite=composite, through={layer: [channel]}).attribute(x, 1) for channel in range(channels)]
+    if layer == "conv2":  # the skip connection goes around it, so it is in each part
+        around = LRP(net, composite=composite, through={layer: []}).attribute(x, 1).values
+        assert_same(sum(part.values - around for part in parts) + around, whole.values)
+        return
+    assert_same(cast("Tensor", sum(part.values for part in parts)), whole.values)
+    for part in parts:
+        torch.testing.assert_close(cast("Tensor", part.ledger).sum(1) + cast("Tensor", part.residual), part.scores)
+        assert float(cast("Tensor", part.residual).abs().max()) < 1e-9
+
+
+def test_relevance_through_each_channel_of_tokens_sums_to_the_whole() -> None:
+    model, x = small_vit().double().eval(), images(2, 32)
+    layer = "encoder.layers.encoder_layer_0"
+    parts = [AttnLRP(model, through={layer: [channel]}).attribute(x, 1).values for channel in range(16)]
+    assert_same(cast("Tensor", sum(parts)), AttnLRP(model).attribute(x, 1).values)
+
+
+def test_concepts_may_be_read_at_a_layer() -> None:
+    net, x = residual(), images()
+    found = LRP(net, layer="bn1", through={"relu": [1]}).attribute(x, 1)
+    others = [LRP(net, layer="bn1", through={"relu": [channel]}).attribute(x, 1).values for channel in range(8)]
+    assert_same(cast("Tensor", sum(others)), LRP(net, layer="bn1").attribute(x, 1).values)
+    assert_same(found.values, others[1])
+    assert "other channels" in found.ledger_names
+    at_it = LRP(net, layer="relu", through={"relu": [1]}).attribute(x, 1)
+    assert float(shares(at_it)["other paths"].abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("through", "fact"),
+    [
+        ({"bn1": [8]}, 'layer "bn1" has 8 channels, got channel 8'),
+        ({"bn1": 3}, r'expected channels by layer, such as \{"layer4.1": \[12, 40\]\}'),
+        ({"bn1": [-1]}, "expected channels by layer"),
+        (["bn1"], "expected channels by layer"),
+    ],
+)
+def test_channels_that_do_not_exist_are_an_error(through: Any, fact: str) -> None:
+    with pytest.raises(saliency.MethodError, match=fact):
+        LRP(residual(), through=through).attribute(images(), 1)
+
+
+# --- rules and composites
+
+
+class Uniform(Rule):
+    """Relevance in equal parts, whatever weights and inputs."""
+
+    name = "uniform"
+
+    def relevance(self, op: saliency.relevance.LinearOperation, relevance: Tensor) -> Tensor:
+        ones = torch.ones_like(op.weight)
+        return op.transposed(relevance / op.run(torch.ones_like(op.input), ones), ones)
+
+
+def test_an_own_rule_of_ten_lines_is_used_in_any_layer() -> None:
+    net, x = chain(), images()
+    found = LRP(net, composite={"first": Uniform(), "conv": ZPlus(), "linear": Epsilon()}).attribute(x, 3)
+    assert_same(
+        found.values, LRP(net, composite={"first": Flat(), "conv": ZPlus(), "linear": Epsilon()}).attribute(x, 3).values
+    )
+    assert found.coverage is not None
+    assert found.coverage.treated == {"linear by epsilon": 2, "conv by z+": 1, "conv by uniform": 1}
+    inner = LRP(net, composite={"last": Uniform()}).attribute(x, 3)
+    rules = {
+        0: textbook.epsilon(0),
+        3: textbook.epsilon(0),
+        7: textbook.epsilon(0),
+        9: lambda neuron: textbook.flat()(neuron) * (neuron.a != 0),
+    }
+    hidden = net[:9](x).detach()
+    assert_same(inner.values, textbook.lrp(list(net), x, 3, rules)[0])
+    lost = (net(x)[:, 3, None] / 16 * (hidden == 0)).sum(1).detach()  # relevance of zeros cannot go on
+    assert_same(shares(inner)["inputs of zero"], lost)
+
+
+def test_names_precede_first_and_last_which_precede_kinds() -> None:
+    net, x = chain(), images()
+    table = {"conv": ZPlus(), "linear": Epsilon(), "first": Flat(), "last": Gamma(), "0": Pass1(), "[79]": Uniform()}
+    treated = LRP(net, composite=table).attribute(x, 3).coverage
+    assert treated is not None
+    assert treated.treated == {"linear by uniform": 2, "conv by z+": 1, "conv by one": 1}
+    table = {"linear": Epsilon(), "first": Flat(), "last": Gamma()}
+    treated = LRP(net, composite=table).attribute(x, 3).coverage
+    assert treated is not None
+    assert treated.treated == {"linear by gamma": 1, "linear by epsilon": 1, "conv by epsilon": 1, "conv by flat": 1}
+
+
+class Pass1(Flat):
+    name = "one"
+
+
+def test_the_innermost_name_counts() -> None:
+    net = nn.Sequential(chain()).eval()
+    found = LRP(net, composite={"0.0": ZPlus(), "0": Gamma(), "0.*": Epsilon(0.1)}).attribute(images(), 3).coverage
+    assert found is not None
+    # A pattern gives its rule to all modules that it matches, and a later entry overrides an earlier one.
+    assert found.treated == {"linear by epsilon": 2, "conv by epsilon": 2}
+    found = LRP(net, composite={"0": Gamma(), "0.0": ZPlus()}).attribute(images(), 3).coverage
+    assert found is not None
+    assert found.treated == {"linear by gamma": 2, "conv by gamma": 1, "conv by z+": 1}
+
+
+@pytest.mark.parametrize(
+    ("composite", "fact"),
+    [
+        ("gama", 'did you mean "gamma"'),
+        ("zzz", "the composites are epsilon, gamma, .*excitation_backprop"),
+        ({"conv": "gamma"}, "expected a composite's name, or a mapping .* to a rule"),
+        ({"conv": Gamma}, "expected a composite's name"),
+        ({"hed": Gamma()}, r'no layer "hed"; did you mean "head".*the kinds are conv, linear, first, last'),
+        ({"blocks.*": Gamma()}, r'no layer "blocks\.\*"'),
+    ],
+)
+def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) -> None:
+    with pytest.raises(saliency.MethodError, match=fact):
+        LRP(residual(), composite=composite).attribute(images(), 1)
+
+
+def test_settings_name_the_composite() -> None:
+    assert LRP(residual(), composite="gamma").settings["composite"] == "gamma"
+    assert LRP(residual()).settings["composite"] is None
+    own = LRP(residual(), composite={"conv": Gamma(0.1), "head": Uniform()}).settings["composite"]
+    assert own == "{'conv': Gamma(gamma=0.1), 'head': Uniform()}"
+
+
+def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
+    net, preprocess = chain(), Preprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    x = images().clamp(-0.7, 1.6)
+    low, high = (
+        torch.tensor(
+            [(end - m) / s for m, s in zip(preprocess.mean, preprocess.std, strict=True)], dtype=torch.float64
+        ).repeat_interleave(144)
+        for end in (0, 1)
+    )
+    rules = dict.fromkeys(LINEAR, textbook.z_plus()) | {0: textbook.z_box(low, high)}
+    expected = textbook.lrp(list(net), x, 3, rules)[0]
+    assert_same(LRP(net, composite="deep_taylor", preprocess=preprocess).attribute(x, 3).values, expected, 1e-6)
+    bounds = {"first": ZBox(low[::144].tolist(), high[::144].tolist()), "conv": ZPlus(), "linear": ZPlus()}
+    assert_same(LRP(net, composite=bounds).attribute(x, 3).values, expected, 1e-6)
+    with pytest.raises(
+        saliency.MethodError, match=r"z-box needs the bounds .* pass ZBox\(low, high\), or a model with"
+    ):
+        LRP(net, composite="deep_taylor").attribute(x, 3)
+
+
+# --- wrappers
+
+
+def test_smoothing_averages_relevance() -> None:
+    net, x = residual(), images(1)
+    plain = LRP(net, composite="gamma", layer="relu").attribute(x, 1)
+    still = saliency.SmoothGrad(LRP(net, composite="gamma", layer="relu"), passes=2, noise=0).attribute(x, 1)
+    assert_same(still.values, plain.values)
+    assert still.coverage == plain.coverage
+    by_name = saliency.SmoothGrad(
+        net, inner="lrp", inner_options={"composite": "gamma", "layer": "relu"}, passes=2, noise=0
+    )
+    assert_same(by_name.attribute(x, 1).values, plain.values)
+    through = LRP(net, through={"relu": [1]})
+    assert_same(saliency.SmoothGrad(through, passes=2, noise=0).attribute(x, 1).values, through.attribute(x, 1).values)
+
+
+# --- excitation backpropagation
+
+
+def probabilities(net: nn.Sequential, x: Tensor, top: textbook.Rule) -> list[Tensor]:
+    """The winning probabilities of the inputs of each layer, by their definition."""
+    rules = dict.fromkeys(LINEAR, textbook.z_plus(biased=False)) | {LINEAR[-1]: top}
+    score = net(x)[:, 3].detach()
+    return [r / score.view(-1, *[1] * (r.dim() - 1)) for r in textbook.lrp(list(net), x, 3, rules)]
+
+
+def negated(neuron: textbook.Neuron) -> Tensor:
+    return textbook.z_plus(biased=False)(neuron._replace(w=-neuron.w))
+
+
+def test_excitation_is_the_probability_of_winning() -> None:
+    net, x = chain(), images()
+    expected = probabilities(net, x, textbook.z_plus(biased=False))
+    for number in range(6):
+        found = ExcitationBackprop(net, layer=str(number)).attribute(x, 3)
+        assert_same(found.values, expected[number + 1].sum(1, keepdim=True))
+        torch.testing.assert_close(found.values.sum((1, 2, 3)), torch.ones(2, dtype=torch.float64))
+        assert float(found.values.min()) >= 0
+
+
+def test_the_contrastive_map_is_the_positive_difference_to_negated_weights() -> None:
+    net, x = chain(), images()
+    dual = [probabilities(net, x, rule) for rule in (textbook.z_plus(biased=False), negated)]
+    for number in range(6):
+        found = ExcitationBackprop(net, layer=str(number), contrastive=True).attribute(x, 3)
+        difference = (dual[0][number + 1] - dual[1][number + 1]).sum(1, keepdim=True)
+        assert_same(found.values, difference.clamp(min=0))
+    assert found.coverage is not None
+    assert found.coverage.treated["linear by contrast"] == 1
+
+
+def test_excitation_is_read_at_the_resolution_before_the_last() -> None:
+    net, x = tiny_model(), torch.randn(2, 3, 16, 16)
+    assert saliency.GradCAM(net).attribute(x, 1).values.shape == (2, 1, 8, 8)
+    assert ExcitationBackprop(net).attribute(x, 1).values.shape == (2, 1, 16, 16)
+    with pytest.raises(saliency.LayerError, match="has a spatial output"):
+        ExcitationBackprop(nn.Sequential(nn.Flatten(), nn.Linear(12, 5))).attribute(torch.randn(1, 3, 2, 2), 1)
+
+
+def test_excitation_is_that_of_zennit() -> None:
+    composites = pytest.importorskip("zennit.composites")
+    gradient = pytest.importorskip("zennit.attribution").Gradient
+    net, x = chain(), images()
+    found = ExcitationBackprop(net, layer="2").attribute(x, 3).values
+    top, hidden = net[3:], net[:3](x).detach()
+    with gradient(top, composites.ExcitationBackprop(zero_params="bias")) as attributor:
+        _, expected = attributor(hidden, torch.eye(5, dtype=torch.float64)[[3, 3]])
+    expected = expected.sum(1, keepdim=True)
+    assert_same(found, expected / expected.sum((1, 2, 3), keepdim=True), 1e-5)
+
+
+def test_excitation_warns_of_shares_that_are_no_probabilities() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = m.conv(x).relu()
+        out: Tensor = m.head((m.part(hidden) - 0.9 * hidden).mean((2, 3)))
+        return out
+
+    net = OwnForward(forward, conv=nn.Conv2d(3, 8, 3), part=nn.Identity(), head=nn.Linear(8, 5)).eval()
+    for contrastive, most in ((False, 1), (True, 2)):
+        with pytest.warns(saliency.SaliencyWarning, match=f"the shares at part add up to .* at most {most}: "):
+            ExcitationBackprop(net, layer="part", contrastive=contrastive).attribute(torch.randn(2, 3, 8, 8), 1)
