@@ -45,7 +45,7 @@ help:
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
-	@echo "  make zoo          check guided backpropagation and Grad-CAM on 178 architectures (slow)"
+	@echo "  make zoo          check methods on 178 architectures (slow; re-run to resume)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
 demo: $(VENV)/.installed

@@ -115,7 +115,7 @@ def is_pointwise(op: Op) -> bool:
     if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
         return False
     # PyTorch does not tag these.
-    return torch.Tag.pointwise in op.tags or name in ("hardswish", "leaky_relu", "_prelu_kernel", "log_sigmoid_forward")
+    return torch.Tag.pointwise in op.tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
 
 
 @cache
@@ -241,10 +241,10 @@ class OperationRecord(DispatchMode):
         return isinstance(argument, list | tuple) and any(map(self._depends, argument))
 
     def _constant(self, argument: Any) -> Any:
-        """Return an argument without the tensors that depend on the image: None takes their place."""
+        """Return an argument without the numbers that depend on the image: None takes their place. Masks are kept."""
         if isinstance(argument, list | tuple):
             return [self._constant(part) for part in argument]
-        return None if self._depends(argument) else argument
+        return None if self._depends(argument) and argument.is_floating_point() else argument
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""

@@ -47,20 +47,11 @@ _PLAIN = {
     *("_adaptive_avg_pool2d", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min", "amax", "amin"),
     *("maximum", "minimum", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
     *("_upsample_nearest_exact2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "index", "index_select"),
-    *("gather", "index_put", "roll", "flip", "repeat", "where", "masked_fill", "im2col", "col2im", "cumsum"),
+    *("gather", "index_put", "roll", "flip", "repeat", "where", "masked_fill", "im2col", "col2im", "unfold", "cumsum"),
     *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "select_scatter"),
-    *(
-        "as_strided",
-        "slice_scatter",
-        "linalg_vector_norm",
-        "norm",
-        "topk",
-        "sort",
-        "tril",
-        "triu",
-        "native_dropout",
-        "unfold",
-    ),
+    *("as_strided", "slice_scatter", "linalg_vector_norm", "norm", "topk", "sort", "tril", "triu", "native_dropout"),
+    *("roi_align", "median", "std", "std_mean", "var", "var_mean"),
+    "addcmul",  # with one factor that depends on the image
 }
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
@@ -70,6 +61,8 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "first", "last")
 _GRADIENT = Epsilon(0)
+# The node that a view gets after an operation in place on it or on what it views.
+_VIEW_AFTER_WRITE = "AsStridedBackward0"
 
 
 @cache
@@ -147,6 +140,8 @@ class Propagation:
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
         kind = kind_of(visit.operation.op) if visit.operation else ""
+        if visit.operation and not _fits(visit):
+            return self._without_rule(visit)
         return self._handlers.get(kind, Propagation._without_rule)(self, visit)
 
     def _plain(self, visit: Visit) -> Gradients:
@@ -154,8 +149,13 @@ class Propagation:
         operation = visit.known
         holds_constant = operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items()))
         if holds_constant and not self._merge_bias(visit, operation):
-            visit.absorb("tokens", (visit.grad * _constant_part(visit, operation)).nan_to_num_(0, 0, 0))
-        return visit.plain()
+            name = "biases" if _adds_bias(operation, visit.grad.dim()) else "tokens"
+            visit.absorb(name, (visit.grad * _constant_part(visit, operation)).nan_to_num_(0, 0, 0))
+        if operation.name in ("var", "var_mean"):  # the variance is of degree two
+            variance, *mean = visit.grads
+            visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
+        is_product = operation.name == "addcmul" and all(visit.on_path[1:])
+        return self._product(visit) if is_product else visit.plain()
 
     def _merge_bias(self, visit: Visit, operation: Operation) -> bool:
         """Make a summand the bias of the matrix product before it if nothing else reads that, as `F.linear` may."""
@@ -292,11 +292,11 @@ class Propagation:
         name = next(iter(operation.args))
         x = operation.args[name]
         at_zero = _applied(operation, x.new_zeros(()))
-        if not bool(torch.isfinite(at_zero)):
+        if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return self._without_rule(visit)
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
         ratio = operation.result / x
-        if bool(at_zero):
+        if bool(at_zero.any()):
             visit.absorb("activations", visit.grad * at_zero)
             ratio = (operation.result - at_zero) / x
         is_zero = x == 0
@@ -310,11 +310,9 @@ class Propagation:
 
     def _product(self, visit: Visit) -> Gradients:
         """Give each factor of a product half of the relevance, or all to one if the other counts as constant."""
-        operation, walk = visit.known, visit.walk
+        walk = visit.walk
         grads = list(visit.plain())
-        factors = [at for at, on_path in enumerate(visit.on_path) if on_path]
-        if operation.name == "baddbmm" and len(factors) == 3:
-            factors = factors[1:]
+        factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
         constants = [at for at in factors if self._is_constant_factor(next_functions(visit.node)[at][0], walk)]
         if len(constants) == 1:
             walk.treated["product with a constant factor"] += 1
@@ -373,9 +371,10 @@ class Propagation:
 
     def _without_rule(self, visit: Visit) -> Gradients:
         """Pass the gradient of an operation without a rule, or refuse it."""
-        if is_module_hook(visit.node):
+        if is_module_hook(visit.node) or visit.node.name() == _VIEW_AFTER_WRITE:
             return visit.plain()
         name = visit.operation.name if visit.operation else visit.node.name()
+        name += " in place on a part of a tensor" if _writes_part(visit) else ""
         if self.unknown == "refuse":
             raise NotApplicableError(
                 f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
@@ -412,12 +411,36 @@ def _outermost(walk: Walk, nodes: Iterable[Node], neighbours: Mapping[Any, Seque
     return outermost
 
 
+def _writes_part(visit: Visit) -> bool:
+    """Return whether an operation writes in place to a part of a tensor."""
+    return type(visit.node).__name__ == "CopySlices"
+
+
+def _fits(visit: Visit) -> bool:
+    """Return whether the rule of an operation fits its operands."""
+    name, on_path = visit.known.name, visit.on_path
+    if name in ("maximum", "minimum"):
+        return all(on_path)
+    if not _writes_part(visit):
+        return True
+    # G at a part of a tensor is not known: only what passes its gradient, and nothing else, has a rule.
+    if name in ("mul", "div"):
+        return sum(on_path) == 1
+    return on_path[-1] and (name in ("copy", "relu") or (name in ("add", "sub") and all(on_path)))
+
+
 def _holds_constant(argument: tuple[str, Any]) -> bool:
     """Return whether an argument of a sum is, or holds, a constant summand."""
     name, value = argument
     if isinstance(value, int | float):
         return name in ("self", "other", "value") and bool(value)
     return any(tensor.is_floating_point() for tensor in tree_tensors(value))
+
+
+def _adds_bias(operation: Operation, dims: int) -> bool:
+    """Return whether a sum adds a number, or one per channel, in fewer dimensions than the result has."""
+    constants = tree_tensors(list(operation.args.values()))
+    return all(constant.dim() < dims and constant.numel() == max(constant.shape, default=1) for constant in constants)
 
 
 def _constant_part(visit: Visit, operation: Operation) -> Tensor:

@@ -14,7 +14,7 @@ CLASSES = 5
 Build = Callable[[], tuple[nn.Module, Tensor]]
 
 
-def _drawn(build: Callable[[], Any], size: int) -> tuple[nn.Module, Tensor]:
+def drawn(build: Callable[[], Any], size: int) -> tuple[nn.Module, Tensor]:
     """Build a model, and draw two images for it, (2, 3, size, size).
 
     Noise is added to all weights and statistics. Heads that are zero would have no gradient, layer scales of 1e-5 no
@@ -34,24 +34,24 @@ def _drawn(build: Callable[[], Any], size: int) -> tuple[nn.Module, Tensor]:
 def _timm(name: str, **options: Any) -> tuple[nn.Module, Tensor]:
     timm = pytest.importorskip("timm")
     size = options.get("img_size", 64)
-    return _drawn(lambda: timm.create_model(name, num_classes=CLASSES, **options), size)
+    return drawn(lambda: timm.create_model(name, num_classes=CLASSES, **options), size)
 
 
 def _open_clip(*, quick_gelu: bool = False, **options: Any) -> tuple[nn.Module, Tensor]:
     """The image tower, whose output is an embedding."""
     transformer = pytest.importorskip("open_clip.transformer")
     options["act_layer"] = transformer.QuickGELU if quick_gelu else nn.GELU
-    return _drawn(lambda: transformer.VisionTransformer(32, 8, 16, 2, 2, 2.0, output_dim=8, **options), 32)
+    return drawn(lambda: transformer.VisionTransformer(32, 8, 16, 2, 2, 2.0, output_dim=8, **options), 32)
 
 
 def _torchvision_vit() -> tuple[nn.Module, Tensor]:
     models = pytest.importorskip("torchvision.models")
-    return _drawn(lambda: models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=CLASSES), 32)
+    return drawn(lambda: models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=CLASSES), 32)
 
 
 def _torchvision_swin() -> tuple[nn.Module, Tensor]:
     models = pytest.importorskip("torchvision.models")
-    return _drawn(lambda: models.SwinTransformer([2, 2], 8, [2, 2], [2, 4], [4, 4], num_classes=CLASSES), 32)
+    return drawn(lambda: models.SwinTransformer([2, 2], 8, [2, 2], [2, 4], [4, 4], num_classes=CLASSES), 32)
 
 
 def _transformers_vit() -> tuple[nn.Module, Tensor]:
@@ -65,7 +65,7 @@ def _transformers_vit() -> tuple[nn.Module, Tensor]:
         patch_size=8,
         num_labels=CLASSES,
     )
-    return _drawn(lambda: transformers.ViTForImageClassification(config), 32)
+    return drawn(lambda: transformers.ViTForImageClassification(config), 32)
 
 
 _PLAIN = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

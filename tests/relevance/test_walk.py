@@ -1,0 +1,169 @@
+"""The walk, and relevance propagation, on a sample of the architectures of `make zoo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saliency
+from tests.reference import error
+from tests.relevance.plain_walk import PlainWalk
+from tests.relevance.vision_transformers import drawn
+
+TARGETS = [1, 3]
+
+# Small networks of distinct families: in-place operations on parts of tensors, scaled sums, gates, hand-written norms,
+# global response norms, standardised weights, relative positions, pooled queries, mixers and state spaces.
+NETWORKS = (
+    "test_byobnet",
+    "test_coatnet",
+    "test_convnext2",
+    "test_efficientnet_evos",
+    "test_efficientnet_gn",
+    "test_mambaout",
+    "test_maxvit",
+    "test_nfnet",
+    "test_resnet",
+    "test_vit3",
+    "efficientvim_m1",
+    "ghostnet_050",
+    "starnet_s050",
+)
+
+
+@cache
+def _network(name: str) -> tuple[nn.Module, Tensor]:
+    timm = pytest.importorskip("timm")
+    options = {"img_size": 64} if "vit" in name or "coat" in name else {}
+    model, x = drawn(lambda: timm.create_model(name, num_classes=5, **options), 64)
+    return model.double(), x.double()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_plain_walk_is_the_gradient(name: str) -> None:
+    model, x = _network(name)
+    methods = [PlainWalk(model), saliency.InputXGradient(model)]
+    walked, expected = saliency.explain_together(methods, x, TARGETS)
+    assert error(walked.values, expected.values) < 1e-9
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_relevance_is_conserved_and_a_batch_is_its_images(name: str) -> None:
+    model, x = _network(name)
+    methods = [saliency.LRP(model), saliency.AttnLRP(model)]
+    batch = saliency.explain_together(methods, x, TARGETS)
+    single = saliency.explain_together(methods, x[1:], TARGETS[1])
+    for whole, one in zip(batch, single, strict=True):
+        assert whole.ledger is not None
+        assert one.ledger is not None
+        torch.testing.assert_close(whole.ledger.sum(1), whole.scores, rtol=1e-6, atol=0)
+        assert error(whole.values[1:], one.values) < 1e-6
+        shares = dict(zip(one.ledger_names, one.ledger[0], strict=True))
+        for name, share in zip(whole.ledger_names, whole.ledger[1], strict=True):
+            assert abs(share - shares.get(name, 0)) < 1e-6 * one.ledger.abs().max()
+
+
+class _Network(nn.Module):
+    """A network with some function of its activations."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.weight = nn.Parameter(torch.rand(4, 1, 1))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return five scores."""
+        y: Tensor = self.last(self.function(self.first(x), self.weight).mean((2, 3)))
+        return y
+
+
+def _norm_by_deviation(y: Tensor, weight: Tensor) -> Tensor:
+    return (y - y.mean(1, keepdim=True)) / (y.std(1, keepdim=True) + 1e-6) * weight + weight
+
+
+def _norm_by_variance(y: Tensor, weight: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(y, 1, keepdim=True)
+    return (y - mean) * torch.rsqrt(variance + 1e-6) * weight + weight
+
+
+def _assigned(y: Tensor, weight: Tensor) -> Tensor:
+    y[:, :2] = y[:, 2:] ** 2
+    return y[:, :2].repeat(1, 2, 1, 1) * weight
+
+
+def _rectified_in_place(y: Tensor, weight: Tensor) -> Tensor:
+    y[:, 1:3] += y[:, 2:].clone()
+    y[:, 2:] *= weight[2:]
+    y[:, :2].relu_()
+    return y
+
+
+def _write(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def function(y: Tensor, weight: Tensor) -> Tensor:
+        operands = {"add_": (weight[:2],), "mul_": (y[:, 2:].clone(),), "copy_": (weight[:2].expand(2, 6, 6),)}
+        getattr(y[:, :2], name)(*operands.get(name, ()))
+        return y
+
+    return function
+
+
+_CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask from the image": lambda y, weight: y.masked_fill(y < 0, 1.5),
+    "choice by the image": lambda y, weight: torch.where(y < 0, weight, y),
+    "addcmul with a constant": lambda y, weight: torch.addcmul(weight, weight, y),
+    "addcmul of two signals": lambda y, weight: torch.addcmul(weight, y, y.sigmoid()),
+    "addcmul of three signals": lambda y, weight: torch.addcmul(y, y, y.sigmoid(), value=0.7),
+    "variance": lambda y, weight: y * y.var((2, 3), keepdim=True),
+    "norm by its deviation": _norm_by_deviation,
+    "norm by its variance": _norm_by_variance,
+    "clamp by constants": lambda y, weight: y.clamp(min=weight),
+    "assignment to a part": _assigned,
+    "linear operations in place on parts": _rectified_in_place,
+    "maximum of two signals": lambda y, weight: torch.maximum(y, y * weight),
+}
+_REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add in place on a part": _write("add_"),
+    "copy in place on a part": _write("copy_"),
+    "mul in place on a part": _write("mul_"),
+    "sigmoid in place on a part": _write("sigmoid_"),
+    "maximum": lambda y, weight: torch.maximum(y, weight),
+    "lerp": lambda y, weight: torch.lerp(y, y.sigmoid(), weight),
+    "log_sigmoid": lambda y, weight: nn.functional.logsigmoid(y),
+}
+
+
+def _drawn(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
+    model, x = drawn(lambda: _Network(function), 8)
+    return model.double(), x.double()
+
+
+@pytest.mark.parametrize("method", [saliency.LRP, saliency.AttnLRP, saliency.CPLRP])
+@pytest.mark.parametrize("name", _CONSERVED)
+def test_an_operation_keeps_the_ledger_complete(name: str, method: type[saliency.LRP]) -> None:
+    model, x = _drawn(_CONSERVED[name])
+    explanation = method(model).attribute(x, TARGETS)
+    single = method(model).attribute(x[1:], TARGETS[1])
+    assert explanation.residual is not None
+    assert explanation.residual.abs().max() < 1e-9
+    assert error(explanation.values[1:], single.values) < 1e-9
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_an_operation_without_a_rule_is_refused_with_its_name(name: str) -> None:
+    model, x = _drawn(_REFUSED[name])
+    with pytest.raises(saliency.NotApplicableError, match=f"no rule for the operation {name}"):
+        saliency.LRP(model).attribute(x, TARGETS)
+    by_gradient = saliency.LRP(model, unknown="gradient").attribute(x, TARGETS)
+    assert " by gradient" in str(by_gradient.coverage)
+
+
+def test_constants_per_channel_are_biases_and_others_are_tokens() -> None:
+    bias, _ = _drawn(lambda y, weight: y + weight)
+    tokens, x = _drawn(lambda y, weight: y + torch.ones(4, 6, 6))
+    assert saliency.AttnLRP(bias).attribute(x, TARGETS).ledger_names == ("input", "biases")
+    assert set(saliency.AttnLRP(tokens).attribute(x, TARGETS).ledger_names) == {"input", "biases", "tokens"}
