@@ -133,7 +133,8 @@ class RelevancePropagation(TracedAttribution):
             # The ledger mixes images, since some length is a multiple of their number.
             walk = self._new_walk(grads, composite, length_first=True)
         share = float((_missing(walk, grads).abs() / grads.scores.abs().clamp(min=1e-6)).max())
-        if share > MAX_MISSING_SHARE and self.unknown == "refuse":
+        rounding = 16 * torch.finfo(grads.scores.dtype).eps
+        if share > max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
             warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
         grads.walks.append((key, walk))
         return walk

@@ -78,6 +78,19 @@ class LinearOperation:
             return raw
         return torch.addcmul(self.shift, raw, self.scale)
 
+    def relevance(self, grad: Tensor) -> Tensor:
+        """Return the relevance of the output, given G at the output, as a new tensor."""
+        if self.scale is None or self.shift is None or self.raw_output is None:
+            return self.output * grad
+        return torch.addcmul(self.shift, self.raw_output, self.scale).mul_(grad)
+
+    @property
+    def positive_weight(self) -> Tensor:
+        """The positive weights, with the batch norm; the others are 0."""
+        if self.scale is None:
+            return self.raw_weight.clamp(min=0)
+        return (self.raw_weight * self.scale.view(self.weight_shape)).clamp_(min=0)
+
     @property
     def unbiased(self) -> Tensor:
         """W a."""
@@ -234,7 +247,7 @@ class Gamma(_GradientRule):
 
     def _after_relu(self, op: LinearOperation, relevance: Tensor) -> Passed:
         """Return what the rule passes if neither inputs nor outputs with relevance are negative."""
-        weight = torch.add(op.weight, op.weight.clamp(min=0), alpha=self.gamma)
+        weight = op.positive_weight.mul_(self.gamma).add_(op.weight)
         bias = None if op.bias is None else op.bias + self.gamma * op.bias.clamp(min=0)
         shares = relevance.div_(op.run(op.input, weight, bias)).nan_to_num_(0, 0, 0)
         return Passed(op.transposed(shares, weight), biases=None if bias is None else op.bias_share(shares, bias))
@@ -274,7 +287,7 @@ class AlphaBeta(_GradientRule):
             return self._of_nonnegative(op, grad)
         bias = op.bias if self.bias else None
         positive, negative = _parts(op, bias)
-        half = (op.output * grad).mul_(self.alpha / 2)
+        half = op.relevance(grad).mul_(self.alpha / 2)
         up, down = half / positive, half.div_(negative).mul_(self.beta / self.alpha)
         dead = [_remove_infinite(shares) for shares in (up, down)]
         passed = op.back(up - down)
@@ -290,10 +303,10 @@ class AlphaBeta(_GradientRule):
 
     def _of_nonnegative(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to inputs of at least zero, for alpha 1 and beta 0."""
-        weight = op.weight.clamp(min=0)
+        weight = op.positive_weight
         bias = op.bias.clamp(min=0) if self.bias and op.bias is not None else None
         positive = op.run(op.input, weight, bias)
-        shares = (op.output * grad).div_(positive)
+        shares = op.relevance(grad).div_(positive)
         lost = grad * (positive == 0) if _remove_infinite(shares) else None
         biases = None if bias is None else op.bias_share(shares, bias)
         return Passed(op.transposed(shares, weight), biases=biases, lost=lost)
