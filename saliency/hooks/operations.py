@@ -254,12 +254,18 @@ class OperationRecord(DispatchMode):
         is_own = clone is not None and _address(clone[1]) == address
         copied = clone[2] if clone and is_own else target.clone() if operation.args else target
         operation.args = {name: copied if value is target else value for name, value in operation.args.items()}
+
+        def kept_copy(kept: Tensor) -> Tensor:
+            if _address(kept) != address:
+                return kept
+            return copied if kept is target and copied is not target else kept.clone()
+
         # Where a ReLU writes, its gradient is zero wherever it changes a value: results need no copy.
         is_rectified = operation.name == "relu" and self.keep != Keep.ALL
         for holder in self._holders.get(address, ()):
-            holder.args = tree_map_tensors(holder.args, lambda kept: _copy_from(kept, address))
+            holder.args = tree_map_tensors(holder.args, kept_copy)
             if not is_rectified:
-                holder.result = tree_map_tensors(holder.result, lambda kept: _copy_from(kept, address))
+                holder.result = tree_map_tensors(holder.result, kept_copy)
             elif holder.name in LINEAR and holder.result is not None and _address(holder.result) == address:
                 dims = tuple(range(1, holder.result.dim())) if holder.name == "convolution" else (-1,)
                 holder.norms = norms_over(holder.result, dims) if holder.norms is None else holder.norms
@@ -282,7 +288,3 @@ def _addresses(values: Any) -> list[int]:
     if isinstance(values, Tensor):
         return [_address(values)]
     return [address for value in values for address in _addresses(value)] if isinstance(values, list | tuple) else []
-
-
-def _copy_from(tensor: Tensor, address: int) -> Tensor:
-    return tensor.clone() if _address(tensor) == address else tensor

@@ -98,17 +98,17 @@ class DeepLIFT(TracedAttribution):
     def _check(self, grads: TargetGradients, base: TargetGradients, missing: Tensor) -> None:
         """Warn if too much of the difference of the scores is missing (N,), and name the operation that loses most."""
         scores, base_scores = grads.scores.double(), base.scores.double()
+        rise = (scores - base_scores).abs()
         rounding = 64 * torch.finfo(grads.scores.dtype).eps * (scores.abs() + base_scores.abs())
-        share = float(((missing.abs() - rounding) / (scores - base_scores).abs()).max())
-        if share <= MAX_MISSING_SHARE or self.unknown == "gradient":
+        if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
             return
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}
         Walk(grads, rule)
         worst = max(rule.lost, key=rule.lost.__getitem__)
         warn(
-            f"{self.name}: the values miss {share:.1g} of the difference from the baseline's score; the operation "
-            f"{worst} loses most"
+            f"{self.name}: the values miss {float(missing.abs().max()):.1g} of a difference of the scores of "
+            f"{float(rise[missing.abs().argmax()]):.1g}; the operation {worst} loses most"
         )
 
 

@@ -528,25 +528,6 @@ def attention_logits(operation: Operation) -> Tensor:
     return logits if mask is None else logits + mask
 
 
-def secant(operation: Operation, point: Tensor, start: Tensor, value: Tensor, start_value: Tensor) -> Tensor:
-    """Return the slope of a pointwise operation between two points; the derivative halfway where these are equal.
-
-    Args:
-        operation: The operation.
-        point: The points x.
-        start: The points from which the slope is measured, x0.
-        value: The results at x.
-        start_value: The results at x0.
-    """
-    change = point - start
-    rounding = 8 * torch.finfo(point.dtype).eps * torch.maximum(point.abs(), start.abs())
-    same = change.abs() <= rounding
-    slope = (value - start_value) / change
-    if bool(same.any()):
-        slope = torch.where(same, derivative(operation, (point + start) / 2), slope)
-    return slope
-
-
 def derivative(operation: Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
     name = next(iter(operation.args))
