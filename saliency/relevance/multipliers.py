@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, is_module_hook
+from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
+    OF_DEGREE_ONE,
     Unknown,
     attention_logits,
     batch_norm_scale,
@@ -26,14 +27,14 @@ from .propagation import (
     kind_of,
     linear_operation,
     normalisation,
+    without_rule,
+    writes_part,
 )
 from .rules import divided
 from .walk import Visit
 
 _WINNERS = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max", "amax", "min", "amin"}
 _OF_TWO = {"maximum", "minimum"}
-# Operations of degree one that are neither linear nor pointwise.
-_CURVED = {"linalg_vector_norm", "norm", "topk", "sort"}
 _NODES = (1, 4, 16, 64)
 
 
@@ -105,12 +106,14 @@ class Multipliers:
         """Return the multipliers of the operands of a node."""
         operation, base = visit.operation, self._base[visit.node]
         if operation is None or base is None:
-            return self._without_rule(visit)
+            return without_rule(visit, self.unknown)
         kind = _kind(operation.op)
         if kind == "plain":
             return visit.plain()
-        if operation.op.namespace != "aten" or type(visit.node).__name__ == "CopySlices":
-            return self._without_rule(visit)
+        # A part of a tensor can be multiplied by a constant.
+        is_part = writes_part(visit) and (kind != "mul" or sum(visit.on_path) > 1)
+        if operation.op.namespace != "aten" or is_part:
+            return without_rule(visit, self.unknown)
         step = Step(visit, operation, base)
         visit.walk.treated[operation.name.removeprefix("_")] += 1
         passed = _RULES[kind](step)
@@ -118,24 +121,15 @@ class Multipliers:
             self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)
         return passed
 
-    def _without_rule(self, visit: Visit) -> Gradients:
-        """Pass the gradient of an operation without a rule, or refuse it."""
-        name = visit.operation.name if visit.operation else visit.node.name()
-        if self.unknown == "refuse" and not is_module_hook(visit.node):
-            where = " in place on a part of a tensor" if type(visit.node).__name__ == "CopySlices" else ""
-            raise NotApplicableError(
-                f'no rule for the operation {name}{where}; pass unknown="gradient" to pass its gradient, which is '
-                "right for linear operations"
-            )
-        return visit.plain()
-
 
 def _kind(op: Op) -> str:
     """Return the kind of an operation; "" if only its gradients are known."""
     name = operator_name(op)
-    named = {"winners": _WINNERS, "of two": _OF_TWO, "": _CURVED}
-    kinds = [kind for kind, names in named.items() if name in names]
-    return kinds[0] if kinds else "activation" if is_pointwise(op) else kind_of(op)
+    if name in _WINNERS or name in _OF_TWO:
+        return "winners" if name in _WINNERS else "of two"
+    if is_pointwise(op):
+        return "activation"
+    return "" if name in OF_DEGREE_ONE else kind_of(op)
 
 
 def _linear(step: Step) -> Gradients:

@@ -40,17 +40,21 @@ Unknown = Literal["refuse", "gradient"]
 
 aten = torch.ops.aten
 
-# Operations of degree one that are not views: they equal their derivative applied to their operands.
-_PLAIN = {
-    *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "abs", "relu"),
-    *("leaky_relu", "_prelu_kernel", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "avg_pool2d"),
-    *("_adaptive_avg_pool2d", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min", "amax", "amin"),
-    *("maximum", "minimum", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
-    *("_upsample_nearest_exact2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "index", "index_select"),
-    *("gather", "index_put", "roll", "flip", "repeat", "where", "masked_fill", "im2col", "col2im", "unfold", "cumsum"),
-    *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "select_scatter"),
-    *("as_strided", "slice_scatter", "linalg_vector_norm", "norm", "topk", "sort", "tril", "triu", "native_dropout"),
-    *("roi_align", "median", "std", "std_mean", "var", "var_mean"),
+# Linear operations that are not views,
+_LINEAR = {
+    *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "constant_pad_nd"),
+    *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
+    *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
+    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
+    *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
+    *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
+    "roi_align",
+}
+# and others of degree one: both equal their derivative applied to their operands.
+OF_DEGREE_ONE = {
+    *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
+    *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
+    *("var", "var_mean"),
     "addcmul",  # with one factor that depends on the image
 }
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
@@ -69,7 +73,8 @@ _VIEW_AFTER_WRITE = "AsStridedBackward0"
 def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
-    named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}, "plain": _PLAIN}
+    named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}}
+    named["plain"] = _LINEAR | OF_DEGREE_ONE
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
@@ -370,18 +375,7 @@ class Propagation:
         return tuple(grads)
 
     def _without_rule(self, visit: Visit) -> Gradients:
-        """Pass the gradient of an operation without a rule, or refuse it."""
-        if is_module_hook(visit.node) or visit.node.name() == _VIEW_AFTER_WRITE:
-            return visit.plain()
-        name = visit.operation.name if visit.operation else visit.node.name()
-        name += " in place on a part of a tensor" if _writes_part(visit) else ""
-        if self.unknown == "refuse":
-            raise NotApplicableError(
-                f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
-                "operations of degree one"
-            )
-        visit.walk.treated[f"{name} by gradient"] += 1
-        return visit.plain()
+        return without_rule(visit, self.unknown)
 
     _handlers: ClassVar[dict[str, Callable[[Propagation, Visit], Gradients]]] = {
         "plain": _plain,
@@ -411,7 +405,22 @@ def _outermost(walk: Walk, nodes: Iterable[Node], neighbours: Mapping[Any, Seque
     return outermost
 
 
-def _writes_part(visit: Visit) -> bool:
+def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
+    """Pass the gradient of an operation without a rule, or refuse it."""
+    if is_module_hook(visit.node) or visit.node.name() == _VIEW_AFTER_WRITE:
+        return visit.plain()
+    name = visit.operation.name if visit.operation else visit.node.name()
+    name += " in place on a part of a tensor" if writes_part(visit) else ""
+    if unknown == "refuse":
+        raise NotApplicableError(
+            f'no rule for the operation {name}; pass unknown="gradient" to pass its gradient, which is right for '
+            "linear operations"
+        )
+    visit.walk.treated[f"{name} by gradient"] += 1
+    return visit.plain()
+
+
+def writes_part(visit: Visit) -> bool:
     """Return whether an operation writes in place to a part of a tensor."""
     return type(visit.node).__name__ == "CopySlices"
 
@@ -421,7 +430,7 @@ def _fits(visit: Visit) -> bool:
     name, on_path = visit.known.name, visit.on_path
     if name in ("maximum", "minimum"):
         return all(on_path)
-    if not _writes_part(visit):
+    if not writes_part(visit):
         return True
     # G at a part of a tensor is not known: only what passes its gradient, and nothing else, has a rule.
     if name in ("mul", "div"):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import DeepLIFT, DeepSHAP, SaliencyWarning
+from saliency import DeepLIFT, DeepSHAP
 from tests.games import shapley_values
 from tests.models import Checkpointed, FunctionModel, OwnForward, Packed, small_vit
 from tests.relevance import differences
@@ -230,10 +230,7 @@ def _with_slices(x: Tensor) -> Tensor:
     return out * x
 
 
-VAR = pytest.mark.xfail(reason="the LRP rule of var is taken for DeepLIFT, too", raises=SaliencyWarning, strict=True)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=VAR) if n == "variance" else n for n in COMPLETE])
+@pytest.mark.parametrize("name", COMPLETE)
 def test_contributions_sum_to_the_difference_of_the_scores(name: str) -> None:
     x, x0 = images(), baseline()
     model, _ = weighted(COMPLETE[name], x)
