@@ -219,7 +219,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--columns NAMES", "names of columns of lists, as in path=file,target=label", type=_columns),
         _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
-        _option("--layer NAME", "layer that CAMs read; see saliency layers (default: automatic)"),
+        _option("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
         _option("--set OPTION=VALUE", "see saliency methods NAME", dest="settings", type=_setting, action="append"),
     ],
     "output": [

@@ -228,12 +228,12 @@ class Propagation:
     def _first_and_last(self, walk: Walk) -> tuple[set[Node], set[Node]]:
         """Return the linear operations before which no other one runs, and those after which no other one runs."""
         if self._ends is None:
-            successors = {node: [function for function, _ in next_functions(node)] for node in walk.nodes}
+            operands = {node: [operand for operand, _ in edges] for node, edges in walk.next.items()}
             users: defaultdict[Node | None, list[Node | None]] = defaultdict(list)
-            for node, functions in successors.items():
-                for function in functions:
-                    users[function].append(node)
-            self._ends = _outermost(walk, walk.nodes[::-1], successors), _outermost(walk, walk.nodes, users)
+            for node, before in operands.items():
+                for operand in before:
+                    users[operand].append(node)
+            self._ends = _outermost(walk, walk.nodes[::-1], operands), _outermost(walk, walk.nodes, users)
         return self._ends
 
     def _batch_norm(self, visit: Visit) -> Gradients:

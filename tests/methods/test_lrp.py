@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import CPLRP, LRP, AttnLRP, ExcitationBackprop, Explanation, Preprocess
+from saliency.cli import main
 from saliency.methods import lrp
 from saliency.relevance import Epsilon, Flat, Gamma, Rule, ZBox, ZPlus
 from saliency.relevance.walk import Walk
 from saliency.testing import tiny_model
+from tests.commandline import COFFEE, copies, share_models
 from tests.models import OwnForward, small_vit
 from tests.relevance import textbook
 from tests.relevance.vision_transformers import MODELS
@@ -426,6 +429,21 @@ def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
         saliency.MethodError, match=r"z-box needs the bounds .* pass ZBox\(low, high\), or a model with"
     ):
         LRP(net, composite="deep_taylor").attribute(x, 3)
+
+
+# --- the command line
+
+
+def test_the_command_line_sets_composite_and_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_models(monkeypatch)
+    words = ["--method", "lrp", "--set", "composite=gamma", "--layer", "blocks.4", "--out"]
+    assert main(["explain", str(COFFEE), "--save", *words, str(tmp_path / "one")]) == 0
+    found = Explanation.load(next((tmp_path / "one").glob("*.safetensors")))
+    assert (found.layer, found.settings["composite"]) == ("blocks.4", "gamma")
+    assert found.values.shape == (1, 1, 14, 14)
+    copies(tmp_path / "photos", "a.png")
+    assert main(["batch", str(tmp_path / "photos"), *words, str(tmp_path / "many")]) == 0
+    assert '"composite": "gamma"' in (tmp_path / "many" / "manifest.jsonl").read_text()
 
 
 # --- wrappers
