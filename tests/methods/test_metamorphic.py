@@ -114,8 +114,9 @@ def test_a_shifted_bias_of_the_logits_changes_nothing_but_the_score(model: Net, 
     with torch.no_grad():
         model.head.bias.add_(5)
     shifted = of(name, model).attribute(x, [1, 3])
-    if "chunk" in METHODS[name].options() or name == "shapley_cam":  # differences of scores, and a softmax
-        assert torch.allclose(shifted.values, plain.values, rtol=1e-6, atol=1e-9 * float(plain.values.abs().max()))
+    # Differences of scores, a softmax, and an epsilon of 1e-6 are not exact.
+    if "chunk" in METHODS[name].options() or name in ("shapley_cam", "lrp"):
+        assert torch.allclose(shifted.values, plain.values, rtol=1e-5, atol=1e-9 * float(plain.values.abs().max()))
     else:
         assert torch.equal(shifted.values, plain.values)
     risen = 0 if name == "idgi" else 5  # it explains the probability
