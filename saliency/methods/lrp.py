@@ -70,13 +70,9 @@ class RelevancePropagation(TracedAttribution):
 
     Args:
         model: As for every method.
-        layer: The layer at which relevance is read, summed over its channels; None for the input. The ledger is then
-            that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
-            is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
-            the relevance of the merged output.
-        through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
-            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208).
-        unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
+        layer: As for `LRP`.
+        through: As for `LRP`.
+        unknown: As for `LRP`.
         **options: As for `saliency.Attribution`.
     """
 
@@ -207,9 +203,13 @@ class LRP(RelevancePropagation):
             "epsilon_alpha2_beta1", ...), or a mapping from an operation kind ("conv", "linear", "first",
             "last"), a layer's name, or a pattern of names to a rule of `saliency.relevance`. None takes "epsilon_plus",
             or "attn_lrp" for networks with attention.
-        layer: The layer at which relevance is read, summed over its channels; None for the input.
+        layer: The layer at which relevance is read, summed over its channels; None for the input. The ledger is then
+            that of the layer: what the operations after it absorb, and the rest, which takes other paths. If a module
+            is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
+            the relevance of the merged output.
         through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
-            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208).
+            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels. If a
+            module is called several times, only its last call is restricted.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
         **options: As for `saliency.Attribution`.
 

@@ -141,7 +141,8 @@ class Passed(NamedTuple):
 class Rule(ABC):
     """Base class of the rules of convolutions and matrix products.
 
-    A rule is a class with `relevance`:
+    A rule is a class with `relevance`. In layers after the first one, relevance of an input of zero goes no further;
+    the ledger holds it as "inputs of zero".
 
         class Uniform(Rule):
             name = "uniform"

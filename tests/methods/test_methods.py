@@ -33,6 +33,9 @@ def test_every_method_keeps_every_promise(check: Callable[[], None]) -> None:
         (saliency.GuidedBackprop, {"smooth": "positive"}),
         (saliency.FusedCAM, {"layers": ["norm", "last"], "cam": "grad_cam", "gamma": 1.0}),
         (saliency.HiResCAM, {"layer": "down"}),
+        (saliency.LRP, {"layer": "down", "composite": "gamma"}),
+        (saliency.LRP, {"layer": "stem", "through": {"stem": [1, 2], "last": [0]}}),
+        (saliency.ExcitationBackprop, {"contrastive": True}),
     ],
 )
 @pytest.mark.slow
@@ -72,6 +75,13 @@ def tiny_tokens() -> nn.Module:
 @pytest.mark.slow
 def test_the_promises_hold_on_a_model_of_tokens(cls: type[Attribution]) -> None:
     for _, check in checks(cls, model=tiny_tokens):
+        check()
+
+
+@pytest.mark.parametrize("cls", [saliency.AttnLRP, saliency.CPLRP])
+@pytest.mark.slow
+def test_the_promises_hold_at_patches(cls: type[Attribution]) -> None:
+    for _, check in checks(cls, model=tiny_tokens, at="patches"):
         check()
 
 
