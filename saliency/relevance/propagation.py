@@ -151,7 +151,7 @@ class Propagation:
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
-        operation = visit.known
+        operation = _constants(visit) if visit.known.name in ADDITIVE else visit.known
         holds_constant = operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items()))
         if holds_constant and not self._merge_bias(visit, operation):
             name = "biases" if _adds_bias(operation, visit.grad.dim()) else "tokens"
@@ -436,6 +436,19 @@ def _fits(visit: Visit) -> bool:
     if name in ("mul", "div"):
         return sum(on_path) == 1
     return on_path[-1] and (name in ("copy", "relu") or (name in ("add", "sub") and all(on_path)))
+
+
+def _constants(visit: Visit) -> Operation:
+    """Return a sum with None in place of the operands that depend on the image."""
+    on_path = iter(visit.on_path)
+
+    def constant(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [constant(part) for part in value]
+        is_operand = value is None or (isinstance(value, Tensor) and value.is_floating_point())
+        return None if is_operand and next(on_path, False) else value
+
+    return replace(visit.known, args={name: constant(value) for name, value in visit.known.args.items()})
 
 
 def _holds_constant(argument: tuple[str, Any]) -> bool:

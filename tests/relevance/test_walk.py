@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
+from saliency.hooks.operations import Keep
 from tests.reference import error
 from tests.relevance.plain_walk import PlainWalk
 from tests.relevance.vision_transformers import drawn
@@ -92,7 +93,7 @@ def _norm_by_variance(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def _assigned(y: Tensor, weight: Tensor) -> Tensor:
-    y[:, :2] = y[:, 2:] ** 2
+    y[:, :2] = y[:, 2:].clone() ** 2
     return y[:, :2].repeat(1, 2, 1, 1) * weight
 
 
@@ -118,6 +119,7 @@ _CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addcmul with a constant": lambda y, weight: torch.addcmul(weight, weight, y),
     "addcmul of two signals": lambda y, weight: torch.addcmul(weight, y, y.sigmoid()),
     "addcmul of three signals": lambda y, weight: torch.addcmul(y, y, y.sigmoid(), value=0.7),
+    "median": lambda y, weight: y + y.median(1, keepdim=True).values,
     "variance": lambda y, weight: y * y.var((2, 3), keepdim=True),
     "norm by its deviation": _norm_by_deviation,
     "norm by its variance": _norm_by_variance,
@@ -151,6 +153,19 @@ def test_an_operation_keeps_the_ledger_complete(name: str, method: type[saliency
     assert explanation.residual is not None
     assert explanation.residual.abs().max() < 1e-9
     assert error(explanation.values[1:], single.values) < 1e-9
+
+
+class _WalkWithAllValues(PlainWalk):
+    keep = Keep.ALL
+
+
+@pytest.mark.parametrize("name", _CONSERVED)
+def test_the_ledger_does_not_depend_on_the_methods_that_share_the_forward(name: str) -> None:
+    model, x = _drawn(_CONSERVED[name])
+    alone = saliency.AttnLRP(model).attribute(x, TARGETS)
+    _, shared = saliency.explain_together([_WalkWithAllValues(model), saliency.AttnLRP(model)], x, TARGETS)
+    assert shared.ledger_names == alone.ledger_names
+    torch.testing.assert_close(shared.ledger, alone.ledger)
 
 
 @pytest.mark.parametrize("name", _REFUSED)
