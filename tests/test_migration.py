@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import saliency
-from tests.models import PooledNet
+from tests.models import OwnForward, PooledNet
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 ROWS = [row for row in re.findall(r"^\| (.*) \|$", TEXT, re.MULTILINE) if "`saliency." in row]
@@ -21,11 +22,20 @@ PEERS = {"attr": "captum.attr", "cam": "pytorch_grad_cam", "zennit": "zennit.att
 SIZE = (16, 16)
 
 
+def chain() -> nn.Module:
+    """A network without operations outside of modules that change values: zennit and captum treat modules only."""
+    net = PooledNet()
+    pool = nn.AdaptiveAvgPool2d(1)
+    return OwnForward(
+        lambda m, x: m.head(m.pool(m.features(x)).flatten(1)), features=net.features, pool=pool, head=net.head
+    ).eval()
+
+
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     """The names that the page uses; the class of each image differs from its top class."""
     torch.manual_seed(0)
-    model, photo = PooledNet().eval(), Image.fromarray(np.random.default_rng(0).integers(0, 255, (*SIZE, 3), np.uint8))
+    model, photo = chain(), Image.fromarray(np.random.default_rng(0).integers(0, 255, (*SIZE, 3), np.uint8))
     preprocess = saliency.Preprocess(SIZE)
     session = {"saliency": saliency, "model": model, "layer": model.features, "x": torch.randn(2, 3, *SIZE)}
     session |= {
