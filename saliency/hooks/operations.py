@@ -151,10 +151,10 @@ def is_batch_norm(op: Op) -> bool:
 def _kept(op: Op, keep: Keep) -> bool:
     """Return whether a record keeps the operands of an operation."""
     name = operator_name(op)
-    if name == "relu":  # of degree one, so its gradient is enough
+    if keep == Keep.ALL or name == "relu":  # the gradient of a ReLU is enough, since it is of degree one
         return keep == Keep.ALL
     known = name in LINEAR or name in NORMS | SOFTMAX or is_attention(op) or is_batch_norm(op)
-    return known or is_pointwise(op) or (keep == Keep.ALL and not is_view(op))
+    return known or is_pointwise(op)
 
 
 class OperationRecord(DispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..relevance.multipliers import Multipliers
 from ..relevance.propagation import Unknown
+from ..relevance.reveal_cancel import reveal_cancel
 from ..relevance.walk import Walk
 from ..validation import check_choice, check_integer
 from .baselines import BaselineOption, baselines
 
 MAX_MISSING_SHARE = 1e-4
 """The share of the difference of the scores that may be missing from the values without a warning."""
+
+DeepLIFTRule = Literal["rescale", "reveal_cancel"]
 
 
 class DeepLIFT(TracedAttribution):
@@ -40,6 +43,9 @@ class DeepLIFT(TracedAttribution):
     Args:
         model: As for every method.
         baseline: As for `IntegratedGradients`. For several, the mean over all is taken.
+        rule: "rescale", or "reveal_cancel", which passes positive and negative parts of differences apart, and so shows
+            operands that cancel. It is for chains of convolutions, matrix products, batch norms, functions of one
+            number and sums.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
         **options: As for `saliency.Attribution`.
 
@@ -65,6 +71,7 @@ class DeepLIFT(TracedAttribution):
     """Whether the baselines are a sample, so that their mean has a standard error."""
 
     baseline: BaselineOption = BaselineOption("mean")
+    rule: Option[DeepLIFTRule] = Option("rescale", check_choice, get_args(DeepLIFTRule))
     unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
 
     def references(self, x: Tensor) -> Tensor:
@@ -80,9 +87,7 @@ class DeepLIFT(TracedAttribution):
         estimate, residual = Estimate(), Estimate()
         for reference in self.references(grads.x):
             base = grads.on(reference)
-            walk = Walk(grads, Multipliers(grads, base, self.unknown))
-            change = at_least_float32(grads.x) - at_least_float32(reference)
-            values = change * (0 if walk.gradient is None else walk.gradient)
+            values, treated = self._values(grads, base)
             missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
             self._check(grads, base, missing)
             estimate.add(values[None])
@@ -90,10 +95,19 @@ class DeepLIFT(TracedAttribution):
         return BatchAttribution(
             estimate.mean.to(grads.x.dtype),
             grads.scores,
-            Coverage(treated=dict(walk.treated)),
+            Coverage(treated=treated),
             residual=residual.mean.to(at_least_float32(grads.scores).dtype),
             error=None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype),
         )
+
+    def _values(self, grads: TargetGradients, base: TargetGradients) -> tuple[Tensor, dict[str, int]]:
+        """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
+        multipliers = Multipliers(grads, base, self.unknown)
+        if self.rule == "reveal_cancel":
+            return reveal_cancel(grads, base), {}
+        walk = Walk(grads, multipliers)
+        change = at_least_float32(grads.x) - at_least_float32(base.x)
+        return change * (0 if walk.gradient is None else walk.gradient), dict(walk.treated)
 
     def _check(self, grads: TargetGradients, base: TargetGradients, missing: Tensor) -> None:
         """Warn if too much of the difference of the scores is missing (N,), and name the operation that loses most."""
@@ -124,6 +138,7 @@ class DeepSHAP(DeepLIFT):
         baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).
         samples: The number of random colours.
         seed: The seed of the colours, which are the same for all images.
+        rule: As for `DeepLIFT`.
         unknown: As for `DeepLIFT`.
         **options: As for `saliency.Attribution`.
 

@@ -250,7 +250,6 @@ def test_a_vision_transformer_is_complete() -> None:
 # --- RevealCancel
 
 
-@pytest.mark.xfail(reason="DeepLIFT has no RevealCancel yet", raises=TypeError, strict=True)
 def test_reveal_cancel_is_its_definition() -> None:
     net = nn.Sequential(nn.Linear(126, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     x, x0 = images(), baseline()
