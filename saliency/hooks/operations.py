@@ -21,7 +21,7 @@ from .autograd_graph import DispatchMode, OpOverload, current_sequence_nr, opera
 from .manager import HookManager
 from .pytree import tree_map_tensors, tree_tensors
 
-Op = OpOverload[..., Any]
+Op = OpOverload
 
 
 class Keep(IntEnum):
