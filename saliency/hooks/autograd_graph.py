@@ -158,9 +158,13 @@ def result_spec(node: Any, at: int) -> GradSpec:
 
 def call_node(node: Any, grads: Gradients) -> Gradients:
     """Return the gradients that an operation passes to its operands. `grads` has one for each result, or None."""
-    is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    result: Any = getattr(node, "apply" if is_python else "__call__")(*grads)
+    result: Any = getattr(node, "apply" if is_python_function(node) else "__call__")(*grads)
     return result if isinstance(result, tuple) else (result,)
+
+
+def is_python_function(node: Any) -> bool:
+    """Return whether a node belongs to a `torch.autograd.Function`."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def is_module_hook(node: Any) -> bool:

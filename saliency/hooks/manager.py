@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from .autograd_graph import (
@@ -203,6 +204,10 @@ class HookManager(ExitStack[None]):
         """
         for site in sites:
             self._keep(site.node.register_hook(_node_hook(rule_for(site))))
+
+    def at_node(self, node: Node, callback: Callable[[Gradients, Gradients], None]) -> None:
+        """Call `callback` with the gradients of the operands and results of an operation, in each backward pass."""
+        self._keep(node.register_hook(callback))
 
     def at_gradient(self, tensor: Tensor, callback: _Change) -> None:
         """Call `callback` with the gradient of a tensor in each backward pass; a result other than None replaces it.

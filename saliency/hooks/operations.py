@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .autograd_graph import DispatchMode, OpOverload, current_sequence_nr, operator_schema, sequence_nr
+from .autograd_graph import (
+    DispatchMode,
+    OpOverload,
+    current_sequence_nr,
+    is_python_function,
+    operator_schema,
+    sequence_nr,
+)
 from .manager import HookManager
 from .pytree import tree_map_tensors, tree_tensors
 
@@ -69,7 +76,7 @@ class Operation:
 def operator_name(op: Op) -> str:
     """Return the name of an operator without its overload, the same for an operation in place."""
     name: str = op.overloadpacket.__name__
-    return name.rstrip("_")
+    return "convolution" if name == "_convolution" else name.rstrip("_")  # the former in TorchScript
 
 
 @cache
@@ -106,6 +113,25 @@ NORMS = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
 """Layer norm and its kin, except batch norm."""
 SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 """Softmax over one dimension."""
+ACTIVATIONS = frozenset(
+    {"hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu", "celu", "mish", "softplus", "tanh", "sigmoid"}
+)
+"""Activation functions that are not of degree one."""
+PLAIN = {
+    *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "constant_pad_nd"),
+    *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
+    *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
+    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
+    *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
+    *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
+    "roi_align",
+}
+"""Linear operations without weights that are not views."""
+HOMOGENEOUS = {
+    *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
+    *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
+}
+"""Other operations of degree one: they too equal their derivative applied to their operands."""
 
 
 @cache
@@ -153,8 +179,8 @@ def _kept(op: Op, keep: Keep) -> bool:
     name = operator_name(op)
     if keep == Keep.ALL or name == "relu":  # the gradient of a ReLU is enough, since it is of degree one
         return keep == Keep.ALL
-    known = name in LINEAR or name in NORMS | SOFTMAX or is_attention(op) or is_batch_norm(op)
-    return known or is_pointwise(op)
+    # Of these, the gradient and the constants are enough.
+    return not (is_view(op) or name in PLAIN | HOMOGENEOUS | ADDITIVE)
 
 
 class OperationRecord(DispatchMode):
@@ -179,7 +205,7 @@ class OperationRecord(DispatchMode):
 
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if is_python_function(node):
             return None  # a function in Python runs any operations
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
@@ -237,14 +263,14 @@ class OperationRecord(DispatchMode):
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
-            return _address(argument) in self._dependent
+            return argument.requires_grad and _address(argument) in self._dependent
         return isinstance(argument, list | tuple) and any(map(self._depends, argument))
 
     def _constant(self, argument: Any) -> Any:
-        """Return an argument without the numbers that depend on the image: None takes their place. Masks are kept."""
+        """Return an argument without the tensors that depend on the image: None takes their place."""
         if isinstance(argument, list | tuple):
             return [self._constant(part) for part in argument]
-        return None if self._depends(argument) and argument.is_floating_point() else argument
+        return None if self._depends(argument) else argument
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""

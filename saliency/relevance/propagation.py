@@ -21,8 +21,10 @@ from ..errors import MethodError, NotApplicableError, did_you_mean
 from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec
 from ..hooks.operations import (
     ADDITIVE,
+    HOMOGENEOUS,
     LINEAR,
     NORMS,
+    PLAIN,
     SOFTMAX,
     Op,
     Operation,
@@ -40,23 +42,8 @@ Unknown = Literal["refuse", "gradient"]
 
 aten = torch.ops.aten
 
-# Linear operations that are not views,
-_LINEAR = {
-    *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "constant_pad_nd"),
-    *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
-    *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
-    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
-    *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-    *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
-    "roi_align",
-}
-# and others of degree one: both equal their derivative applied to their operands.
-OF_DEGREE_ONE = {
-    *("abs", "relu", "leaky_relu", "_prelu_kernel", "max_pool2d_with_indices", "adaptive_max_pool2d", "max", "min"),
-    *("amax", "amin", "maximum", "minimum", "linalg_vector_norm", "norm", "topk", "sort", "median", "std", "std_mean"),
-    *("var", "var_mean"),
-    "addcmul",  # with one factor that depends on the image
-}
+# These have a rule where they are not: an addcmul with two factors that depend on the image, a variance.
+OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean"}
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
@@ -74,7 +61,7 @@ def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
     named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}}
-    named["plain"] = _LINEAR | OF_DEGREE_ONE
+    named["plain"] = PLAIN | OF_DEGREE_ONE
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
@@ -152,10 +139,11 @@ class Propagation:
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
         operation = _constants(visit) if visit.known.name in ADDITIVE else visit.known
-        holds_constant = operation.name in ADDITIVE and any(map(_holds_constant, operation.args.items()))
-        if holds_constant and not self._merge_bias(visit, operation):
+        if holds_constant(operation) and not self._merge_bias(visit, operation):
             name = "biases" if _adds_bias(operation, visit.grad.dim()) else "tokens"
-            visit.absorb(name, (visit.grad * _constant_part(visit, operation)).nan_to_num_(0, 0, 0))
+            visit.absorb(
+                name, (visit.grad * constant_part(visit.node, operation, visit.grad.device)).nan_to_num_(0, 0, 0)
+            )
         if operation.name in ("var", "var_mean"):  # the variance is of degree two
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
@@ -451,7 +439,12 @@ def _constants(visit: Visit) -> Operation:
     return replace(visit.known, args={name: constant(value) for name, value in visit.known.args.items()})
 
 
-def _holds_constant(argument: tuple[str, Any]) -> bool:
+def holds_constant(operation: Operation) -> bool:
+    """Return whether an operation is a sum with a constant operand."""
+    return operation.name in ADDITIVE and any(map(_is_constant, operation.args.items()))
+
+
+def _is_constant(argument: tuple[str, Any]) -> bool:
     """Return whether an argument of a sum is, or holds, a constant summand."""
     name, value = argument
     if isinstance(value, int | float):
@@ -465,9 +458,9 @@ def _adds_bias(operation: Operation, dims: int) -> bool:
     return all(constant.dim() < dims and constant.numel() == max(constant.shape, default=1) for constant in constants)
 
 
-def _constant_part(visit: Visit, operation: Operation) -> Tensor:
+def constant_part(node: Node, operation: Operation, device: torch.device) -> Tensor:
     """Return the result of a sum with zeros in place of the operands that depend on the image."""
-    edges = iter(next_functions(visit.node))
+    edges = iter(next_functions(node))
 
     def filled(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -478,7 +471,7 @@ def _constant_part(visit: Visit, operation: Operation) -> Tensor:
             node, at = next(edges, (None, 0))
             if value is None and node is not None:
                 spec = result_spec(node, at)
-                return torch.zeros((), dtype=spec.dtype, device=visit.grad.device).expand(spec.shape)
+                return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
         return value
 
     return cast("Tensor", operation.repeat(**{name: filled(value) for name, value in operation.args.items()}))

@@ -12,8 +12,8 @@ import torchvision
 from torch import Tensor, nn
 
 import saliency
-from saliency import NotApplicableError, SaliencyWarning, TargetError
-from saliency.methods.full_grad import BiasRecorder, FullGrad
+from saliency import SaliencyWarning, TargetError
+from saliency.methods.full_grad import FullGrad
 from tests.models import small_vit
 
 
@@ -133,19 +133,6 @@ def test_the_map_is_the_papers() -> None:
     torch.testing.assert_close(FullGrad(model).attribute(x.detach(), 2).values, expected)
 
 
-def test_the_general_bias_of_a_batch_norm_is_its_formula() -> None:
-    norm, x = lived_in(nn.BatchNorm2d(4)), torch.randn(1, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    with BiasRecorder(x) as closed:
-        norm(x)
-    weight, bias = norm.get_parameter("weight"), norm.get_parameter("bias")
-    mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
-    with BiasRecorder(x) as general:
-        torch.batch_norm(x, weight, bias, mean, variance, False, 0.1, 1e-5, False)
-    expected = (bias - weight * mean / (variance + 1e-5).sqrt()).detach()[None, :, None, None]
-    torch.testing.assert_close(closed.biases[0].values, expected)
-    torch.testing.assert_close(general.biases[0].values, expected.expand(1, 4, 3, 3))
-
-
 def test_what_does_not_depend_on_the_image_has_no_part() -> None:
     class Prompted(nn.Module):
         def __init__(self) -> None:
@@ -196,17 +183,34 @@ def test_an_exported_model_has_the_map_of_the_model(act: Callable[[Tensor], Tens
     torch.testing.assert_close(FullGrad(exported).attribute(x, 1).values, FullGrad(model).attribute(x, 1).values)
 
 
-def test_an_exported_model_that_is_decomposed_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["decomposed", "traced"])
+def test_a_graph_of_kernels_has_the_map_of_the_model(kind: str) -> None:
     model, x = lived_in(Small(F.relu)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
-    decomposed = torch.export.export(model, (x,)).run_decompositions().module()
-    with pytest.raises(NotApplicableError, match="run_decompositions"):
-        FullGrad(decomposed).attribute(x, 1)
+    if kind == "decomposed":
+        graph = torch.export.export(model, (x,)).run_decompositions().module()
+    else:
+        graph = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    found = FullGrad(graph).attribute(x, 1)
+    torch.testing.assert_close(found.values, FullGrad(model).attribute(x, 1).values)
+    assert found.residual is not None
+    assert found.residual.abs() < 1e-12
 
 
-def test_a_traced_model_is_said_to_have_the_input_times_the_gradient_alone() -> None:
-    model, x = lived_in(Small(F.relu)), torch.randn(1, 3, 9, 8, dtype=torch.float64)
-    with pytest.warns(SaliencyWarning, match="input times the gradient alone"):
-        FullGrad(torch.jit.trace(model, x)).attribute(x, 1)  # type: ignore[no-untyped-call]
+def test_a_linear_layer_on_tokens_is_in_the_map_in_any_memory_format() -> None:
+    class Tokens(nn.Module):
+        def __init__(self, copies: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.copies, self.layer, self.head = copies, nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.permute(0, 2, 3, 1)
+            out: Tensor = self.head(self.layer(tokens.contiguous() if self.copies else tokens).relu().mean((1, 2)))
+            return out
+
+    x = torch.randn(1, 3, 6, 6)
+    copied, viewed = (FullGrad(Tokens(copies)).attribute(x, 1).values for copies in (True, False))
+    torch.testing.assert_close(copied, viewed)
 
 
 def test_several_targets_share_the_forward() -> None:
