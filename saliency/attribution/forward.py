@@ -73,10 +73,10 @@ class SharedForward:
         return self.operations if self.operations.keep else nullcontext()
 
     def on(self, x: Tensor) -> SharedForward:
-        """Return a forward of another batch, recorded alike. The last one is kept for other targets."""
+        """Return a forward of another batch with the same layers and record. The last one is kept for other targets."""
         if self._other is None or not torch.equal(self._other.x, x):
             self._other = None  # free its memory first
-            self._other = SharedForward(self.model, x, keep=self.operations.keep)
+            self._other = SharedForward(self.model, x, self.layers, keep=self.operations.keep)
         return self._other
 
     def layout(self, name: str) -> Layout:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import DeepLIFT, DeepSHAP
+from saliency import DeepLIFT, DeepSHAP, GradCAM, explain_together
 from tests.games import shapley_values
-from tests.models import Checkpointed, FunctionModel, OwnForward, Packed, small_vit
+from tests.models import Checkpointed, FunctionModel, OwnForward, Packed, PooledNet, small_vit
 from tests.relevance import differences
 from tests.relevance.differences import Pair
 
@@ -319,3 +319,9 @@ def functional(net: Any, x: Tensor) -> Tensor:
     x = F.relu(F.conv2d(x, net[2].weight, net[2].bias), inplace=True)
     out: Tensor = x.flatten(1) @ net[5].weight.T + net[5].bias
     return out
+
+
+def test_a_class_activation_map_that_shares_the_forward_changes_nothing() -> None:
+    model, x = PooledNet().eval(), torch.randn(2, 3, 16, 16)
+    _, found = explain_together([GradCAM(model, "features"), DeepLIFT(model)], x, 1)
+    torch.testing.assert_close(found.values, DeepLIFT(model).attribute(x, 1).values)
