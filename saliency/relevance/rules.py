@@ -317,6 +317,8 @@ class AlphaBeta(_GradientRule):
 class ZPlus(AlphaBeta):
     """Only positive parts a w receive relevance: `AlphaBeta` with alpha 1 and beta 0.
 
+    With `bias=False`, this is the rule of excitation backpropagation.
+
     Source: Montavon et al., "Explaining Nonlinear Classification Decisions with Deep Taylor Decomposition" (2017),
         https://arxiv.org/abs/1512.02479.
     """

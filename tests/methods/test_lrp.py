@@ -203,6 +203,13 @@ def test_a_captured_layer_changes_nothing(build: Callable[[], nn.Module], compos
         assert_same(cast("Tensor", found.ledger), cast("Tensor", expected.ledger))
 
 
+def test_deep_lift_and_relevance_at_a_layer_share_a_forward() -> None:
+    net, x = residual(), images()
+    methods = [saliency.DeepLIFT(net), LRP(net, layer="conv1"), saliency.GradCAM(net, "relu")]
+    for own, shared in zip([m.attribute(x, 1) for m in methods], saliency.explain_together(methods, x, 1), strict=True):
+        assert_same(shared.values, own.values)
+
+
 def test_a_layer_without_a_map_or_without_influence_is_an_error() -> None:
     net, x = residual(), images()
     with pytest.raises(saliency.LayerError, match=r'"head" has shape \(2, 5\), which has no spatial extent'):
