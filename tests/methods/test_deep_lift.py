@@ -90,6 +90,23 @@ def test_each_operation_is_complete(name: str) -> None:
     assert float(found.residual.abs().max()) < 1e-8 * float(found.values.abs().sum())
 
 
+@pytest.mark.parametrize(
+    ("least", "most"),
+    [
+        (lambda x: x.amin((1, 2)), lambda x: x.amax((1, 2))),
+        (lambda x: x.min(3)[0], lambda x: x.max(3)[0]),
+        (lambda x: torch.minimum(x[:, :1], x), lambda x: torch.maximum(x[:, :1], x)),
+    ],
+)
+def test_a_minimum_is_the_negative_maximum_of_negatives(
+    least: Callable[[Tensor], Tensor], most: Callable[[Tensor], Tensor]
+) -> None:
+    x = images(2, (6, 6), dtype=torch.float64)
+    functions = (least, lambda x: -most(-x))
+    values = [DeepLIFT(summed(function), baseline=0.3).attribute(x, 0).values for function in functions]
+    torch.testing.assert_close(*values)
+
+
 def test_a_linear_model_gives_weights_times_difference() -> None:
     linear = nn.Linear(48, 3).double()
     x = images(2, (4, 4), dtype=torch.float64)
