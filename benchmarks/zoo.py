@@ -311,10 +311,11 @@ def table(results: list[Row]) -> str:
 
 def summary(name: str, results: list[Row]) -> str:
     """Return the sentence on one relevance method."""
-    verdicts = [row.relevance.get(name, "") for row in results]
+    verdicts = [row.relevance[name] for row in results if name in row.relevance]
     conserved, refused = (sum(text.startswith(word) for text in verdicts) for word in ("conserved", "refused"))
     wrong = len(verdicts) - conserved - refused
-    return f"`{name}` is conserved on {conserved}, refused with the reason on {refused}, wrong or failed on {wrong}."
+    checked = f"`{name}`, checked on {len(verdicts)}, is conserved on {conserved}"
+    return f"{checked}, refused with the reason on {refused}, wrong on {wrong}."
 
 
 def line(row: Row) -> str:

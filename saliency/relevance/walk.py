@@ -214,6 +214,11 @@ class Walk:
             return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
         if node is not None and self._is_length_first(values.shape):
             values = values.transpose(0, 1)
+        if len(values) % self.images:
+            raise NotApplicableError(
+                f"values {tuple(values.shape)} do not belong to {self.images} images in equal parts, as in a detector; "
+                "explain one image at a time"
+            )
         return values.reshape(self.images, -1).sum(1)
 
 

@@ -182,3 +182,12 @@ def test_constants_per_channel_are_biases_and_others_are_tokens() -> None:
     tokens, x = _drawn(lambda y, weight: y + torch.ones(4, 6, 6))
     assert saliency.AttnLRP(bias).attribute(x, TARGETS).ledger_names == ("input", "biases")
     assert set(saliency.AttnLRP(tokens).attribute(x, TARGETS).ledger_names) == {"input", "biases", "tokens"}
+
+
+def test_a_batch_that_the_model_takes_apart_is_refused_and_one_image_is_not() -> None:
+    model, x = _drawn(lambda y, weight: torch.stack([torch.cat([part[:3] + weight[:3], part[3:]]) for part in y]))
+    with pytest.raises(saliency.NotApplicableError, match=r"\(3, 6, 6\).* 2 images"):
+        saliency.AttnLRP(model).attribute(x, TARGETS)
+    explanation = saliency.AttnLRP(model).attribute(x[:1], 1)
+    assert explanation.residual is not None
+    assert explanation.residual.abs().max() < 1e-9
