@@ -216,8 +216,8 @@ class Walk:
             values = values.transpose(0, 1)
         if len(values) % self.images:
             raise NotApplicableError(
-                f"values {tuple(values.shape)} do not belong to {self.images} images in equal parts, as in a detector; "
-                "explain one image at a time"
+                f"the ledger cannot divide values {tuple(values.shape)} among {self.images} images, as in detectors or "
+                "einsum; explain one image at a time"
             )
         return values.reshape(self.images, -1).sum(1)
 
