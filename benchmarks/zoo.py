@@ -300,6 +300,7 @@ def table(results: list[Row]) -> str:
         "",
         "Conserved means that the ledger sums to the score within 1e-4 of it, on a batch of two images with different",
         "classes, and that the second image has the same values and the same ledger alone.",
+        f"{', '.join(COUPLED)} itself mixes the images of a batch, and explains only one.",
         "",
         "| network | guided backpropagation | coverage | default layer | map | plain walk |"
         + "".join(f" {name} |" for name in RELEVANCE)
