@@ -44,8 +44,8 @@ Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *r
 # %% [markdown]
 # ## Methods of a single pass
 #
-# These methods take one forward and at most a few backward passes. `explain_together` runs one forward pass per photo
-# for all of them, and computes each gradient once.
+# These methods take one forward and at most a few backward passes; DeepSHAP repeats this for ten baselines.
+# `explain_together` runs one forward pass per photo for all of them, and computes each gradient once.
 
 
 # %%
@@ -54,6 +54,7 @@ FAMILIES = {
     "Class activation maps with other layers, classes or gradients": ["combined_cam"],
     "Class activation maps from forward passes": ["gradient_free_cam"],
     "Gradients": ["gradient", "full_grad"],
+    "Relevance": ["lrp", "deep_lift"],
     "Path methods": ["integrated_gradients", "xrai"],
     "Smoothing": ["smoothing"],
     "Masks and windows": ["occlusion", "rise", "mask_optimisation", "sobol_hsic"],
@@ -79,8 +80,19 @@ def draw(rows, thumb, columns=6):
             display(saliency.contact_sheet([[row[index] for index in part] for row in chosen], thumb=thumb))
 
 
+is_test = "PYTEST_CURRENT_TEST" in os.environ
+few = (
+    {"passes": 96, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "samples": 2} if is_test else {}
+)
+
+
+def create(cls, **options):
+    """Return a method with those of some options that it has."""
+    return cls(model, **{name: value for name, value in {**options, **few}.items() if name in cls.options()})
+
+
 many = [cls for cls in saliency.METHODS.values() if issubclass(cls, saliency.MultiPassAttribution)]
-single = [cls(model) for cls in saliency.METHODS.values() if cls not in many]
+single = [create(cls) for cls in saliency.METHODS.values() if cls not in many]
 rows = [saliency.explain_together(single, photo) for photo in PHOTOS]
 print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} maps")
 draw(rows, thumb=140)
@@ -91,7 +103,9 @@ draw(rows, thumb=140)
 #
 # **What to see.** Maps of a layer are smooth and show *where*; maps of the input are fine and show *what*. Most of the
 # former agree on the helmet, the cup and the tripod. Several are equal on this network; the page on
-# [class activation maps](04_class_activation_maps.ipynb) gives the reason.
+# [class activation maps](04_class_activation_maps.ipynb) gives the reason. Of the latter, LRP is the clearest: it draws
+# the tripod and the eyes where gradients show dots ([why](09_where_the_score_comes_from.ipynb)). AttnLRP and CP-LRP are
+# made for transformers, and are close to input x gradient here.
 #
 # **What to beware of.** A map that looks right may still be wrong. The lattice of DeconvNet is the same for every
 # photo; [the first page on heatmaps](03_first_heatmap.ipynb) shows why. Maps that agree are not independent evidence:
@@ -103,13 +117,7 @@ draw(rows, thumb=140)
 # on one of the photos. This takes about ten minutes; the tests of this page take a few passes of each method.
 
 # %%
-is_test = "PYTEST_CURRENT_TEST" in os.environ
-few = {"passes": 96, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24} if is_test else {}
-methods = []
-for cls in many:
-    options = {name: value for name, value in {"precision": "fast", **few}.items() if name in cls.options()}
-    methods.append(cls(model, **options))
-
+methods = [create(cls, precision="fast") for cls in many]
 coffee = saliency.explain_together(methods, "../assets/coffee.jpg")
 print(f"{len(coffee)} methods on one photo")
 draw([coffee], thumb=140)
