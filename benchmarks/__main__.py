@@ -18,10 +18,20 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import folder, imports, layer_table, memory, passes, passes_memory, recording, render, speed
+from benchmarks import folder, imports, layer_table, memory, passes, passes_memory, recording, relevance, render, speed
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "torchvision", "timm", "captum", "grad-cam", "torchcam", "matplotlib", "opencv-python-headless")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "captum",
+    "zennit",
+    "grad-cam",
+    "torchcam",
+    "matplotlib",
+    "opencv-python-headless",
+)
 
 
 class Tee(io.StringIO):
@@ -60,6 +70,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "render": render.main,
     "memory": lambda: memory.main([]),
     "speed": lambda: speed.main([]),
+    "relevance": lambda: relevance.main([]),
     "recording": lambda: recording.main([]),
     "layer_table": lambda: layer_table.main([]),
     "passes": lambda: passes.main([]),

@@ -1,13 +1,15 @@
-"""Measure the time of relevance methods against one forward pass and one backward pass to the input.
+"""Measure time and memory of relevance methods against one forward pass and one backward pass to the input.
 
-zennit and captum run in the same rounds, where they are installed. Parameters are not frozen.
+zennit runs in the same rounds, if it is installed and has a canoniser for the network. Parameters are not frozen.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
+import sys
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,27 +50,20 @@ def ours(model: nn.Module, x: Tensor, name: str) -> Contender:
 def zennit(model: nn.Module, x: Tensor, name: str) -> Contender | None:
     """Return a function that runs a composite of zennit, with the canoniser of the network; None if it has none."""
     try:
-        from zennit import composites
+        from zennit import composites, torchvision
         from zennit.attribution import Gradient
     except ImportError:
         return None
+    canonisers = {"ResNet": torchvision.ResNetCanonizer, "VGG": torchvision.VGGCanonizer}
     classes = {
-        "lrp epsilon": None,
         "lrp epsilon_plus": composites.EpsilonPlus,
-        "lrp epsilon_gamma_box": composites.EpsilonGammaBox,
+        "lrp epsilon_gamma_box": lambda **keywords: composites.EpsilonGammaBox(x.amin(), x.amax(), **keywords),
         "lrp epsilon_alpha2_beta1": composites.EpsilonAlpha2Beta1,
     }
-    merging = {"ResNet": "torchvision.ResNetCanonizer", "VGG": ""}
-    kind = type(model).__name__
-    if kind not in merging or classes.get(name) is None:
+    canoniser = canonisers.get(type(model).__name__)
+    if canoniser is None or name not in classes:
         return None
-    import zennit.torchvision as networks
-
-    own = [networks.ResNetCanonizer()] if kind == "ResNet" else [networks.VGGCanonizer()]
-    options: dict[str, Any] = {"canonizers": own}
-    if name == "lrp epsilon_gamma_box":
-        options |= {"low": x.amin(), "high": x.amax()}
-    composite = classes[name](**options)
+    composite = classes[name](canonizers=[canoniser()])
     target = torch.zeros(len(x), 1000)
     target[:, 3] = 1
 
@@ -80,44 +75,75 @@ def zennit(model: nn.Module, x: Tensor, name: str) -> Contender | None:
     return run
 
 
-def measure(name: str, batch: int, rounds: int, methods: list[str]) -> None:
-    """Print the ratios of all methods on one network."""
-    model = saliency.load(name, weights=None) if name != "efficientnet_lite0" else saliency.load(name)
+def methods_for(name: str) -> list[str]:
+    """Return the methods that are measured on a network."""
+    return ["attn_lrp", "deep_lift"] if name in TRANSFORMERS else list(TARGETS)
+
+
+def network(name: str) -> nn.Module:
+    """Return a network: the bundled one with its weights, others with random weights."""
+    return saliency.load(name, weights=None) if name != "efficientnet_lite0" else saliency.load(name)
+
+
+def measure(name: str, batch: int, rounds: int) -> None:
+    """Print the time ratios of all methods on one network."""
+    model = network(name)
     torch.manual_seed(0)
     x = torch.randn(batch, 3, 224, 224)
     contenders: dict[str, Contender] = {"plain": plain(model, x)}
-    for method in methods:
+    for method in methods_for(name):
         contenders[method] = ours(model, x, method)
-        if other := zennit(model, x, method):
+        if batch == 1 and (other := zennit(model, x, method)):
             contenders[f"zennit {method.partition(' ')[2]}"] = other
     times = interleaved(contenders, rounds)
     base = times.pop("plain")
     for contender, timing in times.items():
         value = ratio(timing, base)
-        best = min(timing.cpu) / min(base.cpu)
         aim = verdict(value, TARGETS.get(contender))
-        print(
-            f"| {name} | {batch} | {contender} | {value:.2f} | {wall_ratio(timing, base):.2f} | {best:.2f} | {aim} |",
-            flush=True,
-        )
+        print(f"| {name} | {batch} | {contender} | {value:.2f} | {wall_ratio(timing, base):.2f} | {aim} |", flush=True)
 
 
-def main() -> None:
+def peak_growth(name: str, batch: int, method: str) -> float:
+    """Return by how much a call raises the peak memory of this process, in MiB."""
+    model = network(name)
+    x = torch.randn(batch, 3, 224, 224)
+    with torch.no_grad():
+        model(x[:1])
+    contender = plain(model, x) if method == "plain" else ours(model, x, method)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    contender()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def measure_memory(name: str, batch: int) -> None:
+    """Print the peak memory of all methods on one network, each in its own process."""
+    grown = {}
+    for method in ("plain", *methods_for(name)):
+        code = f"from benchmarks.relevance import peak_growth; print(peak_growth({name!r}, {batch}, {method!r}))"
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+        grown[method] = float(run.stdout.split()[-1])
+    base = grown.pop("plain")
+    for method, size in grown.items():
+        limit = 1.15 if method in ("attn_lrp", "lrp epsilon") else 1.5
+        print(f"| {name} | {batch} | {method} | {size / base:.2f} | {verdict(size / base, limit)} |", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("networks", nargs="*", default=[*CONVOLUTIONAL, *TRANSFORMERS])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore")
-    print(
-        "| network | batch | method | CPU ratio | wall ratio | best to best | target |\n|---|---|---|---|---|---|---|"
-    )
+    print("Time:\n\n| network | batch | method | CPU ratio | wall ratio | target |\n|---|---|---|---|---|---|")
+    for batch in arguments.batches:
+        for name in arguments.networks:
+            measure(name, batch, arguments.rounds if batch == 1 else 3)
+    print("\nPeak memory:\n\n| network | batch | method | ratio | target |\n|---|---|---|---|---|")
     for name in arguments.networks:
-        is_transformer = name in TRANSFORMERS
-        methods = [m for m in TARGETS if m.partition(" ")[0] in saliency.METHODS]
-        chosen = ["attn_lrp", "deep_lift"] if is_transformer else [m for m in methods if m != "attn_lrp"]
-        measure(name, arguments.batch, arguments.rounds, [m for m in chosen if m in methods])
+        measure_memory(name, 4)
 
 
 if __name__ == "__main__":
