@@ -68,8 +68,7 @@ class Operation:
 
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        function = getattr(getattr(torch.ops.aten, self.name), self.op._overloadname)
-        return function(**{**self.args, **changed})
+        return _out_of_place(self.op)(**{**self.args, **changed})
 
 
 @cache
@@ -135,13 +134,19 @@ HOMOGENEOUS = {
 
 
 @cache
+def _out_of_place(op: Op) -> Op:
+    """Return the form of an operation that writes to none of its arguments; the same one if there is no other."""
+    return cast("Op", getattr(getattr(torch.ops.aten, operator_name(op), None), op._overloadname, op))
+
+
+@cache
 def is_pointwise(op: Op) -> bool:
     """Return whether an operation computes each number of its result from one number of its first operand."""
     name = operator_name(op)
     if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
         return False
     # PyTorch does not tag these.
-    return torch.Tag.pointwise in op.tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
+    return torch.Tag.pointwise in _out_of_place(op).tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
 
 
 @cache
@@ -157,7 +162,7 @@ def broadcasts(op: Op) -> bool:
     tensors = [part for part in operator_schema(op).arguments if "Tensor" in str(part.type)]
     name = operator_name(op)
     return len(tensors) > 1 and (
-        torch.Tag.pointwise in op.tags or name in ADDITIVE | {"addmm", "baddbmm", "copy", "index_put"}
+        torch.Tag.pointwise in _out_of_place(op).tags or name in ADDITIVE | {"addmm", "baddbmm", "copy", "index_put"}
     )
 
 
@@ -230,8 +235,8 @@ class OperationRecord(DispatchMode):
         kwargs = kwargs or {}
         if not any(map(self._depends, args)):
             result = op(*args, **kwargs)
-            # It may take the memory of a tensor that was freed.
-            self._dependent.difference_update(_addresses(result))
+            # It may take the memory of a tensor that was freed, unless it is a view.
+            self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
             return result
         number = current_sequence_nr() - 1
         kept, writes = _kept(op, self.keep), writes_operand(op)

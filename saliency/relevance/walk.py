@@ -214,6 +214,8 @@ class Walk:
             return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
         if node is not None and self._is_length_first(values.shape):
             values = values.transpose(0, 1)
+        if len(values) == 1:  # a product of the rows of all images at once, as in einsum
+            values = values[0]
         if len(values) % self.images:
             raise NotApplicableError(
                 f"the ledger cannot divide values {tuple(values.shape)} among {self.images} images, as in detectors or "

@@ -126,6 +126,8 @@ _CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clamp by constants": lambda y, weight: y.clamp(min=weight),
     "assignment to a part": _assigned,
     "linear operations in place on parts": _rectified_in_place,
+    # A view without gradient shares the memory of the signal.
+    "signal after a detached view": lambda y, weight: y.detach().view_as(y).sigmoid() + y * weight,
     "maximum of two signals": lambda y, weight: torch.maximum(y, y * weight),
 }
 _REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
