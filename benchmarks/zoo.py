@@ -65,7 +65,7 @@ class Row:
     @property
     def passed(self) -> bool:
         """Return whether each method is right or refused, the map varies, and the model is unchanged."""
-        right = all(verdict.startswith(("conserved", "refused")) for verdict in self.relevance.values())
+        right = all(verdict.startswith(("conserved", "refused", "warned")) for verdict in self.relevance.values())
         exact = self.guided.startswith(("exact", "refused", "warned")) and self.walk.startswith("equal")
         return right and exact and self.cam.startswith("varies") and self.untouched
 
@@ -212,7 +212,7 @@ def judge_walk(model: nn.Module, x: Tensor) -> str:
 
 
 def judge_relevance(model: nn.Module, x: Tensor) -> dict[str, str]:
-    """Return "conserved", "refused" or "WRONG" with details for each relevance method."""
+    """Return "conserved", "refused", "warned" or "WRONG" with details for each relevance method."""
     verdicts = {}
     doubtful = []
     for name, errors in relevance_errors(model, x, RELEVANCE).items():
@@ -220,9 +220,14 @@ def judge_relevance(model: nn.Module, x: Tensor) -> dict[str, str]:
         if verdicts[name].startswith("WRONG"):
             doubtful.append(name)
     if doubtful:
-        for name, errors in relevance_errors(copy.deepcopy(model).double(), x.double(), doubtful).items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", saliency.SaliencyWarning)
+            exact = relevance_errors(copy.deepcopy(model).double(), x.double(), doubtful)
+        for name, errors in exact.items():
             assert not isinstance(errors, str)
             verdicts[name] = f"{verdict(*errors)} in float64 ({verdicts[name].removeprefix('WRONG: ')} in float32)"
+            if any(str(warning.message).startswith(f"{name}:") for warning in caught):
+                verdicts[name] = verdicts[name].replace("WRONG", "warned")
     return verdicts
 
 
@@ -313,10 +318,12 @@ def table(results: list[Row]) -> str:
 def summary(name: str, results: list[Row]) -> str:
     """Return the sentence on one relevance method."""
     verdicts = [row.relevance[name] for row in results if name in row.relevance]
-    conserved, refused = (sum(text.startswith(word) for text in verdicts) for word in ("conserved", "refused"))
-    wrong = len(verdicts) - conserved - refused
+    conserved, refused, warned = (
+        sum(text.startswith(word) for text in verdicts) for word in ("conserved", "refused", "warned")
+    )
+    wrong = len(verdicts) - conserved - refused - warned
     checked = f"`{name}`, checked on {len(verdicts)}, is conserved on {conserved}"
-    return f"{checked}, refused with the reason on {refused}, wrong on {wrong}."
+    return f"{checked}, refused with the reason on {refused}, warns on {warned}, wrong on {wrong}."
 
 
 def line(row: Row) -> str:

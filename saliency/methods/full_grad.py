@@ -122,6 +122,8 @@ class _Terms:
 
     def _add(self, node: Node, passed: Gradients, arrived: Gradients) -> None:
         """Add the terms of an operation, given the gradients at its operands and results."""
+        if all(grad is None for grad in arrived):
+            return
         operation = self._grads.forward.operations.operation(node)
         terms = _terms(node, operation, passed, arrived) if operation else None
         if terms is None or operation is None:

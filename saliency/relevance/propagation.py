@@ -101,9 +101,17 @@ class Composite:
 
 
 def has_attention(grads: TargetGradients) -> bool:
-    """Return whether the scores depend on the image through attention, fused or not."""
-    operations = map(grads.forward.operations.operation, grads.nodes)
-    return any(kind_of(operation.op) in ("attention", "softmax") for operation in operations if operation)
+    """Return whether the scores depend on the image through attention: fused, or products of two signals."""
+    on_path = {*grads.nodes}
+    for node in grads.nodes:
+        operation = grads.forward.operations.operation(node)
+        if operation is not None and is_attention(operation.op):
+            return True
+        if operation is not None and operation.name in ("bmm", "baddbmm"):
+            factors = [function in on_path for function, _ in next_functions(node)][-2:]
+            if all(factors):
+                return True
+    return False
 
 
 class _Merged(NamedTuple):
