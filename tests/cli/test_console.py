@@ -66,7 +66,7 @@ def test_a_terminal_shows_a_bar_and_then_a_table_that_fits_it(columns: int, tmp_
     methods = ("-m", "grad_cam", "grad_cam_plus_plus")
     names = [photo.name for photo in photos]
     shown = under_terminal(columns, "explain", *names, "missing.jpg", "--out", "o", *methods, folder=tmp_path)
-    assert "0/3" in shown
+    assert re.search("[0-3]/3", shown)  # a fast machine may skip the first states
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rpartition("\x1b[2K")[2])
     assert max(map(cell_len, text.splitlines())) <= columns
     words = " ".join(text.split())
