@@ -32,16 +32,16 @@ Op = OpOverload
 
 
 class Keep(IntEnum):
-    """Which values a record keeps."""
+    """Values that a record keeps."""
 
     NOTHING = 0
     """No record."""
     CONSTANTS = 1
-    """Values that the graph does not hold: constants in sums, and the operands of normalisations and softmax."""
+    """Constants in sums, operands of matrix products, and operands and results of operations not of degree one."""
     LINEAR = 2
-    """Also the operands and results of convolutions and matrix products."""
+    """Also the results of convolutions and matrix products."""
     ALL = 3
-    """The operands and results of all operations that are not linear."""
+    """The operands and results of all operations."""
 
 
 @dataclass(slots=True)
@@ -181,11 +181,8 @@ def is_batch_norm(op: Op) -> bool:
 @cache
 def _kept(op: Op, keep: Keep) -> bool:
     """Return whether a record keeps the operands of an operation."""
-    name = operator_name(op)
-    if keep == Keep.ALL or name == "relu":  # the gradient of a ReLU is enough, since it is of degree one
-        return keep == Keep.ALL
-    # Of these, the gradient and the constants are enough.
-    return not (is_view(op) or name in PLAIN | HOMOGENEOUS | ADDITIVE)
+    # Of the others, the gradient and the constants are enough.
+    return keep == Keep.ALL or not (is_view(op) or operator_name(op) in PLAIN | HOMOGENEOUS | ADDITIVE)
 
 
 class OperationRecord(DispatchMode):

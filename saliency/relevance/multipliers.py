@@ -1,4 +1,4 @@
-"""What each kind of operation passes to its operands in DeepLIFT.
+"""Rules of DeepLIFT for each kind of operation.
 
 A multiplier m says how much a value counts for the score: m * (x - x0) is its share of the difference of the scores,
 where x is the value for the image and x0 the one for the baseline. The shares of the operands of an operation sum to

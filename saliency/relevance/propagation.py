@@ -1,4 +1,4 @@
-"""What each kind of operation passes to its operands in layer-wise relevance propagation.
+"""Rules of layer-wise relevance propagation for each kind of operation.
 
 The relevance of a value x is R = x * G. A kind without an entry here has no rule, and its operations are refused.
 """
@@ -105,12 +105,11 @@ def has_attention(grads: TargetGradients) -> bool:
     on_path = {*grads.nodes}
     for node in grads.nodes:
         operation = grads.forward.operations.operation(node)
-        if operation is not None and is_attention(operation.op):
+        if operation is None:
+            continue
+        factors = [function in on_path for function, _ in next_functions(node)][-2:]
+        if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
             return True
-        if operation is not None and operation.name in ("bmm", "baddbmm"):
-            factors = [function in on_path for function, _ in next_functions(node)][-2:]
-            if all(factors):
-                return True
     return False
 
 
@@ -292,7 +291,7 @@ class Propagation:
         operation = visit.known
         name = next(iter(operation.args))
         x = operation.args[name]
-        at_zero = _applied(operation, x.new_zeros(()))
+        at_zero = operation.repeat(**{name: x.new_zeros(())})
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return self._without_rule(visit)
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
@@ -354,9 +353,8 @@ class Propagation:
         operation = visit.known
         query, key, value = visit.on_path[:3]
         weighs = (query or key) and not self.composite.constant_gates
-        at_value = (0.5 if weighs else 1.0) if value else 0.0
-        share = (1 - at_value) if not self.composite.constant_gates else 0.0
-        at_weights = share / (query + key) if weighs else 0.0
+        at_value = (0.5 if weighs else 1.0) * value
+        at_weights = (1 - at_value) / (query + key) if weighs else 0.0
         grads = [
             None if grad is None or not on_path else grad * factor
             for grad, on_path, factor in zip(
@@ -632,11 +630,6 @@ def _matrix_product(args: Mapping[str, Any], at: int) -> tuple[_Function, _Funct
         return product * args["alpha"] if args.get("alpha", 1) != 1 else product
 
     return run, transposed
-
-
-def _applied(operation: Operation, x: Tensor) -> Tensor:
-    """Return a pointwise operation of another operand."""
-    return cast("Tensor", operation.repeat(**{next(iter(operation.args)): x}))
 
 
 def _channels(parameter: Tensor, like: Tensor) -> Tensor:

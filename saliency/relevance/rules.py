@@ -123,7 +123,7 @@ class LinearOperation:
 
 
 class Passed(NamedTuple):
-    """What a rule passes to the input of an operation.
+    """Result of a rule for the input of an operation.
 
     Attributes:
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.

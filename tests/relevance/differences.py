@@ -90,7 +90,7 @@ def through_layer_norm(weight: Tensor, eps: float, x: Pair, m: Tensor) -> Tensor
 
 
 def through_max_pool(pool: nn.MaxPool2d, x: Pair, m: Tensor) -> Tensor:
-    """What a window gains goes to its winner in the image, what it loses to that in the baseline."""
+    """The winner in the image receives the gain of a window, the winner in the baseline its loss."""
     assert isinstance(pool.kernel_size, int)
     assert isinstance(pool.stride, int)
     found = torch.zeros_like(x.x)
