@@ -27,6 +27,7 @@ from .errors import RenderError as RenderError
 from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
+from .hooks.dual_encoder import DualEncoder as DualEncoder
 from .inspection.ledger import draw_ledger as draw_ledger
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
@@ -93,6 +94,8 @@ from .render.heatmap import standard_error as standard_error
 from .render.overlay import cutout as cutout
 from .render.overlay import overlay as overlay
 from .render.sheet import contact_sheet as contact_sheet
+from .targets.embedding import similarity as similarity
+from .targets.embedding import text as text
 from .targets.targets import contrast as contrast
 from .targets.targets import probability as probability
 from .targets.targets import region as region

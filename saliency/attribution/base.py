@@ -19,9 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError, did_you_mean
+from ..errors import MethodError, NonFiniteError, TargetError, did_you_mean
+from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
-from ..hooks.model_state import ModelAttribute, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.model_state import (
+    ModelAttribute,
+    model_attribute,
+    prepared_for_attribution,
+    reference_tensor,
+    run_model,
+    unwrap,
+)
 from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
@@ -200,8 +208,8 @@ class Attribution(HasOptions, ABC):
         batch = self.read(inputs)
         images = len(batch.tensor)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        resolved = [self.explained_target(ResolvedTarget(target, images, self.categories)) for target in targets]
         with prepared_for_attribution(self.model), bind_forward_args(forward_args, images):
+            resolved = [self.explained_target(self.resolve(target, images)) for target in targets]
             results = method.explain_targets(batch.tensor, resolved)
         return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
 
@@ -229,6 +237,22 @@ class Attribution(HasOptions, ABC):
             x: (N, C, H, W) the model's input. Do not change it.
             target: The function from the model's output to scores (N,).
         """
+
+    def resolve(self, target: TargetLike, images: int) -> ResolvedTarget:
+        """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
+        resolved = ResolvedTarget(target, images, self.categories)
+        resolved.target = resolved.target.bind(self._encode_text, self._encode_image)
+        return resolved
+
+    def _encode_text(self, prompts: Sequence[str]) -> tuple[Tensor, float]:
+        if not isinstance(self.model, DualEncoder):
+            hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
+            raise TargetError(f"{type(self.model).__name__} has no text encoder, so it cannot explain a text; {hint}")
+        return self.model.encode_text(prompts), self.model.logit_scale
+
+    def _encode_image(self, image: Any) -> Any:
+        with bind_forward_args((), 1), torch.no_grad():
+            return run_model(self.model, self.read(image).tensor)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the target that the method explains. Methods that do not explain the given target override this."""
@@ -380,11 +404,10 @@ def explain_together(
     if any((method.model, method.preprocess, method.categories) != expected for method in methods):
         raise MethodError("the methods of explain_together must have the same model, preprocessing and class names")
     batch = first.read(inputs)
-    resolved = ResolvedTarget(target, len(batch.tensor), first.categories)
-    targets = [method.explained_target(resolved) for method in methods]
-    pairs = list(zip(methods, targets, strict=True))
-    traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
     with prepared_for_attribution(first.model), bind_forward_args(forward_args, len(batch.tensor)):
+        resolved = first.resolve(target, len(batch.tensor))
+        pairs = [(method, method.explained_target(resolved)) for method in methods]
+        traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
         shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []
         by_id = dict(zip(map(id, traced), shared, strict=True))
         results = [by_id.get(id(method)) or method.explain(batch.tensor, own) for method, own in pairs]

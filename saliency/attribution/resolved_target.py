@@ -59,6 +59,7 @@ class ResolvedTarget:
         """
         if not self._is_resolved:
             self.target = self.target.resolve_from(output)
+            self.probabilities = self.target.probabilities(output)
             # Without classes, or with a single number per image, there is no probability.
             if None not in self.indices and (classes := class_scores(output).shape[1]) > 1:
                 if self.categories is not None and len(self.categories) > classes:

@@ -383,9 +383,9 @@ class CAM(LayerAttribution):
         """Weight the activations by the head's weights for the class."""
         (layer,) = layers
         activation = grads.activation(layer)
-        weight = linear_head(self.model, activation, grads.forward.output, layer)
         if None in grads.target.indices:
             raise NotApplicableError("cam explains classes; use grad_cam, which equals cam for a logit")
+        weight = linear_head(self.model, activation, grads.forward.output, layer)
         class_weight = weight[torch.tensor(grads.target.indices, device=weight.device)]  # (N, K)
         return BatchAttribution(weighted_sum(class_weight, activation), grads.scores, layer=layer)
 

@@ -334,5 +334,6 @@ _RULES = {
     "div": _div,
     "softmax": _softmax,
     "attention": _attention,
+    "logsumexp": _integrated,
     "": _integrated,
 }

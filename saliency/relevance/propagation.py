@@ -61,6 +61,7 @@ def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
     named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}}
+    named["logsumexp"] = {"logsumexp"}
     named["plain"] = PLAIN | OF_DEGREE_ONE
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
@@ -348,6 +349,14 @@ class Propagation:
         visit.absorb("softmax", s * visit.grad - torch.where(s > 0, z * passed, 0))
         return (passed,)
 
+    def _logsumexp(self, visit: Visit) -> Gradients:
+        """Pass the gradient of a log-sum-exp: the shares of the softmax."""
+        operation, grads = visit.known, visit.plain()
+        passed = operation.args["self"] * cast("Tensor", grads[0])
+        passed = passed.sum(operation.args["dim"], operation.args.get("keepdim", False))
+        visit.absorb("softmax", operation.result * visit.grad - passed)
+        return grads
+
     def _attention(self, visit: Visit) -> Gradients:
         """Give the value half of the relevance, and query and key a quarter each; or all to the value."""
         operation = visit.known
@@ -380,6 +389,7 @@ class Propagation:
         "mul": _mul,
         "div": _div,
         "softmax": _softmax,
+        "logsumexp": _logsumexp,
         "attention": _attention,
     }
 

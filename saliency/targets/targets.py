@@ -28,6 +28,13 @@ Target = Callable[[Any], Tensor]
 TargetLike = int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Sequence[Target] | None
 """A class index or name, None for the top class, a function of the output, or one of them per image."""
 
+EncodeText = Callable[[Sequence[str]], tuple[Tensor, float]]
+"""Texts -> their embeddings (K, D), and the model's factor from cosine similarities to logits."""
+
+EncodeImage = Callable[[Any], Any]
+"""An image -> the model's output."""
+
+_EMBEDDINGS = ("image_embeds", "image_features", "pooler_output")  # names of transformers and open_clip
 _MOST_LISTED = 20  # class names in an error, if no name is similar
 _MOST_OFFERED = 6  # similar class names in an error
 
@@ -43,6 +50,10 @@ class OutputTarget(ABC):
         """
         return self
 
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> OutputTarget:
+        """Return the target with the embeddings of its texts and reference images, if it has any."""
+        return self
+
     def resolve_from(self, output: Any) -> OutputTarget:
         """Return the target with everything fixed that depends on the output, such as the top class."""
         return self
@@ -50,6 +61,14 @@ class OutputTarget(ABC):
     @abstractmethod
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output."""
+
+    def part(self, output: Any, image: int) -> Any:
+        """Return what the target reads of an output for one image, in an output for one image."""
+        return output_tensor(output)[image : image + 1]
+
+    def probabilities(self, output: Any) -> Tensor | None:
+        """Return the probabilities (N,) that belong to the scores, if the target has them and is not a class."""
+        return None
 
     def repeated(self, image: int, count: int) -> OutputTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
@@ -265,6 +284,10 @@ class FunctionTarget(OutputTarget):
         """Return what the function returns."""
         return self.function(output)
 
+    def part(self, output: Any, image: int) -> Any:
+        """Return the whole output."""
+        return output
+
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return the name of the function, or of its class."""
         return (getattr(self.function, "__name__", type(self.function).__name__).strip("<>"),) * images
@@ -276,9 +299,13 @@ class TargetList(OutputTarget):
 
     targets: tuple[OutputTarget, ...]  # each resolved for one image
 
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TargetList:
+        """Return the targets with the embeddings of their texts and reference images."""
+        return TargetList(tuple(target.bind(encode_text, encode_image) for target in self.targets))
+
     def resolve_from(self, output: Any) -> TargetList:
         """Return the targets with everything fixed that depends on the output."""
-        own = (target.resolve_from(_part(target, output, image)) for image, target in enumerate(self.targets))
+        own = (target.resolve_from(target.part(output, image)) for image, target in enumerate(self.targets))
         return TargetList(tuple(own))
 
     def __call__(self, output: Any) -> Tensor:
@@ -288,7 +315,7 @@ class TargetList(OutputTarget):
     def _score(self, output: Any, image: int) -> Tensor:
         """Return the score (1,) of one image."""
         target = self.targets[image]
-        scores = target(_part(target, output, image))
+        scores = target(target.part(output, image))
         if not isinstance(target, FunctionTarget):
             return scores
         return one_score_each(scores, len(self.targets))[image : image + 1]
@@ -304,11 +331,6 @@ class TargetList(OutputTarget):
     def indices(self, images: int) -> tuple[int | None, ...]:
         """Return the class index of each image; None if its target is not a class."""
         return tuple(own.indices(1)[0] for own in self.targets)
-
-
-def _part(target: OutputTarget, output: Any, image: int) -> Any:
-    """Return what a target of one image reads: a function the whole output, others the scores of the image."""
-    return output if isinstance(target, FunctionTarget) else output_tensor(output)[image : image + 1]
 
 
 def one_score_each(scores: Any, images: int) -> Tensor:
@@ -409,6 +431,9 @@ def output_tensor(output: Any) -> Tensor:
     else:
         parts = {name: getattr(output, name) for name in ("logits", "out") if hasattr(output, name)}
     tensors: dict[str, Tensor] = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    if "image_embeds" in tensors and "logits" not in tensors:
+        hint = 'pass saliency.text("a photo of a cat") or saliency.similarity(reference) as the target'
+        raise TargetError(f"the model returns an embedding and no scores of classes; {hint}")
     name = next((name for name in ("logits", "out", *tensors) if name in tensors), None)
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):
         return tensors[name]
@@ -416,6 +441,22 @@ def output_tensor(output: Any) -> Tensor:
     problem = f"the model returned a {type(output).__name__} ({kinds}); it is not clear which tensor holds the scores"
     hint = f"pass a function as the target, for example target=lambda output: {_example_target(output)}"
     raise TargetError(f"{problem}; {hint}")
+
+
+def embedding(output: Any) -> Tensor:
+    """Return the embeddings (N, D): `.image_embeds` or `.pooler_output` of an output, or its scores.
+
+    Raises:
+        TargetError: They have another shape.
+    """
+    parts = output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in _EMBEDDINGS}
+    values = next((parts[name] for name in _EMBEDDINGS if isinstance(parts.get(name), Tensor)), None)
+    values = output_tensor(output) if values is None else values
+    values = values.flatten(1) if values.shape[2:].numel() == 1 else values  # (N, D, 1, 1)
+    if values.dim() != 2:
+        shape = tuple(values.shape)
+        raise TargetError(f"an embedding has shape (N, D); this model's is {shape}; pass a function as the target")
+    return values
 
 
 def _example_target(output: Any) -> str:

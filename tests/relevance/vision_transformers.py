@@ -27,7 +27,7 @@ def drawn(build: Callable[[], Any], size: int) -> tuple[nn.Module, Tensor]:
             if name.endswith("running_var"):
                 value.add_(torch.rand_like(value))
             elif value.is_floating_point():
-                value.add_(torch.randn_like(value) * (0.3 if value.dim() == 1 else value[0].numel() ** -0.5))
+                value.add_(torch.randn_like(value) * (0.3 if value.dim() < 2 else value[0].numel() ** -0.5))
         return model, torch.randn(2, 3, size, size)
 
 

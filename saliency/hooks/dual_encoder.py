@@ -1,0 +1,99 @@
+"""Models of images and texts with a common embedding, such as CLIP and SigLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .autograd_graph import tensor_version
+from .model_state import prepared_for_attribution
+
+# By model: the state of its weights, and the embeddings of its prompts in that state.
+_encoded: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Tensor]]] = WeakKeyDictionary()
+
+
+class DualEncoder(nn.Module):
+    """Model with an image tower and a text tower, as a model of images that all methods explain.
+
+    Its forward takes images (N, C, H, W) and returns {"image_embeds": (N, D)}, not normalised. `saliency.load` returns
+    one for the two-tower models of open_clip and transformers.
+
+    Args:
+        model: A model of open_clip or OpenAI's clip, with `encode_image` and `encode_text`; or one of transformers with
+            `get_image_features` and `get_text_features`, such as CLIPModel and SiglipModel. It is not changed.
+        tokenizer: The tokenizer of the model: `open_clip.get_tokenizer(...)`, or `AutoTokenizer` of transformers.
+
+    Raises:
+        ModelError: The model has none of these methods.
+
+    Example:
+        >>> network, _, transform = open_clip.create_model_and_transforms("ViT-B-32", "openai")  # doctest: +SKIP
+        >>> model = saliency.DualEncoder(network, open_clip.get_tokenizer("ViT-B-32"))  # doctest: +SKIP
+        >>> model.preprocess = transform  # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self._is_of_transformers = hasattr(model, "get_text_features")
+        if not self._is_of_transformers and not hasattr(model, "encode_text"):
+            hint = "expected encode_image and encode_text, or get_image_features and get_text_features"
+            raise ModelError(f"{type(model).__name__} has no text encoder; {hint}")
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings of images."""
+        model: Any = self.model
+        output = model.get_image_features(pixel_values=x) if self._is_of_transformers else model.encode_image(x)
+        return {"image_embeds": getattr(output, "pooler_output", output)}
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor from cosine similarities to logits, 100 in CLIP."""
+        return float(self.model.get_parameter("logit_scale").detach().exp())
+
+    def tokenize(self, prompt: str) -> dict[str, Tensor]:
+        """Return the arguments of the text tower for one prompt; the first is its token ids (1, L)."""
+        if not self._is_of_transformers:
+            tokens = {"text": self.tokenizer([prompt])}
+        else:
+            config: Any = self.model.config
+            length = config.text_config.max_position_embeddings  # SigLIP was trained with padding to this length
+            options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+            tokens = dict(self.tokenizer([prompt], **options))
+        device = next(self.model.parameters()).device
+        return {name: values.to(device) for name, values in tokens.items()}
+
+    def encode_tokens(self, tokens: dict[str, Tensor]) -> Tensor:
+        """Return the embedding (K, D) of tokens, not normalised."""
+        model: Any = self.model
+        output = model.get_text_features(**tokens) if self._is_of_transformers else model.encode_text(**tokens)
+        embeddings: Tensor = getattr(output, "pooler_output", output)
+        return embeddings
+
+    def encode_text(self, prompts: Sequence[str]) -> Tensor:
+        """Return the embeddings (K, D) of prompts, not normalised, without gradient.
+
+        Each prompt is encoded once, until the weights change.
+        """
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        state = tuple((tensor.data_ptr(), tensor_version(tensor)) for tensor in tensors)
+        if _encoded.get(self, (None,))[0] != state:
+            _encoded[self] = (state, {})
+        known = _encoded[self][1]
+        for prompt in prompts:
+            if prompt not in known:
+                known[prompt] = self._encode(prompt)
+        return torch.cat([known[prompt] for prompt in prompts])
+
+    def _encode(self, prompt: str) -> Tensor:
+        tokens = self.tokenize(prompt)
+        kind = next(iter(tokens.values())).device.type
+        with prepared_for_attribution(self), torch.no_grad(), torch.autocast(kind, enabled=False):
+            return self.encode_tokens(tokens)

@@ -1,0 +1,158 @@
+"""Targets for models that return an embedding: similarity to a text, to a reference image, or to an embedding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import TargetError
+from ..validation import check_choice
+from .targets import Categories, EncodeImage, EncodeText, OutputTarget, Target, embedding
+
+Measure = Literal["cosine", "dot", "distance"]
+_MOST_NAMED = 3  # with more other texts, a name has only their number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _EmbeddingTarget(OutputTarget):
+    """Target that compares the model's embedding with others (K, D), which `bind` computes."""
+
+    embeddings: Tensor | None = field(default=None, kw_only=True)
+
+    def resolve_from(self, output: Any) -> Self:
+        """Return the target unchanged. Raises TargetError unless all embeddings have one length."""
+        own, others = self.pair(output)
+        if own.shape[1] != others.shape[1]:
+            lengths = f"the embedding to compare with has {others.shape[1]} numbers, that of the model {own.shape[1]}"
+            raise TargetError(f"{lengths}; take both from one model")
+        return self
+
+    def pair(self, output: Any) -> tuple[Tensor, Tensor]:
+        """Return the embeddings (N, D) of an output, and those to compare with (K, D), in float32 or wider."""
+        if self.embeddings is None:
+            raise TargetError("only the method `attribute` takes a text or a reference as the target")
+        own = embedding(output)
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        return own, self.embeddings.to(own)
+
+    def part(self, output: Any, image: int) -> Tensor:
+        """Return the embedding (1, D) of one image."""
+        return embedding(output)[image : image + 1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextSimilarity(_EmbeddingTarget):
+    """Similarity to a text, or its log-odds against other texts; see `text`."""
+
+    prompt: str
+    against: tuple[str, ...] = ()
+    scale: float = 1.0
+
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TextSimilarity:
+        """Return the target with the embeddings of its texts, and the model's factor from similarities to logits."""
+        embeddings, scale = encode_text([self.prompt, *self.against])
+        return replace(self, embeddings=embeddings.detach(), scale=scale if self.against else 1.0)
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the cosine similarities (N,), or the log-odds."""
+        own, others = self.pair(output)
+        scores = F.linear(F.normalize(own, dim=1), F.normalize(others, dim=1) * self.scale)  # (N, K)
+        return scores[:, 0] - scores[:, 1:].logsumexp(1) if self.against else scores[:, 0]
+
+    def probabilities(self, output: Any) -> Tensor | None:
+        """Return the softmax probabilities (N,) of the text among all texts; None without others."""
+        return self(output).detach().sigmoid() if self.against else None
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return names such as `a photo of a cat rather than a photo of a dog`."""
+        number = len(self.against)
+        others = " or ".join(self.against) if number <= _MOST_NAMED else f"{number} other texts"
+        return (f"{self.prompt} rather than {others}" if others else self.prompt,) * images
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Similarity(_EmbeddingTarget):
+    """Similarity to an image or an embedding, or the difference of two; see `similarity`."""
+
+    references: tuple[Any, ...]  # one, or two for a contrast
+    by: Measure = "cosine"
+
+    def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> Similarity:
+        """Return the target with the embeddings of its references."""
+        rows = [
+            torch.as_tensor(one, device="cpu")[None] if _is_embedding(one) else embedding(encode_image(one))
+            for one in self.references
+        ]
+        return replace(self, embeddings=torch.cat([row.detach().to(rows[0]) for row in rows]))
+
+    def __call__(self, output: Any) -> Tensor:
+        """Return the similarities (N,)."""
+        own, others = self.pair(output)
+        if self.by == "cosine":
+            own, others = F.normalize(own, dim=1), F.normalize(others, dim=1)
+        if self.by == "distance":
+            scores = torch.stack([-torch.linalg.vector_norm(own - other, dim=1) for other in others], 1)
+        else:
+            scores = F.linear(own, others)  # (N, K)
+        return scores[:, 0] if len(others) == 1 else scores[:, 0] - scores[:, 1]
+
+    def names(self, images: int, categories: Categories) -> tuple[str, ...]:
+        """Return names such as `similarity to cat.jpg rather than dog.jpg`."""
+        return (f"similarity to {' rather than '.join(map(_reference_name, self.references))}",) * images
+
+
+def text(prompt: str, against: str | Sequence[str] = ()) -> Target:
+    """Explain the similarity of an image to a text, for a model with a text encoder: a `DualEncoder`.
+
+    Without `against`, the score is the cosine similarity, -1 to 1. With `against`, it is the log-odds of the text in
+    the softmax over all texts, with the model's scale of logits: log(p / (1 - p)). For two texts this is the difference
+    of their logits. `explanation.probabilities` are the p. Unlike the gradients of p and log(p), that of the log-odds
+    does not vanish if the model is certain.
+
+    Args:
+        prompt: The text.
+        against: Other texts, from which it is to be told apart.
+
+    Raises:
+        TargetError: A text is not a string.
+    """
+    others = [against] if isinstance(against, str) else list(against)
+    for one in (prompt, *others):
+        if not isinstance(one, str):
+            raise TargetError(f"expected a text, got {type(one).__name__}")
+    return TextSimilarity(prompt, tuple(others))
+
+
+def similarity(reference: Any, against: Any = None, by: Measure = "cosine") -> Target:
+    """Explain the similarity of an image to a reference, for a model that returns one embedding per image.
+
+    Args:
+        reference: An image, as `attribute` takes it, or an embedding (D,). An image is encoded at each call, without
+            the `forward_args` of the call.
+        against: Another reference. The score is then the difference of the two similarities.
+        by: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
+
+    Raises:
+        TargetError: `by` is not one of these.
+    """
+    check_choice("by", by, get_args(Measure), error=TargetError)
+    return Similarity((reference,) if against is None else (reference, against), by)
+
+
+def _is_embedding(reference: Any) -> bool:
+    """Return whether a reference is an embedding and not an image."""
+    return isinstance(reference, Tensor | np.ndarray) and reference.ndim == 1
+
+
+def _reference_name(reference: Any) -> str:
+    if isinstance(reference, str | os.PathLike):
+        return Path(reference).name
+    return "an embedding" if _is_embedding(reference) else "an image"

@@ -1,0 +1,237 @@
+"""Texts, reference images and embeddings as targets, on small models of open_clip and transformers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+import saliency
+from saliency import DualEncoder, GradCAM, ModelError, TargetError, VanillaGradient, similarity, text
+from saliency.inspection import gradient_statistics
+from tests.dual_encoders import MODELS
+from tests.models import Packed, PooledNet
+
+BY_NAME = pytest.mark.parametrize("name", MODELS)
+OTHERS = ["a photo of a dog", "a bus"]
+
+
+@pytest.fixture
+def clip() -> tuple[Any, Tensor]:
+    return MODELS["open_clip ViT"]()
+
+
+def cosines(model: Any, x: Tensor, prompts: list[str]) -> Tensor:
+    """The cosine similarities (N, K) of images and prompts, without the toolkit's targets."""
+    with torch.no_grad():
+        images = model(x)["image_embeds"]
+        texts = torch.cat([model.encode_tokens(model.tokenize(prompt)) for prompt in prompts])
+    return F.cosine_similarity(images[:, None], texts[None], dim=-1)
+
+
+# Texts.
+
+
+@BY_NAME
+def test_the_score_of_a_text_is_the_cosine_similarity(name: str) -> None:
+    model, x = MODELS[name]()
+    found = GradCAM(model).attribute(x, text("a red cat"))
+    torch.testing.assert_close(found.scores, cosines(model, x, ["a red cat"])[:, 0])
+    assert found.target_names == ("a red cat",) * 2
+    assert found.probabilities is None
+
+
+@BY_NAME
+@pytest.mark.parametrize("others", [OTHERS[:1], OTHERS])
+def test_against_others_the_score_is_the_log_odds_of_the_softmax(name: str, others: list[str]) -> None:
+    model, x = MODELS[name]()
+    found = VanillaGradient(model).attribute(x, text("a red cat", against=others))
+    scale = model.get_parameter("model.logit_scale").detach().exp()
+    expected = (scale * cosines(model, x, ["a red cat", *others])).softmax(1)[:, 0]
+    torch.testing.assert_close(found.scores.sigmoid(), expected)
+    torch.testing.assert_close(found.probabilities, expected)
+    assert found.target_names[0] == f"a red cat rather than {' or '.join(others)}"
+
+
+def test_two_texts_are_the_contrast_of_their_logits(clip: tuple[Any, Tensor]) -> None:
+    model, x = clip
+    found = VanillaGradient(model).attribute(x, text("a cat", against="a dog"))
+    parts = [VanillaGradient(model).attribute(x, text(prompt)) for prompt in ("a cat", "a dog")]
+    difference = model.logit_scale * (parts[0].values - parts[1].values)
+    torch.testing.assert_close(found.values, difference)
+
+
+def test_many_others_are_counted_in_the_name(clip: tuple[Any, Tensor]) -> None:
+    model, x = clip
+    found = GradCAM(model).attribute(x[0], text("a cat", against=["a dog", "a bus", "a photo", "red"]))
+    assert found.target_names == ("a cat rather than 4 other texts",)
+
+
+@BY_NAME
+def test_a_prompt_is_encoded_once_until_the_weights_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = copy.deepcopy(MODELS[name]()[0])
+    _, x = MODELS[name]()
+    spy = Mock(wraps=model.tokenize)
+    monkeypatch.setattr(model, "tokenize", spy)
+    GradCAM(model).attribute(x, text("a cat", against="a dog"))
+    before = GradCAM(model).attribute(x, text("a dog"))
+    assert spy.call_count == 2
+    with torch.no_grad():
+        next(tensor for name, tensor in model.named_parameters() if "token_embedding" in name).mul_(2)
+    after = GradCAM(model).attribute(x, text("a dog"))
+    assert spy.call_count == 3
+    assert not torch.equal(before.scores, after.scores)
+
+
+@BY_NAME
+def test_the_text_tower_gets_no_gradient_and_keeps_its_state(name: str) -> None:
+    model, x = MODELS[name]()
+    model.train()
+    with torch.inference_mode():
+        first = VanillaGradient(model).attribute(x, text("a photo", against=OTHERS))
+    assert all(module.training for module in model.modules())
+    second = VanillaGradient(model.eval()).attribute(x, text("a photo", against=OTHERS))
+    assert torch.equal(first.values, second.values)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@BY_NAME
+def test_each_image_of_a_batch_may_have_its_own_text(name: str) -> None:
+    model, x = MODELS[name]()
+    targets = [text("a cat"), text("a dog", against="a bus")]
+    both = GradCAM(model).attribute(x, targets)
+    for image, target in enumerate(targets):
+        one = GradCAM(model).attribute(x[image], target)
+        torch.testing.assert_close(both[image].values, one.values, rtol=1e-4, atol=1e-6)
+        assert both.target_names[image] == one.target_names[0]
+
+
+NEED_CLASSES = {"cam", "finer_cam"}
+NEED_RELU = {"guided_backprop", "deconvnet", "rectgrad", "guided_grad_cam"}
+
+
+@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.parametrize("method", saliency.METHODS)
+@pytest.mark.parametrize("name", ["open_clip ResNet", "transformers CLIP"])
+def test_every_method_explains_a_text_and_a_reference(name: str, method: str) -> None:
+    model, x = MODELS[name]()
+    cls = saliency.METHODS[method]
+    options = {**cls.quick_options, **({"progress": False} if "progress" in cls.options() else {})}
+    refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else set())
+    targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]
+    for target in targets:
+        if method in refused:
+            with pytest.raises(saliency.NotApplicableError):
+                cls(model, **options).attribute(x[0], target)
+        else:
+            found = cls(model, **options).attribute(x[0], target)
+            assert (found.target, found.target_names) == ((None,), target.names(1, None))
+            assert cls.sign == "positive" or found.values.abs().sum() > 0
+
+
+@BY_NAME
+def test_relevance_and_its_ledger_sum_to_the_log_odds(name: str) -> None:
+    model, x = MODELS[name]()
+    found = saliency.AttnLRP(model).attribute(x[0], text("a cat", against=OTHERS))
+    assert found.ledger is not None
+    torch.testing.assert_close(found.ledger.sum(1), found.scores)
+
+
+def test_several_methods_share_a_forward_for_a_text(clip: tuple[Any, Tensor]) -> None:
+    model, x = clip
+    methods = [GradCAM(model), VanillaGradient(model)]
+    for method, found in zip(methods, saliency.explain_together(methods, x, text("a cat")), strict=True):
+        torch.testing.assert_close(found.values, method.attribute(x, text("a cat")).values)
+
+
+@BY_NAME
+def test_targets_and_models_are_pickled(name: str) -> None:
+    model, x = MODELS[name]()
+    target = text("a cat", against="a dog")
+    other: Any = pickle.loads(pickle.dumps(model))
+    found = GradCAM(other).attribute(x, pickle.loads(pickle.dumps(target)))
+    assert torch.equal(found.values, GradCAM(model).attribute(x, target).values)
+
+
+# References.
+
+
+MEASURES: dict[str, Any] = {
+    "cosine": F.cosine_similarity,
+    "dot": lambda own, other: (own * other).sum(1),
+    "distance": lambda own, other: -torch.linalg.vector_norm(own - other, dim=1),
+}
+
+
+@pytest.mark.parametrize("by", MEASURES)
+def test_the_score_of_a_reference_is_its_measure(clip: tuple[Any, Tensor], by: Any) -> None:
+    model, x = clip
+    embeddings = model(x)["image_embeds"].detach()
+    first = VanillaGradient(model).attribute(x, similarity(x[1], by=by))
+    torch.testing.assert_close(first.scores, MEASURES[by](embeddings, embeddings[1:]))
+    second = VanillaGradient(model).attribute(x, similarity(torch.ones(8), by=by))
+    both = VanillaGradient(model).attribute(x, similarity(x[1], against=np.ones(8, np.float32), by=by))
+    torch.testing.assert_close(both.scores, first.scores - second.scores)
+    torch.testing.assert_close(both.values, first.values - second.values)
+
+
+def test_a_reference_is_read_as_the_image_is(tmp_path: Path) -> None:
+    model: Any = PooledNet()
+    model.preprocess = saliency.Preprocess(size=(16, 16), resize=16)
+    Image.new("RGB", (20, 20), "red").save(tmp_path / "red.png")
+    Image.new("RGB", (20, 20), "blue").save(tmp_path / "blue.png")
+    paths = [tmp_path / "red.png", tmp_path / "blue.png"]
+    found = VanillaGradient(model).attribute(paths, similarity(paths[0], against=str(paths[1])))
+    assert found.target_names[0] == "similarity to red.png rather than blue.png"
+    assert found.scores[0] == -found.scores[1] > 0
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda rows: {"last_hidden_state": rows[:, None], "pooler_output": rows},
+        lambda rows: {"image_features": rows, "logit_scale": rows.sum()},
+        lambda rows: rows[..., None, None],
+    ],
+)
+def test_an_embedding_is_found_in_the_output(pack: Any) -> None:
+    model = Packed(pack, PooledNet())
+    x = torch.randn(2, 3, 16, 16)
+    targets = [similarity(x[1]), similarity(torch.ones(5))]
+    found = VanillaGradient(model).attribute(x, targets)
+    expected = VanillaGradient(model.inner).attribute(x, targets)
+    torch.testing.assert_close(found.values, expected.values)
+
+
+# Errors.
+
+
+def test_what_cannot_be_compared_is_refused(clip: tuple[Any, Tensor]) -> None:
+    model, x = clip
+    plain = PooledNet()
+    with pytest.raises(TargetError, match="PooledNet has no text encoder"):
+        GradCAM(plain).attribute(x, text("a cat"))
+    with pytest.raises(TargetError, match=r"has 3 numbers, that of the model 8"):
+        GradCAM(model).attribute(x, similarity(torch.ones(3)))
+    for target in (None, 3, "cat", saliency.probability(1)):
+        with pytest.raises(TargetError, match=r"returns an embedding|no class names"):
+            GradCAM(model).attribute(x, target)
+    with pytest.raises(TargetError, match=r"\(N, D\); this model's is \(2, 6, 14, 14\)"):
+        VanillaGradient(plain.features[0]).attribute(torch.randn(2, 3, 16, 16), similarity(torch.ones(6)))
+    with pytest.raises(TargetError, match="expected a text, got int"):
+        text("a cat", against=[3])  # type: ignore[list-item]
+    with pytest.raises(TargetError, match="cosine"):
+        similarity(torch.ones(3), by="euclid")  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match="only the method `attribute`"):
+        gradient_statistics(model, x, text("a cat"))
+    with pytest.raises(ModelError, match="Linear has no text encoder"):
+        DualEncoder(nn.Linear(2, 2), None)
