@@ -18,7 +18,7 @@ from ..errors import LayerError, TargetError
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import Keep, OperationRecord
-from ..hooks.rectifiers import CUT, INDEPENDENT, Site, Sites, find_sites, nodes_between, refuse_checkpoints
+from ..hooks.rectifiers import CUT, INDEPENDENT, NO_GRADIENT, Site, Sites, differentiate, find_sites, nodes_between
 from ..layers.find import layout_of
 from ..layers.layout import Layout
 from .resolved_target import ResolvedTarget
@@ -99,12 +99,7 @@ class SharedForward:
                     "more backward passes than the methods' class attribute `backwards` declares; increase it there"
                 )
         tensors = [tensor for tensor in inputs if tensor.requires_grad]
-        retain = self._backwards_left != 0
-        try:
-            grads = iter(torch.autograd.grad(score, tensors, retain_graph=retain, allow_unused=True) if tensors else ())
-        except RuntimeError:
-            refuse_checkpoints(score)
-            raise
+        grads = iter(differentiate(score, tensors, retain_graph=self._backwards_left != 0) if tensors else ())
         return [next(grads) if tensor.requires_grad else None for tensor in inputs]
 
 
@@ -201,7 +196,7 @@ class TargetGradients:
             return
         if self.forward.recorded == "layers" and self._has_gradient():
             raise LayerError(no_gradient_message(*self.forward.layers))
-        raise TargetError("the score has no gradient: the target or the model detaches it, or uses argmax or .item()")
+        raise TargetError(NO_GRADIENT)
 
     def _has_gradient(self) -> bool:
         """Return whether the scores have a gradient at the input, by running the model again, for an error only."""

@@ -24,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.options import Budget, Chunk, OnInterrupt, Option, PerImage, Precision, RunStats, Stopped
@@ -40,7 +39,7 @@ from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
-from ..hooks.rectifiers import INDEPENDENT, Coverage, refuse_checkpoints
+from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
 from ..validation import check_choice, check_integer, check_number, is_integer
 from .estimates import Estimate
 
@@ -286,8 +285,8 @@ class PassRunner(ExitStack):
             # Not inference_mode: its tensors fail in worker threads of the model and in tensors that the model caches.
             with torch.set_grad_enabled(backward):
                 scores = self.target(len(inputs))(run_model(model, at))
-                gradients = gradients_at(scores, [at])[0] if backward else None
-            return ChunkResult(start, inputs, scores.detach(), inputs[:0] if gradients is None else gradients)
+                gradients = gradient_at(scores, at) if backward else inputs[:0]
+            return ChunkResult(start, inputs, scores.detach(), gradients)
 
         yield from self.chunks(compute, count, kind)
 
@@ -437,28 +436,14 @@ def no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def gradients_at(
-    scores: Tensor, at: Sequence[Tensor] | Sequence[GradientEdge], *, keep_graph: bool = False
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the summed scores at the tensors or edges `at`, of which the first is the input.
-
-    Raises:
-        TargetError: The scores have no gradient at the input.
-    """
+def gradient_at(scores: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of the summed scores at the input. Raises TargetError if they have none there."""
     if not scores.requires_grad:
-        raise TargetError(
-            "the score has no gradient: the target or the model detaches it, or converts it by argmax or item()"
-        )
-    try:
-        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            scores.sum(), at, retain_graph=keep_graph, allow_unused=True
-        )
-    except RuntimeError:
-        refuse_checkpoints(scores)
-        raise
-    if gradients[0] is None:
+        raise TargetError(NO_GRADIENT)
+    (gradient,) = differentiate(scores.sum(), [x])
+    if gradient is None:
         raise TargetError(INDEPENDENT)
-    return gradients
+    return gradient
 
 
 class ImageAttribution(NamedTuple):

@@ -6,7 +6,7 @@ The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, becau
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ _REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model
 _VIEW = "works in place on a view of another tensor, where its gradient cannot be rewritten; use inplace=False"
 CUT = "the gradient is cut in between, for example by a quantised layer, detach or argmax"
 _FORWARD_ONLY = "methods that only run the model forwards, such as occlusion and rise, need no gradient"
+NO_GRADIENT = "the score has no gradient: the target or the model detaches it, or uses argmax or .item()"
 INDEPENDENT = f"no gradient of the score reaches the input: it does not depend on the input, or {CUT}; {_FORWARD_ONLY}"
 
 
@@ -257,11 +258,26 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
     return Sites(rectifiers, others, hidden)
 
 
-def refuse_checkpoints(score: Tensor) -> None:
-    """Raise NotApplicableError if a part of the model is checkpointed so that no gradient can be computed."""
-    for node, _ in _postorder(score):
-        if isinstance(node, CHECKPOINT_NODE):
-            raise NotApplicableError(_REENTRANT)
+def differentiate(
+    output: Tensor, inputs: Sequence[Tensor], weights: Tensor | None = None, **options: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of an output at some tensors; None for a tensor without influence on it.
+
+    Args:
+        output: A tensor that requires a gradient.
+        inputs: The tensors.
+        weights: The weights of the values of the output; None for a single value.
+        **options: As for `torch.autograd.grad`.
+
+    Raises:
+        NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
+    """
+    try:
+        return torch.autograd.grad(output, inputs, weights, allow_unused=True, **options)
+    except RuntimeError as error:
+        if any(isinstance(node, CHECKPOINT_NODE) for node, _ in _postorder(output)):
+            raise NotApplicableError(_REENTRANT) from error
+        raise
 
 
 def _opaque(node: Any) -> str:

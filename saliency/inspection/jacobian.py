@@ -16,7 +16,7 @@ from ..hooks.autograd_graph import attention_by_formula
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors
-from ..hooks.rectifiers import refuse_checkpoints
+from ..hooks.rectifiers import differentiate
 from ..layers.find import find
 from ..targets.targets import Categories, class_index, output_tensor, per_image, require_class
 from .arguments import categories_of, first_float, model_call, require_hookable
@@ -119,11 +119,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
 def _gradient(output: Tensor, start: Tensor, vector: Tensor, *, create_graph: bool = False) -> Tensor:
     gradient = None
     if output.requires_grad:
-        try:
-            (gradient,) = torch.autograd.grad(output, start, vector, allow_unused=True, create_graph=create_graph)
-        except RuntimeError:
-            refuse_checkpoints(output)
-            raise
+        (gradient,) = differentiate(output, [start], vector, create_graph=create_graph)
     if gradient is None:
         raise NotApplicableError("no differentiable operation connects the input, or layer, to the model's output")
     return gradient

@@ -25,7 +25,7 @@ from ..hooks.autograd_graph import this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from ..hooks.rectifiers import refuse_checkpoints
+from ..hooks.rectifiers import differentiate
 from ..layers.layout import Grid, layout_from
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
@@ -495,11 +495,7 @@ class _GradientCollector(_Collector):
             objective = self._objective(output, batch)
             # Ignore backward passes that the loss ran itself.
             earlier = {call: len(call.backwards) for call in recording}
-            try:
-                gradients = torch.autograd.grad(objective, [*starts, *trainable.values()], allow_unused=True)
-            except RuntimeError:
-                refuse_checkpoints(objective)
-                raise
+            gradients = differentiate(objective, [*starts, *trainable.values()])
         # The backward pass reaches the last call first.
         for call, stats in reversed(self.stats_of(recording).items()):
             for backward in call.backwards[earlier[call] :]:
