@@ -31,12 +31,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules import module as _nn_module
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -210,9 +212,17 @@ def operator_schema(op: OpOverload[..., Any]) -> Any:
     return op._schema
 
 
-def attention_by_formula(*args: Any, **kwargs: Any) -> Tensor:
-    """Compute `scaled_dot_product_attention` with elementary operations, which have second derivatives."""
-    return cast("Tensor", torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0])
+class PlainAttention(TorchFunctionMode):
+    """Mode that computes attention by its formula in this thread, since fused kernels have no second derivative."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+        if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
+            # With need_weights=True, PyTorch does not use fused kernels.
+            return func(*args, **{**kwargs, "need_weights": True})[0], None
+        return func(*args, **kwargs)
 
 
 def compiler_is_loaded() -> bool:

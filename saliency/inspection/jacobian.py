@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
-from ..hooks.autograd_graph import attention_by_formula
+from ..hooks.autograd_graph import PlainAttention
 from ..hooks.manager import HookManager
 from ..hooks.model_state import leaf, prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors
@@ -96,7 +95,7 @@ def _prepared(model: Any, x: Any, layer: str | nn.Module | None) -> Iterator[tup
         # Continue with a copy: later operations may change it in place.
         return tree_map_tensors(tree, lambda tensor: starts[-1].clone() if tensor is first else tensor)  # type: ignore[union-attr]
 
-    with prepared_for_attribution(network), HookManager() as hooks, _PlainAttention():
+    with prepared_for_attribution(network), HookManager() as hooks, PlainAttention():
         name, module = ("", None) if layer is None else find(network, layer)
         if module is None:
             args, kwargs = start_at(call[:2])
@@ -146,16 +145,3 @@ def _vector(vector: Any, output: Tensor, categories: Categories) -> Tensor:
     indices = [class_index(label, categories) for label in per_image(vector, len(output))]
     require_class(max(indices, default=0), shape[1])
     return F.one_hot(torch.tensor(indices, device=output.device), shape[1]).to(output)
-
-
-class _PlainAttention(TorchFunctionMode):
-    """Mode that computes attention by its formula, since fused kernels have no second derivative."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return attention_by_formula(*args, **kwargs)
-        if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
-            # With need_weights=True, PyTorch does not use fused kernels.
-            return func(*args, **{**kwargs, "need_weights": True})[0], None
-        return func(*args, **kwargs)

@@ -10,13 +10,13 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attribution.base import Attribution, BatchAttribution, TracedAttribution
 from ..attribution.forward import SharedForward, TargetGradients, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
+from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import find, scan_layers
 from ..targets.targets import ClassScore, class_index, class_probabilities, class_scores
 from ..validation import check_choice, check_number, is_integer
@@ -319,7 +319,7 @@ class ShapleyCAM(LayerAttribution):
             if "derivative" not in str(error) and "double backward" not in str(error):
                 raise
         # Fused attention has no second derivative; elementary operations have one.
-        with sdpa_kernel(SDPBackend.MATH):
+        with PlainAttention():
             forward = SharedForward(self.model, grads.x, [layer], "layers")
             try:
                 return self._slopes_of(forward, grads.target, layer)

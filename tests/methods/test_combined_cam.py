@@ -290,6 +290,14 @@ def test_shapley_passes_through_attention() -> None:
     torch.testing.assert_close(found.values.double(), precise.values, rtol=1e-3, atol=1e-5)
 
 
+def test_shapley_leaves_the_attention_kernels_of_other_threads() -> None:
+    model = torchvision.models.VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=5).eval()
+    allowed: list[bool] = []
+    model.heads.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.flash_sdp_enabled()))
+    ShapleyCAM(model, "encoder.layers.encoder_layer_0").attribute(torch.randn(1, 3, 16, 16), 2)
+    assert all(allowed)
+
+
 def test_finer_behind_a_linear_head_is_the_difference_of_class_weights(small: Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 6)).double()
     found = FinerCAM(model, "0", references=2, gamma=0.5).attribute(small, [1, 4])
