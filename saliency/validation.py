@@ -25,11 +25,12 @@ def check_choice(
 
 
 def check_integer(
-    option: str, value: object, *, least: int | None = 1, error: type[SaliencyError] = MethodError
+    option: str, value: object, *, least: int | None = 1, hint: str = "", error: type[SaliencyError] = MethodError
 ) -> int:
-    """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`."""
+    """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`, ending in `hint`."""
     if not is_integer(value, least):
-        raise error(f"{option}={value!r} is not a whole number" + ("" if least is None else f" of at least {least}"))
+        bound = "" if least is None else f" of at least {least}"
+        raise error(f"{option}={value!r} is not a whole number{bound}{hint}")
     return int(value)
 
 

@@ -21,7 +21,6 @@ from ..targets.targets import (
     Categories,
     ClassScore,
     FunctionTarget,
-    OutputTarget,
     Target,
     TargetLike,
     as_target,
@@ -30,7 +29,7 @@ from ..targets.targets import (
     one_score_each,
 )
 
-COUPLED = "one pass at a time: the images of a batch affect each other in this model"
+_COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -100,6 +99,23 @@ class ResolvedTarget:
         resolved._is_resolved = True
         return resolved
 
+    def serial_reason(self, image: int, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
+        """Return why the passes of an image cannot run together; empty if they can.
+
+        Warn if the images of the batch affect each other.
+
+        Args:
+            image: The index of the image in the batch.
+            model: The model, in `prepared_for_attribution`.
+            x: (1, C, H, W) the image.
+            rows: As for `repeated`.
+        """
+        is_function = isinstance(self.target.repeated(image, 1), FunctionTarget)
+        reason = rows().serial_reason if is_function else cached_serial_reason(model, x)
+        if reason == _COUPLED and self.images > 1:
+            warn_of_coupled_images()
+        return reason
+
 
 def _versions(output: Any) -> list[int]:
     """Return how often each tensor of an output was changed in place."""
@@ -145,33 +161,30 @@ class OutputRows:
         Raises:
             TargetError: The output does not divide into images.
         """
-        return _repeated(self.one, self.two, output, row, times)
-
-
-def _repeated(one: Any, two: Any, output: Any, row: int, times: int) -> Any:
-    if isinstance(output, Tensor) and isinstance(one, Tensor) and isinstance(two, Tensor):
-        if one.shape == two.shape:
-            return output
-        sizes = list(zip(one.shape, two.shape, strict=False))
-        changed = [dim for dim, (single, double) in enumerate(sizes) if single != double]
-        if one.dim() == two.dim() and len(changed) == 1 and sizes[changed[0]] == (1, 2):
-            return torch.cat([output.narrow(changed[0], row, 1)] * times, changed[0])
-    elif type(one) is type(two) is type(output):
-        if isinstance(output, _SHARED):
-            return output
-        if isinstance(output, tuple | list) and (len(one), len(two)) == (1, 2):
-            return type(output)([output[row]] * times)
-        children = [tree_children(tree) for tree in (one, two, output)]
-        parts = [list_ for list_ in children if list_ is not None]
-        if len(parts) == 3 and len({*map(len, parts)}) == 1:
-            return tree_with_children(
-                output, [_repeated(a, b, part, row, times) for a, b, part in zip(*parts, strict=True)]
-            )
-    kind = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-    raise TargetError(
-        f"a {kind} in the model's output does not show which part of it belongs to which image; explain one image at a "
-        "time, or let the model return one row or one list entry per image"
-    )
+        one, two = self.one, self.two
+        if isinstance(output, Tensor) and isinstance(one, Tensor) and isinstance(two, Tensor):
+            if one.shape == two.shape:
+                return output
+            sizes = list(zip(one.shape, two.shape, strict=False))
+            changed = [dim for dim, (single, double) in enumerate(sizes) if single != double]
+            if one.dim() == two.dim() and len(changed) == 1 and sizes[changed[0]] == (1, 2):
+                return torch.cat([output.narrow(changed[0], row, 1)] * times, changed[0])
+        elif type(one) is type(two) is type(output):
+            if isinstance(output, _SHARED):
+                return output
+            if isinstance(output, tuple | list) and (len(one), len(two)) == (1, 2):
+                return type(output)([output[row]] * times)
+            children = [tree_children(tree) for tree in (one, two, output)]
+            parts = [list_ for list_ in children if list_ is not None]
+            if len(parts) == 3 and len({*map(len, parts)}) == 1:
+                return tree_with_children(
+                    output, [OutputRows(a, b).repeated(part, row, times) for a, b, part in zip(*parts, strict=True)]
+                )
+        kind = f"tensor {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise TargetError(
+            f"a {kind} in the model's output does not show which part of it belongs to which image; explain one image "
+            "at a time, or let the model return one row or one list entry per image"
+        )
 
 
 def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
@@ -195,7 +208,7 @@ def output_rows(model: nn.Module, x: Tensor) -> OutputRows:
         except TargetError:  # outputs that do not divide into images cannot be compared
             return replace(rows, serial_reason=_UNDIVIDED)
         is_alone = trees_agree(one, first, coarsest=rounding(_dtype_of(x), x.device))
-    return rows if is_alone else replace(rows, serial_reason=COUPLED)
+    return rows if is_alone else replace(rows, serial_reason=_COUPLED)
 
 
 def _noise_like(x: Tensor) -> Tensor:
@@ -214,18 +227,6 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 _serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
 
 
-def serial_reason(target: OutputTarget, model: nn.Module, x: Tensor, rows: Callable[[], OutputRows]) -> str:
-    """Return why the passes of an image cannot run together for a target; empty if they can.
-
-    Args:
-        target: The resolved target.
-        model: The model, in `prepared_for_attribution`.
-        x: (1, C, H, W) the image.
-        rows: Returns how the model's output divides into images; called if the target is a function.
-    """
-    return rows().serial_reason if isinstance(target, FunctionTarget) else cached_serial_reason(model, x)
-
-
 def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
     modules = tuple((id(module), *forward_hook_ids(module)) for module in unique_modules(model))
@@ -234,7 +235,7 @@ def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     if key in known:
         return known[key]
     reason = output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")
-    if reason in ("", COUPLED):  # an error of the model, such as out of memory, may not recur
+    if reason in ("", _COUPLED):  # an error of the model, such as out of memory, may not recur
         known[key] = reason
     return reason
 

@@ -27,20 +27,13 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.options import Budget, Chunk, OnInterrupt, Option, PerImage, Precision, RunStats, Stopped
-from ..attribution.resolved_target import (
-    COUPLED,
-    OutputRows,
-    ResolvedTarget,
-    output_rows,
-    serial_reason,
-    warn_of_coupled_images,
-)
+from ..attribution.resolved_target import OutputRows, ResolvedTarget, output_rows
 from ..errors import MethodError, TargetError
 from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
-from ..validation import check_choice, check_integer, check_number, is_integer
+from ..validation import check_choice, check_integer, check_number
 from .estimates import Estimate
 
 MAX_CHUNK_CPU = 16
@@ -227,12 +220,9 @@ class PassRunner(ExitStack):
     def _is_single(self) -> bool:
         """Return whether passes must run one at a time."""
         with torch.no_grad(), torch.autocast(**self._autocast):
-            target = self._batch_target.target.repeated(self._image, 1)
-            reason = serial_reason(target, self._model, self.x, lambda: self._rows)
+            reason = self._batch_target.serial_reason(self._image, self._model, self.x, lambda: self._rows)
         if reason:
             self.notes.append(reason)
-        if reason == COUPLED and self._batch_target.images > 1:
-            warn_of_coupled_images()
         return bool(reason)
 
     def _extend_bar(self, passes: int) -> None:
@@ -459,9 +449,7 @@ class ImageAttribution(NamedTuple):
 
 def check_chunk(option: str, value: object) -> Chunk:
     """Return the checked option `chunk`. Raises MethodError if it is neither "auto" nor a number of passes."""
-    if value != "auto" and not is_integer(value):
-        raise MethodError(f'{option}={value!r} is neither "auto" nor a whole number of at least 1')
-    return int(value) if is_integer(value) else "auto"
+    return "auto" if value == "auto" else check_integer(option, value, hint=', or "auto"')
 
 
 class MultiPassAttribution(Attribution):
