@@ -19,6 +19,8 @@ class Estimate:
         Computing Sample Variances" (1979), http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
     """
 
+    passes_per_sample = 1
+
     def __init__(self) -> None:
         self.count = 0
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -69,8 +71,8 @@ class Estimate:
 
     @property
     def samples(self) -> int:
-        """The number of samples so far."""
-        return self.count
+        """The number of complete samples so far."""
+        return self.count // self.passes_per_sample
 
     @property
     def agreement(self) -> float | None:

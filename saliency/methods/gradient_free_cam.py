@@ -356,12 +356,7 @@ class _MaskScores(ScoreEstimate):
 
     def __init__(self, masks: ChannelMasks) -> None:
         super().__init__()
-        self._masks = masks
-
-    @property
-    def samples(self) -> int:
-        """The number of complete rounds."""
-        return self.count // self._masks.count
+        self._masks, self.passes_per_sample = masks, masks.count
 
     def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
         """Return the map (1, h, w), and its error if each mask has at least two scores."""

@@ -43,16 +43,12 @@ class TotalOrder(ScoreEstimate):
 
     def __init__(self, cells: int, rounding: float) -> None:
         super().__init__()
-        self._length, self._rounding = cells + 2, rounding
-
-    @property
-    def samples(self) -> int:
-        """The number of complete samples."""
-        return self.count // self._length
+        self.passes_per_sample, self._rounding = cells + 2, rounding
 
     def solve(self, part: slice) -> tuple[Tensor, Tensor | None]:
         """Return the indices, and their errors by the delta method over the samples; None for a single one."""
-        rows = self.scores[: self.samples * self._length].view(-1, self._length)[part]
+        length = self.passes_per_sample
+        rows = self.scores[: self.samples * length].view(-1, length)[part]
         effects = (rows[:, 2:] - rows[:, :1]).square() / 2  # (n, cells)
         both = rows[:, :2]
         variances = (both - both.mean()).square().sum(1) / 2 * (both.numel() / (both.numel() - 1))  # (n,)
