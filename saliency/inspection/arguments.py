@@ -235,11 +235,6 @@ class Batches:
         return f"{batches}, {plural(self.images, 'image')}, {mode}"
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity."""
-    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all())
-
-
 def _copied(model: nn.Module) -> nn.Module:
     try:
         # Copies created under inference_mode would have no gradients.

@@ -30,7 +30,7 @@ from ..layers.layout import Grid, layout_from
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
 from ..validation import check_choice, check_number
-from .arguments import Batches, LayersLike, ModelCall, categories_of, is_finite
+from .arguments import Batches, LayersLike, ModelCall, categories_of
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
 from .tables import Column, Table, listed, number, share
@@ -292,7 +292,7 @@ class _ActivationCollector(_Collector):
             is_passed_on = any(one.moments.nan or one.moments.inf for one in call.flat_inputs)
             where = "the input and the output of" if is_passed_on else "the output of"
             self.note_nonfinite(call.layer, where, [one.moments for one in call.outputs])
-        if not self.notes and not all(map(is_finite, tree_tensors(output))):
+        if not self.notes and not all(bool(tensor.isfinite().all()) for tensor in tree_tensors(output)):
             self.notes.append(f"NaN or infinity in the model's output{self.in_batch}, but in no layer of this table")
 
     def _add(self, call: Call, stats: _RunningStats, seen: set[_Measured], images: int, size: Grid | None) -> None:

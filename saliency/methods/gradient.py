@@ -150,7 +150,8 @@ class GuidedBackprop(RectifiedGradient):
     def rule_for(self, site: Site, images: int) -> Rule:
         """Return the true gradient where it is positive."""
         if site.kind not in ("clamp", "maximum"):
-            return _positive_gradient_in_place
+            # In place, which halves the cost: the derivative of a ReLU is a new tensor that is not used elsewhere.
+            return lambda grad_input, grad_output: grad_input.relu_()
         # PyTorch's derivative of these at 0 is 1 or a half; that of the rule is 0, as for a ReLU.
         activation, saturation = output_of(site.node), saturation_of(site.node)
         open_ = activation > 0 if saturation is None else (activation > 0) & (activation < saturation)
@@ -176,7 +177,7 @@ class DeconvNet(RectifiedGradient):
 
     def rule_for(self, site: Site, images: int) -> Rule:
         """Return the incoming gradient where it is positive."""
-        return _positive_incoming
+        return lambda grad_input, grad_output: grad_output.clamp(min=0)
 
 
 class RectGrad(RectifiedGradient):
@@ -228,15 +229,6 @@ class RectGrad(RectifiedGradient):
         """Return the gradient that arrives at the input, times the input."""
         values, coverage = self.signal(grads)
         return BatchAttribution(grads.x * values, grads.scores, coverage)
-
-
-def _positive_gradient_in_place(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    """In place, which halves the cost: the derivative of a ReLU is a new tensor that is not used elsewhere."""
-    return grad_input.relu_()
-
-
-def _positive_incoming(grad_input: Tensor, grad_output: Tensor) -> Tensor:
-    return grad_output.clamp(min=0)
 
 
 def _positive_signal(grad_input: Tensor, grad_output: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ def test_shapley_passes_through_attention() -> None:
 def test_shapley_leaves_the_attention_kernels_of_other_threads() -> None:
     model = torchvision.models.VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=5).eval()
     allowed: list[bool] = []
-    model.heads.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.flash_sdp_enabled()))
+    model.heads.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.flash_sdp_enabled()))  # type: ignore[no-untyped-call]
     ShapleyCAM(model, "encoder.layers.encoder_layer_0").attribute(torch.randn(1, 3, 16, 16), 2)
     assert all(allowed)
 
