@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
-from ..io.inputs import decode
+from ..io.inputs import decode, encode
 from ..io.preprocess import Box, Frame
 from .options import RunStats
 
@@ -211,9 +211,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
 
 def _encode_png(picture: Image.Image) -> Tensor:
     """Encode an image as PNG, which is lossless; the weakest compression is the fastest."""
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG", compress_level=1)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(encode(picture, "PNG", compress_level=1)), dtype=torch.uint8)
 
 
 def _decode_png(data: Tensor) -> Image.Image:

@@ -5,7 +5,6 @@ A map is saved as float16 values in its original resolution.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from safetensors.numpy import save
 from ..attribution.explanation import Explanation
 from ..errors import ExplanationError, ImageError
 from ..io.atomic_write import atomic_write
-from ..io.inputs import open_picture
+from ..io.inputs import encode, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, outline, paint, scale_map, units
 from ..render.overlay import save_picture
@@ -84,7 +83,7 @@ def write_results(
         preview = _shrink(picture, PREVIEW_SIDE) if options.with_manifest else None
         if preview is not None:
             name = file_names(task.image, "", "")["photo"]
-            facts |= _write(out, "photo", name, _encode(preview, "JPEG", quality=PREVIEW_QUALITY))
+            facts |= _write(out, "photo", name, encode(preview, "JPEG", quality=PREVIEW_QUALITY))
     except Exception as error:  # noqa: BLE001 - any error becomes a failed row
         yield row_after_write_error(error, None)
         return
@@ -185,7 +184,7 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
         for tone, edge in outline(pixels, box_pixels(plane)):
             edge[:] = (tone, tone, tone, 128)
         heat = Image.fromarray(pixels)
-    return _encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
+    return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
 def _shrink(picture: Image.Image, longest: int) -> Image.Image:
@@ -194,12 +193,6 @@ def _shrink(picture: Image.Image, longest: int) -> Image.Image:
         return picture
     size = scaled_size(picture.size, longest)
     return picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=1.0)  # averages whole blocks first
-
-
-def _encode(picture: Image.Image, format: str, **options: int) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 # Saved maps ----------------------------------------------------------------------------------------------------------

@@ -131,6 +131,13 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     return _decode_checked(image, repr(name), max_pixels)
 
 
+def encode(picture: Image.Image, format: str, **options: int) -> bytes:
+    """Return an image as a file in a format of Pillow."""
+    file = io.BytesIO()
+    picture.save(file, format, **options)
+    return file.getvalue()
+
+
 def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
     """Check the size, then decode and convert to upright RGB. Every Pillow error becomes an ImageError."""
     width, height = image.size

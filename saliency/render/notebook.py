@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 from PIL import Image
 
 from ..attribution.explanation import Explanation
+from ..io.inputs import encode
 from ..io.preprocess import Frame
 from .overlay import overlay
 from .sheet import contact_sheet
@@ -24,11 +24,9 @@ def notebook_png(explanation: Explanation) -> bytes | None:
     try:
         images = [replace(image, frames=(image.frames[0] or _blank(image),)) for image in explanation[:MOST_ROWS]]
         picture = overlay(images[0], size=SIDE) if len(images) == 1 else contact_sheet([[image] for image in images])
-        png = io.BytesIO()
-        picture.save(png, format="PNG")
+        return encode(picture, "PNG")
     except Exception:  # noqa: BLE001 - looking at a result must not fail
         return None
-    return png.getvalue()
 
 
 def _blank(explanation: Explanation) -> Frame:
