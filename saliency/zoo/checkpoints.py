@@ -86,8 +86,7 @@ def _read_pickle(path: Path) -> object:
     try:
         with warnings.catch_warnings():  # torch warns about a pickle of an unusual protocol, then refuses it
             warnings.simplefilter("ignore")
-            content: object = torch.load(path, map_location="cpu", weights_only=True)
-            return content
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(_why_refused(path, error)) from error
     except Exception as error:

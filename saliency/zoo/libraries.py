@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -60,8 +60,7 @@ class Torchvision:
             options["weights_backbone"] = None  # otherwise a model with random weights downloads a backbone
         if name in ("googlenet", "inception_v3"):
             options |= {"transform_input": True, "aux_logits": False, "init_weights": False}
-        model: nn.Module = models.get_model(name, weights=None, **options)
-        return model
+        return cast("nn.Module", models.get_model(name, weights=None, **options))
 
     def pretrained(self, name: str, weights: str) -> nn.Module:
         """Return the model with the weights "default" or, for example, "IMAGENET1K_V2"."""
@@ -70,8 +69,7 @@ class Torchvision:
         if packaged is not None:
             return load_checkpoint(lambda classes: self.build(name, classes), packaged)[0]
         with downloading(name, None if hub_file(entry.url).is_file() else entry.url):
-            model: nn.Module = library("torchvision.models").get_model(name, weights=entry)
-        return model
+            return cast("nn.Module", library("torchvision.models").get_model(name, weights=entry))
 
     def facts(self, _model: nn.Module, name: str, weights: str) -> ModelInfo:
         """Return `weights.transforms()` and `weights.meta`; neither needs the weights themselves."""
@@ -106,8 +104,7 @@ class Timm:
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the model with random weights; a tag in the name still determines the number of classes."""
         options = {} if classes is None else {"num_classes": classes}
-        model: nn.Module = library("timm").create_model(name, **options)
-        return model
+        return cast("nn.Module", library("timm").create_model(name, **options))
 
     def pretrained(self, name: str, weights: str) -> nn.Module:
         """Return the model with the weights "default" or, for example, "a1_in1k"."""
@@ -125,8 +122,7 @@ class Timm:
         # If the file is given, timm neither searches the network for a newer one nor retries.
         overlay = None if file is None else {"file": str(file), "custom_load": file.suffix == ".npz"}
         with downloading(tagged, url if file is None else None):
-            model: nn.Module = timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay)
-        return model
+            return cast("nn.Module", timm.create_model(tagged, pretrained=True, pretrained_cfg_overlay=overlay))
 
     def facts(self, model: nn.Module, _name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing and classes of the model's `pretrained_cfg`."""
