@@ -8,7 +8,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +22,13 @@ from ..errors import visible
 from ..hooks.model_state import prepared_for_attribution, reference_tensor, run_model
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
-from ..inspection.statistics import gradient_flow
+from ..inspection.statistics import GradientStatistics, gradient_flow
 from ..inspection.tables import Column, Table, escaped
 from ..io.atomic_write import atomic_write, is_stream
 from ..io.inputs import read
 from ..layers.find import LayerScan, scan_layers
 from ..zoo import load
 from .console import Screen, UsageError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DEFAULT_ROWS = 40  # largest number of rows shown by default, unless depth 1 has more
 
@@ -141,7 +138,7 @@ def _gradient_sections(
         target(run_model(model, x))
     statistics = gradient_statistics(model, x, target.target)
     text = f"{_GRADIENTS} The class is {target.names[0]}."
-    figure = _figure_html(gradient_flow(statistics)) if has_figure else ""
+    figure = _flow_html(statistics) if has_figure else ""
     parameters = {row.name for row in statistics.parameters if row.name.rpartition(".")[0] in names | {""}}
     return [
         Section("Gradients at the layers", text, _select_rows(statistics.layers, names), figure),
@@ -180,9 +177,9 @@ def _write_page(file: Path, title: str, facts: str, sections: Sequence[Section])
         temporary.write_text(page, encoding="utf-8")
 
 
-def _figure_html(figure: Figure) -> str:
+def _flow_html(statistics: GradientStatistics) -> str:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, facecolor="white")
+    gradient_flow(statistics).savefig(buffer, format="png", dpi=160, facecolor="white")
     data = base64.b64encode(buffer.getvalue()).decode()
     return f'<img src="data:image/png;base64,{data}" alt="The norm of the gradient at each layer">'
 

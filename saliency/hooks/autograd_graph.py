@@ -129,8 +129,6 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 # Class of the node of a part that is checkpointed with `use_reentrant=True`.
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
-# Class of the node that a full backward hook of a module inserts.
-MODULE_HOOK_NODE: type = BackwardHookFunction._backward_cls
 
 
 def saved(node: Any, name: str, *default: Any) -> Any:
@@ -171,7 +169,7 @@ def is_python_function(node: Any) -> bool:
 
 def is_module_hook(node: Any) -> bool:
     """Return whether a node only calls a full backward hook of a module."""
-    return isinstance(node, MODULE_HOOK_NODE)
+    return isinstance(node, BackwardHookFunction._backward_cls)
 
 
 def wrapped_node(node: Any) -> Node | None:

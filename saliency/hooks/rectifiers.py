@@ -19,8 +19,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..errors import NotApplicableError, TargetError
 from .autograd_graph import (
     CHECKPOINT_NODE,
-    MODULE_HOOK_NODE,
     hides_operation,
+    is_module_hook,
     next_functions,
     result_shape,
     saved,
@@ -295,7 +295,7 @@ def _opaque(node: Any) -> str:
             "a part of the model is compiled, which hides its ReLUs; pass it without torch.compile"
         )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        known = isinstance(node, MODULE_HOOK_NODE) or "_torchvision_" in name
+        known = is_module_hook(node) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
     if name.startswith("torch::jit"):
         hint = "pass the eager model, or run it under torch.jit.optimized_execution(False) from its first call on"

@@ -219,15 +219,11 @@ def _scan(model: nn.Module, x: Tensor) -> LayerScan:
     candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
     scan = LayerScan(grids, spatial, candidates, scrambled, None, True)
     try:
-        last = _last_with_gradient(model, x, candidates, _top_score)
+        last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten(1).max(1).values)
     except TargetError:
         return replace(scan, candidates=ordered)
     default = last or (candidates[-1] if candidates else None)
     return replace(scan, default=default.name if default else None, has_gradient=last is not None)
-
-
-def _top_score(output: Any) -> Tensor:
-    return output_tensor(output).flatten(1).max(1).values
 
 
 def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Layers:

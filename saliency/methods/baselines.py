@@ -96,9 +96,6 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
 class BaselineOption(ConvertedOption[BaselineLike, ResolvedBaseline | list[ResolvedBaseline]]):
     """Option for one or several baselines."""
 
-    def __init__(self, default: str) -> None:
-        super().__init__(default, resolve_baseline)
-
     def convert(self, method: Any, value: Any) -> ResolvedBaseline | list[ResolvedBaseline]:
         """Return the checked baselines; the default as it is."""
         is_default = isinstance(value, str) and value == self.default

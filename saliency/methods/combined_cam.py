@@ -101,11 +101,8 @@ class _LayerFusion(TracedAttribution):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Combine the scaled maps of the layers."""
         maps = [self._cam.explain_gradients(grads, (layer,)).values.clamp(min=0) for layer in layers]
-        peaks = [values.amax((1, 2, 3), keepdim=True) for values in maps]
-        scaled = [
-            self.scaled(values / torch.where(peak == 0, torch.ones_like(peak), peak))
-            for values, peak in zip(maps, peaks, strict=True)
-        ]
+        tiny = torch.finfo(maps[0].dtype).tiny
+        scaled = [self.scaled(F.normalize(values.flatten(1), math.inf, eps=tiny).view_as(values)) for values in maps]
         finest = max((values.shape[-2:] for values in maps), key=lambda size: size[0] * size[1])
         resized = [F.interpolate(values, finest, mode="bilinear", align_corners=False) for values in scaled]
         return BatchAttribution(self.combine(torch.stack(resized)), grads.scores, layer=", ".join(layers))
