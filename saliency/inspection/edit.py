@@ -182,7 +182,7 @@ def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget
             raise NotApplicableError(f"{target.label} cannot be edited at its input: {reason}; {hint}")
     changed = _with_copies(output, inputs.since)
     # The layer may change arguments in place, so they count as outputs too.
-    results = [*tree_tensors(output if changed is None else changed), *inputs.tensors]
+    results = [*tree_tensors(changed), *inputs.tensors]
     exits = input_edges(results, inputs.edges, inputs.since)
     if not any(exits) and not any(map(_is_differentiable, tree_tensors(output))):
         target.refuse("it returns no floating-point tensor, so no gradient flows through it")
@@ -201,8 +201,7 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
             reason = "none of its floating-point tensors requires a gradient, or torch.func transforms it"
             target.refuse(f"there is no gradient at its output: {reason}")
         changed = _with_copies(output, since, all_tensors=len(alive) > 1)
-        results = tree_tensors(output if changed is None else changed)
-        for tensor in {id(tensor): tensor for tensor in results if tensor.requires_grad}.values():
+        for tensor in {id(tensor): tensor for tensor in tree_tensors(changed) if tensor.requires_grad}.values():
             hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
         return changed
 
@@ -236,7 +235,7 @@ _copies = WeakTensorKeyDictionary()
 
 
 def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
-    """Return the output with copies of the tensors that need one; None if no tensor does.
+    """Return the output with copies of the tensors that need one; the same object if no tensor does.
 
     Views need a copy because a later in-place operation would bypass a hook on them. Arguments that the layer returns,
     and several outputs that may depend on each other, need copies to separate their gradients.
@@ -251,8 +250,7 @@ def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
         _copies[result] = None
         return result
 
-    changed = tree_map_tensors(output, cache(copy))  # each tensor is copied once
-    return None if changed is output else changed
+    return tree_map_tensors(output, cache(copy))  # each tensor is copied once
 
 
 _Attach = Callable[[HookManager, tuple[Rule, ...], EditTarget], None]

@@ -165,10 +165,10 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         if scan.default is None and scan.candidates and target is not None:
             last = _last_with_gradient(model, x, scan.candidates, target)
             if last is None:
-                reasons = (
-                    "the target or the model detaches it, uses argmax or .item(), or nothing was detected in an image"
+                raise TargetError(
+                    "the score has no gradient at any layer with a spatial extent: the target or the model detaches "
+                    "it, uses argmax or .item(), or nothing was detected in an image"
                 )
-                raise TargetError(f"the score has no gradient at any layer with a spatial extent: {reasons}")
             return replace(scan, default=last.name)
     return scan
 

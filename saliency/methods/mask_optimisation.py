@@ -281,9 +281,7 @@ class ExtremalPerturbation(OptimisedMask):
         ideal[len(values) - round(self.areas[mask] * len(values)) :] = 1
         # Equal values share their ideal: sorting would choose some of them by chance.
         group: Tensor = torch.unique_consecutive((values.detach() * 1e6).round(), return_inverse=True)[1]
-        sums = torch.zeros(2, len(values), dtype=values.dtype, device=values.device)
-        sums.index_add_(1, group, torch.stack([ideal, torch.ones_like(ideal)]))
-        ideal = (sums[0] / sums[1])[group]
+        ideal = torch.zeros_like(ideal).scatter_reduce(0, group, ideal, "mean", include_self=False)[group]
         weight: float = self.weight * _GROWTH ** (step / self.steps)
         return weight * (values - ideal).square().mean()
 

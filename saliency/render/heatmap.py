@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from ..attribution.explanation import Explanation, Sign
+from ..attribution.forward import at_least_float32
 from ..errors import NonFiniteError, RenderError
 from ..validation import check_choice, check_number, is_pair
 
@@ -84,12 +85,9 @@ def reduced_maps(explanation: Explanation, sign: Sign | None, channels: Channels
         RenderError: An option is unknown.
     """
     used = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
-    if channels is None:
-        channels = _usual_channels(used)
+    channels = _usual_channels(used) if channels is None else channels
     check_choice("channels", channels, CHANNELS, error=RenderError)
-    values = explanation.values.detach()
-    if values.dtype in (torch.float16, torch.bfloat16):
-        values = values.float()
+    values = at_least_float32(explanation.values.detach())
     if channels == "max_abs":
         highest, lowest = values.amax(dim=1), values.amin(dim=1)
         maps = torch.where(highest >= -lowest, highest, lowest)
@@ -266,8 +264,7 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
         RenderError: The explanation has no standard error, or an option is unknown.
     """
     error = _require_error(explanation, "significance").to(explanation.values.dtype)
-    if channels is None:
-        channels = _usual_channels(explanation.sign if sign is None else sign)
+    channels = _usual_channels(explanation.sign if sign is None else sign) if channels is None else channels
     shown = reduced_maps(explanation, sign, channels).abs()
     if channels == "max_abs":
         strongest = explanation.values.abs().argmax(1, keepdim=True)
