@@ -34,6 +34,7 @@ LAYERS = [
     "methods",
     "render",
     "inspection",
+    "testbed",
     "zoo",
     "batch",
     "testing",

@@ -1,0 +1,7 @@
+"""Images where the right map is known, and small networks trained on them."""
+
+from __future__ import annotations
+
+from .shapes import CLASSES, COLOURS, DISTRACTORS, Scenes, draw_scenes
+
+__all__ = ["CLASSES", "COLOURS", "DISTRACTORS", "Scenes", "draw_scenes"]
