@@ -28,6 +28,7 @@ from .errors import SaliencyError as SaliencyError
 from .errors import SaliencyWarning as SaliencyWarning
 from .errors import TargetError as TargetError
 from .hooks.dual_encoder import DualEncoder as DualEncoder
+from .inspection.attention import attention as attention
 from .inspection.ledger import draw_ledger as draw_ledger
 from .inspection.statistics import gradient_flow as gradient_flow
 from .io.preprocess import Preprocess as Preprocess
@@ -85,6 +86,10 @@ from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
 from .methods.sobol_hsic import HSIC as HSIC
 from .methods.sobol_hsic import Sobol as Sobol
+from .methods.token_attention import AttentionMap as AttentionMap
+from .methods.token_attention import AttentionRollout as AttentionRollout
+from .methods.token_attention import CheferAttention as CheferAttention
+from .methods.token_attention import GradientRollout as GradientRollout
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure
 from .render.heatmap import heatmap as heatmap

@@ -94,6 +94,8 @@ class Attribution(HasOptions, ABC):
     """Units of the values. Values in score units are drawn as zero if the rounding error of the score exceeds them."""
     is_complete: ClassVar[bool] = True
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
+    needs_attention: ClassVar[bool] = False
+    """Whether the method is defined only for networks with attention among all their tokens."""
     quick_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
 
@@ -339,7 +341,8 @@ def read_one_forward(
     max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
     keep = max(method.keep for method in methods)
     traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
-    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced)
+    attention = any(method.needs_attention for method in methods)
+    forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, attention)
     results = []
     for target in targets:
         grads = TargetGradients(forward, target)

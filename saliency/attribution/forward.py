@@ -5,16 +5,18 @@ Any number of methods and targets share the forward. Each gradient is computed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from ..errors import LayerError, TargetError
+from ..hooks.attention import AttentionCall, find_attention
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import Keep, OperationRecord
@@ -35,6 +37,7 @@ class SharedForward:
             layers on, which saves the memory for all layers before it. "none" records no graph.
         keep: The values of the forward's operations that are recorded, for methods that walk the graph.
         traced: The names of the modules whose operations such a method tells apart.
+        reads_attention: Whether the attention of the forward is read.
         backwards: The maximum number of backward passes. The last one frees the graph as it runs, which is up to 10 %
             faster than keeping it. None keeps the graph and sets no maximum.
     """
@@ -48,9 +51,11 @@ class SharedForward:
         backwards: int | None = None,
         keep: Keep = Keep.NOTHING,
         traced: Iterable[str] = (),
+        reads_attention: bool = False,
     ) -> None:
         self.model = model
         self.recorded = gradients
+        self.reads_attention = reads_attention
         self._backwards_left = backwards
         kind = x.device.type
         self.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -85,8 +90,8 @@ class SharedForward:
             self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
         return self._layouts[name]
 
-    def gradients(self, score: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of a score at some tensors of this forward; None for a tensor without influence on it.
+    def gradients(self, score: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
+        """Return the gradients of a score at some results of this forward; None for one without influence on it.
 
         Raises:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
@@ -98,9 +103,10 @@ class SharedForward:
                 raise RuntimeError(
                     "more backward passes than the methods' class attribute `backwards` declares; increase it there"
                 )
-        tensors = [tensor for tensor in inputs if tensor.requires_grad]
-        grads = iter(differentiate(score, tensors, retain_graph=self._backwards_left != 0) if tensors else ())
-        return [next(grads) if tensor.requires_grad else None for tensor in inputs]
+        has_gradient = [isinstance(each, GradientEdge) or each.requires_grad for each in inputs]
+        ends = list(compress(inputs, has_gradient))
+        grads = iter(differentiate(score, ends, retain_graph=self._backwards_left != 0) if ends else ())
+        return [next(grads) if has else None for has in has_gradient]
 
 
 class TargetGradients:
@@ -113,6 +119,8 @@ class TargetGradients:
         scores: (N,) the scores.
         scores_in_graph: The same, with the graph of the forward.
         walks: Walks of the graph that methods share, with the settings of each.
+        attention: The attention calls on which the scores depend, in order, if the forward reads attention.
+        other_softmaxes: Softmaxes before the last of these calls that are not part of one.
     """
 
     def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
@@ -123,9 +131,14 @@ class TargetGradients:
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self.walks: list[tuple[Any, Any]] = []
-        self._layer_gradients: dict[str, Tensor] | None = None
+        self._layer_gradients: dict[str, Tensor] = {}
+        self._attention_gradients: list[Tensor | None] = []
         self._input_gradient: Tensor | None = None
         self._sites: Sites | None = None
+        self.attention: list[AttentionCall] = []
+        self.other_softmaxes: list[Node] = []
+        if forward.reads_attention:  # before a backward pass frees the graph
+            self.attention, self.other_softmaxes = find_attention(self.nodes, len(self.x))
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -143,18 +156,42 @@ class TargetGradients:
         return at_least_float32(self.forward.layout(layer)(self.forward.layers[layer].detach()))
 
     def gradient(self, layer: str) -> Tensor:
-        """Return the gradient of the scores at a layer (N, K, h, w). One backward computes it for all kept layers."""
+        """Return the gradient of the scores at a layer (N, K, h, w)."""
         layout = self.forward.layout(layer)
-        if self._layer_gradients is None:
-            kept = self.forward.layers
-            gradients = self._gradients(list(kept.values()))
-            self._layer_gradients = {
-                name: torch.zeros_like(kept[name]) if gradient is None else gradient
-                for name, gradient in zip(kept, gradients, strict=True)
-            }
-            if all(gradient is None for gradient in gradients):
-                raise LayerError(no_gradient_message(layer))
-        return at_least_float32(layout(self._layer_gradients[layer]))
+        return at_least_float32(layout(self.raw_gradient(layer)))
+
+    def raw_gradient(self, layer: str) -> Tensor:
+        """Return the gradient of the scores at a layer, in the shape of its output."""
+        if not self._layer_gradients:
+            self._backward_to_layers()
+        return self._layer_gradients[layer]
+
+    def attention_gradient(self, call: AttentionCall) -> Tensor:
+        """Return the gradient of the scores at the result of an attention call, of the kernel's shape."""
+        if not self._attention_gradients:
+            self._backward_to_layers()
+        grad = self._attention_gradients[self.attention.index(call)]
+        return cast("Tensor", grad)
+
+    def last_attention_gradient(self) -> Tensor:
+        """Return the gradient at the result of the last attention call, by a backward pass through the head alone."""
+        if self._attention_gradients:
+            return cast("Tensor", self._attention_gradients[-1])
+        (grad,) = self._gradients([GradientEdge(self.attention[-1].node, 0)])
+        return cast("Tensor", grad)
+
+    def _backward_to_layers(self) -> None:
+        """Compute the gradients at all kept layers and attention calls in one backward pass."""
+        kept = self.forward.layers
+        edges = [GradientEdge(call.node, 0) for call in self.attention]
+        gradients = self._gradients([*kept.values(), *edges])
+        if all(gradient is None for gradient in gradients):
+            raise LayerError(no_gradient_message(*kept))
+        self._layer_gradients = {
+            name: torch.zeros_like(kept[name]) if gradient is None else gradient
+            for name, gradient in zip(kept, gradients, strict=False)
+        }
+        self._attention_gradients = gradients[len(kept) :]
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""
@@ -181,7 +218,7 @@ class TargetGradients:
             raise TargetError(INDEPENDENT)
         return gradient
 
-    def _gradients(self, inputs: list[Tensor]) -> list[Tensor | None]:
+    def _gradients(self, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
         self.require_gradient()
         return self.forward.gradients(self.scores_in_graph.sum(), inputs)
 

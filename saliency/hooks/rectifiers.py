@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import NotApplicableError, TargetError
 from .autograd_graph import (
@@ -259,25 +259,27 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
 
 
 def differentiate(
-    output: Tensor, inputs: Sequence[Tensor], weights: Tensor | None = None, **options: bool
+    output: Tensor, inputs: Sequence[Tensor | GradientEdge], weights: Tensor | None = None, **options: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of an output at some tensors; None for a tensor without influence on it.
+    """Return the gradients of an output at some tensors or edges; None for one without influence on it.
 
     Args:
         output: A tensor that requires a gradient.
-        inputs: The tensors.
+        inputs: The tensors or edges.
         weights: The weights of the values of the output; None for a single value.
         **options: As for `torch.autograd.grad`.
 
     Raises:
         NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
     """
+    ends: Any = inputs  # PyTorch declares tensors or edges, and takes both
     try:
-        return torch.autograd.grad(output, inputs, weights, allow_unused=True, **options)
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, ends, weights, allow_unused=True, **options)
     except RuntimeError as error:
         if any(isinstance(node, CHECKPOINT_NODE) for node, _ in _postorder(output)):
             raise NotApplicableError(_REENTRANT) from error
         raise
+    return grads
 
 
 def _opaque(node: Any) -> str:

@@ -22,15 +22,15 @@ from torch import nn
 
 from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
-from .case import Check, MethodCase, images, tiny_model
+from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
 from .unchanged import Snapshot
 
-__all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model"]
+__all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model", "tiny_model_for", "tiny_transformer"]
 
 
 def checks(
-    method: type[Attribution], *, model: Callable[[], nn.Module] = tiny_model, **options: Any
+    method: type[Attribution], *, model: Callable[[], nn.Module] | None = None, **options: Any
 ) -> list[tuple[str, Callable[[], None]]]:
     """Return the name of each check, with a function that raises AssertionError if the method fails it.
 
@@ -38,10 +38,11 @@ def checks(
         method: The class.
         model: Function that creates the classifier to test, the same at every call. It maps batches (N, 3, 16, 16) to
             scores (N, classes) with at least 2 classes, in float32 on the CPU. By default a small convolutional network
-            with several kinds of ReLU, global average pooling and a linear head.
+            with several kinds of ReLU, global average pooling and a linear head; for a method that needs attention, a
+            small transformer.
         options: Options of the method's constructor, with layers by name. They extend the method's `quick_options`.
     """
-    case = MethodCase(method, {**method.quick_options, **options}, model)
+    case = MethodCase(method, {**method.quick_options, **options}, model or tiny_model_for(method))
     return [(name, partial(_without_warnings, check, case)) for name, check in CHECKS.items()]
 
 
@@ -52,7 +53,7 @@ def _without_warnings(check: Check, case: MethodCase) -> None:
         check(case)
 
 
-def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] = tiny_model, **options: Any) -> None:
+def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] | None = None, **options: Any) -> None:
     """Run all checks on a method.
 
     Args:

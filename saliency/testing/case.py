@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,23 +46,73 @@ class TinyNet(nn.Module):
         return scores
 
 
+class TinyTransformer(nn.Module):
+    """Classifier by attention among patches of 4 x 4 pixels and a class token, for images of any size."""
+
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.token = nn.Embedding(1, 8)
+        self.blocks = nn.Sequential(*(TinyBlock() for _ in range(2)))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, H, W) -> (N, classes)."""
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.weight.expand(len(x), 1, -1), patches], 1)
+        scores: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return scores
+
+
+class TinyBlock(nn.Module):
+    """Block of `TinyTransformer`, with dropout to detect methods that run it in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(N, tokens, 8) -> (N, tokens, 8)."""
+        normed = self.norm(tokens)
+        tokens = tokens + self.attention(normed, normed, normed, need_weights=False)[0]
+        return tokens + cast("Tensor", self.mlp(tokens))
+
+
 def tiny_model(seed: int = 0) -> nn.Module:
     """Return a `TinyNet` with fixed weights, in evaluation mode."""
+    return _with_fixed_weights(TinyNet, seed)
+
+
+def tiny_transformer(seed: int = 0) -> nn.Module:
+    """Return a `TinyTransformer` with fixed weights, in evaluation mode."""
+    return _with_fixed_weights(TinyTransformer, seed)
+
+
+def tiny_model_for(method: type[Attribution]) -> Callable[[], nn.Module]:
+    """Return the function that creates a small model on which a method is defined."""
+    return tiny_transformer if method.needs_attention else tiny_model
+
+
+def _with_fixed_weights(kind: type[nn.Module], seed: int) -> nn.Module:
     # Initialisation draws from the global random state, except on the meta device.
     with torch.device("meta"):
-        model = TinyNet()
+        model = kind()
     model.to_empty(device="cpu").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if not tensor.is_floating_point():
                 tensor.zero_()
-            elif name == "norm.running_var":
+            elif name.endswith("running_var"):
                 tensor.uniform_(0.5, 2, generator=generator)
             else:
                 width = tensor[0].numel() if tensor.dim() > 1 else 10
                 tensor.normal_(0, (2 / width) ** 0.5, generator=generator)
-        model.norm.weight.add_(1)
+                if "norm" in name and name.endswith("weight"):
+                    tensor.add_(1)
     return model
 
 
@@ -77,7 +127,7 @@ class MethodCase:
 
     method: type[Attribution]
     options: Mapping[str, Any]
-    build: Callable[[], nn.Module] = tiny_model
+    build: Callable[[], nn.Module]
 
     def on(self, model: nn.Module, **changed: Any) -> Attribution:
         """Create the method for a model. `changed` overrides options."""

@@ -21,7 +21,7 @@ from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.atomic_write import atomic_write
 from saliency.io.preprocess import Frame
-from saliency.testing import tiny_model
+from saliency.testing import tiny_model, tiny_model_for
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -138,7 +138,7 @@ def test_settings_that_are_not_finite_come_back(explanation: Explanation, tmp_pa
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_gives_is_kept(name: str, tmp_path: Path) -> None:
-    model = tiny_model()
+    model = tiny_model_for(METHODS[name])()
     model.preprocess = _as_tensor  # type: ignore[assignment]
     model.categories = list("abcde")  # type: ignore[assignment]
     found = METHODS[name](model, **METHODS[name].quick_options).attribute(

@@ -193,8 +193,8 @@ def test_an_option_without_its_constructor_names_the_cause() -> None:
 # The whole image.
 
 
-def photo_model() -> nn.Module:
-    model: Any = saliency.testing.tiny_model()
+def photo_model(method: type[saliency.Attribution] = saliency.GradCAM) -> nn.Module:
+    model: Any = saliency.testing.tiny_model_for(method)()
     model.preprocess = saliency.Preprocess(size=(16, 16), resize=20)
     return cast("nn.Module", model)
 
@@ -209,12 +209,12 @@ def test_every_method_explains_the_whole_image(name: str, whole: Any, size: tupl
     quick = METHODS[name].quick_options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaliencyWarning)
-        found = METHODS[name](photo_model(), **quick, whole=whole).attribute(PHOTO, 1)
+        found = METHODS[name](photo_model(METHODS[name]), **quick, whole=whole).attribute(PHOTO, 1)
     assert found.input_size == size
     assert [frame.box for frame in found.frames if frame] == [(0, 0, 60, 30)]
     assert found.settings["whole"] == whole
     assert saliency.overlay(found).size == PHOTO.size
-    assert "whole" not in METHODS[name](photo_model(), **quick).settings
+    assert "whole" not in METHODS[name](photo_model(METHODS[name]), **quick).settings
 
 
 def test_a_wrapped_method_and_its_wrapper_see_the_same_whole_image() -> None:

@@ -22,7 +22,7 @@ from saliency import (
     VanillaGradient,
     explain_together,
 )
-from saliency.testing import tiny_model
+from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
 from tests.models import OwnForward
 
@@ -33,18 +33,18 @@ def masked(model: Any, x: Tensor, mask: Tensor, *, stretch: float = 1.0) -> Tens
     return scores
 
 
-def with_mask() -> OwnForward:
+def with_mask(method: type[Attribution] = GradCAM) -> OwnForward:
     """A classifier of the visible part of an image, which takes a mask (N, 1, H, W)."""
-    return OwnForward(masked, net=tiny_model()).eval()
+    return OwnForward(masked, net=tiny_model_for(method)()).eval()
 
 
-def fixed(mask: Tensor, stretch: float = 2.0) -> OwnForward:
+def fixed(mask: Tensor, method: type[Attribution] = GradCAM, stretch: float = 2.0) -> OwnForward:
     """The same classifier with its arguments built in, which takes an image only."""
 
     def forward(model: Any, x: Tensor) -> Tensor:
         return masked(model, x, mask.expand(len(x), -1, -1, -1), stretch=stretch)
 
-    return OwnForward(forward, net=tiny_model()).eval()
+    return OwnForward(forward, net=tiny_model_for(method)()).eval()
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def mask() -> Tensor:
 def test_each_image_has_its_own_row_in_every_method(name: str, x: Tensor, mask: Tensor) -> None:
     method, options = METHODS[name], dict(METHODS[name].quick_options)
     options |= {"chunk": 16} if "chunk" in method.options() else {}
-    batch = method(with_mask(), **options).attribute(x, [0, 1], forward_args={"mask": mask, "stretch": 2.0})
-    alone = method(fixed(mask[1:]), **options).attribute(x[1], 1)
+    batch = method(with_mask(method), **options).attribute(x, [0, 1], forward_args={"mask": mask, "stretch": 2.0})
+    alone = method(fixed(mask[1:], method), **options).attribute(x[1], 1)
     torch.testing.assert_close(batch[1].values, alone.values, atol=1e-5 * float(alone.values.abs().max()), rtol=0)
     assert (batch.layer, batch.target_names[1]) == (alone.layer, alone.target_names[0])
 
@@ -100,7 +100,7 @@ def test_private_copies_partial_forwards_and_wrapped_methods_get_the_rows(x: Ten
         lambda model: SmoothGrad(IntegratedGradients(model, steps=2, chunk=2), passes=4, chunk=3),
     ):
         batch = make(with_mask()).attribute(x, 0, forward_args=(half,))
-        alone = make(fixed(half[1:], 1.0)).attribute(x[1], 0)
+        alone = make(fixed(half[1:], stretch=1.0)).attribute(x[1], 0)
         torch.testing.assert_close(batch[1].values, alone.values, atol=0.05 * float(alone.values.abs().max()), rtol=0)
 
 

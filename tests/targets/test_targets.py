@@ -26,7 +26,7 @@ from saliency import (
 )
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.targets.targets import as_target, output_tensor
-from saliency.testing import tiny_model
+from saliency.testing import tiny_model_for
 from saliency.testing.case import images
 from tests.models import LinearModel
 
@@ -609,7 +609,8 @@ def total(output: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:excitation_backprop. the shares")  # of a softmax
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_each_image_has_its_own_function_in_every_method(name: str) -> None:
-    x, method = images(2), METHODS[name](tiny_model().eval(), **METHODS[name].quick_options)
+    cls = METHODS[name]
+    x, method = images(2), cls(tiny_model_for(cls)(), **cls.quick_options)
     try:
         batch = method.attribute(x, [first_probability, total])
     except NotApplicableError:

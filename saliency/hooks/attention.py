@@ -1,0 +1,165 @@
+"""Read attention from the autograd graph: a fused kernel's operands, or a softmax between two matrix products.
+
+Fused kernels never form the attention probabilities, but they save query, key and value. The probabilities and their
+gradient follow from these and from the gradient at the kernel's result. Nothing in the model is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .autograd_graph import next_functions, saved
+
+_SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
+_PRODUCTS = frozenset({"BmmBackward0", "BaddbmmBackward0"})
+# The logits of attention come from a product of query and key without one of these in between.
+_WEIGHTED = frozenset({"AddmmBackward0", "MmBackward0", "ConvolutionBackward0"})
+
+
+@dataclass(eq=False, slots=True)
+class AttentionCall:
+    """One call of attention in a forward.
+
+    Attributes:
+        node: The operation that multiplies by the values.
+        images: The number of images.
+        value: The values (..., keys, d).
+        weights: The probabilities where a softmax of the model computed them, else None.
+        query: The queries (N, heads, queries, d) of a fused kernel.
+        key: The keys (N, heads, keys, d) of a fused kernel; with grouped keys, fewer heads.
+        bias: What a fused kernel adds to the logits, or a mask of bool; None if nothing.
+        scale: The factor of a fused kernel's logits.
+        is_causal: Whether a query of a fused kernel sees only keys up to its own position.
+    """
+
+    node: Node
+    images: int
+    value: Tensor
+    weights: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    bias: Tensor | None = None
+    scale: float = 1.0
+    is_causal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the probabilities: (N, heads, queries, keys)."""
+        like = self.value if self.query is None else self.query
+        rows = like if self.weights is None else self.weights  # (..., queries, d or keys)
+        images = self.images if rows.dim() == 3 else math.prod(rows.shape[:-3])
+        return images, math.prod(rows.shape[:-2]) // images, rows.shape[-2], self.value.shape[-2]
+
+    def logits(self) -> Tensor:
+        """Return the logits (N, heads, queries, keys); where a softmax computed the weights, their logarithms."""
+        if self.query is None or self.key is None:
+            return self.probabilities().log()
+        query = _precise(self.query)
+        logits = (query * self.scale) @ _grouped(self.key, query).mT
+        if self.is_causal:
+            logits.masked_fill_(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        if self.bias is None:
+            return logits
+        if self.bias.dtype == torch.bool:
+            return logits.masked_fill_(~self.bias, -math.inf)
+        return logits.add_(self.bias)
+
+    def probabilities(self) -> Tensor:
+        """Return the attention probabilities (N, heads, queries, keys). For windows, N counts windows."""
+        if self.weights is not None:
+            return self.by_head(_precise(self.weights))
+        probabilities = self.logits().softmax(-1)
+        # A query that sees no key has a sum of zero.
+        return probabilities if self.bias is None else probabilities.nan_to_num_(0)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
+        return self.by_head(_precise(grad) @ _grouped(self.value, grad).mT)
+
+    def by_head(self, values: Tensor) -> Tensor:
+        """Return values of all heads (..., a, b) as (N, heads, a, b)."""
+        return values.reshape(*self.shape[:2], *values.shape[-2:])
+
+
+def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCall], list[Node]]:
+    """Find the attention calls of a forward, before a backward pass frees its graph.
+
+    Args:
+        nodes: The nodes of the graph in the order of the backward pass.
+        images: The number of images.
+
+    Returns:
+        The calls in the order of the forward, and the softmaxes before the last of them that are none of theirs.
+    """
+    calls, softmaxes, others = list[AttentionCall](), set[Node](), list[Node]()
+    for node in nodes:
+        if saved(node, "query", None) is not None:
+            calls.append(_fused(node, images))
+        elif node.name() == "BmmBackward0" and (softmax := _softmax_of(node)) is not None:
+            softmaxes.add(softmax)
+            calls.append(AttentionCall(node, images, _read(node, "mat2"), _read(softmax, "result")))
+        elif node.name() in _SOFTMAX and node not in softmaxes and calls:
+            others.append(node)
+    return calls[::-1], others
+
+
+def _fused(node: Node, images: int) -> AttentionCall:
+    query, bias = _read(node, "query"), saved(node, "attn_mask", saved(node, "attn_bias", None))
+    scale = saved(node, "scale", None)
+    return AttentionCall(
+        node,
+        images,
+        _read(node, "value"),
+        query=query,
+        key=_read(node, "key"),
+        bias=None if bias is None else bias.detach(),
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        is_causal=saved(node, "is_causal", False),
+    )
+
+
+def _read(node: Node, name: str) -> Tensor:
+    values: Tensor = saved(node, name)
+    return values.detach()
+
+
+def _softmax_of(product: Node) -> Node | None:
+    """Return the softmax over keys whose result is the first factor of a matrix product; None if there is none."""
+    node = next_functions(product)[0][0]
+    while node is not None and node.name() not in _SOFTMAX:
+        operands = [operand for operand, _ in next_functions(node) if operand is not None]
+        node = operands[0] if len(operands) == 1 else None
+    if node is None or not _is_of_products(node):
+        return None
+    weights, factor = saved(node, "result"), saved(product, "self")
+    is_last = saved(node, "dim") in (weights.dim() - 1, 2**64 - 1)  # -1, as an unsigned number
+    return node if is_last and torch.equal(weights.reshape(-1), factor.reshape(-1)) else None
+
+
+def _is_of_products(softmax: Node) -> bool:
+    """Return whether the logits of a softmax come from a product of two signals, perhaps with a bias."""
+    above = [softmax]
+    while above:
+        for operand, _ in next_functions(above.pop()):
+            if operand is not None and operand.name() in _PRODUCTS:
+                return True
+            if operand is not None and operand.name() not in _WEIGHTED:
+                above.append(operand)
+    return False
+
+
+def _precise(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _grouped(values: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values with as many heads as the queries."""
+    values = _precise(values)
+    heads = query.shape[1] // values.shape[1] if query.dim() == 4 else 1
+    return values if heads == 1 else values.repeat_interleave(heads, 1)

@@ -1,0 +1,111 @@
+"""The attention of a transformer: the probabilities of each call, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from ..attribution.forward import SharedForward, TargetGradients
+from ..attribution.resolved_target import ResolvedTarget
+from ..errors import NotApplicableError, TargetError
+from ..hooks.attention import AttentionCall
+from ..hooks.forward_args import ForwardArgs, bind_forward_args
+from ..hooks.manager import is_hookable
+from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..io.inputs import ImagesLike, read
+from ..targets.targets import TargetLike, as_categories
+from ..validation import check_choice
+
+Reduce = Literal["mean_heads", "max_heads", "min_heads"]
+
+
+class LayerAttention:
+    """The attention of one call, computed from queries and keys when it is read.
+
+    Attributes:
+        layer: The name of the module that ran the call.
+        shape: The shape of the probabilities: (N, heads, queries, keys), without the heads if they are reduced. For
+            attention in windows, N counts the windows of all images.
+    """
+
+    def __init__(self, layer: str, call: AttentionCall, grad: Tensor | None, reduce: Reduce | None) -> None:
+        images, heads, queries, keys = call.shape
+        self.layer = layer
+        self.shape = (images, heads, queries, keys) if reduce is None else (images, queries, keys)
+        self._call, self._grad, self._reduce = call, grad, reduce
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The attention probabilities, which sum to 1 over the keys."""
+        return self._reduced(self._call.probabilities())
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the score at the probabilities. Raises TargetError if no target was given."""
+        if self._grad is None:
+            raise TargetError("the gradient of attention needs a target: attention(model, image, target)")
+        return self._reduced(self._call.gradient(self._grad))
+
+    def _reduced(self, maps: Tensor) -> Tensor:
+        if self._reduce is None:
+            return maps
+        if self._reduce == "mean_heads":
+            return maps.mean(1)
+        return maps.amax(1) if self._reduce == "max_heads" else maps.amin(1)
+
+    def __repr__(self) -> str:
+        """Return the layer and the shape."""
+        return f'<LayerAttention of "{self.layer}", {self.shape}>'
+
+
+def attention(
+    model: nn.Module,
+    image: ImagesLike,
+    target: TargetLike = None,
+    *,
+    reduce: Reduce | None = None,
+    forward_args: ForwardArgs = (),
+) -> list[LayerAttention]:
+    """Read the attention of every layer in one forward, also of fused kernels, without changing the model.
+
+    Fused kernels never form the probabilities. They are computed here from the queries and keys that the kernel saved,
+    with masks, biases and rotary positions; their gradient follows from the values and the gradient at the kernel's
+    result. Each item computes its own when it is read, so that one layer at a time takes memory.
+
+    Args:
+        model: A transformer: fused attention of any kernel, `nn.MultiheadAttention`, or a softmax between two matrix
+            products.
+        image: As for `Attribution.attribute`.
+        target: As for `Attribution.attribute`, for the gradients. None computes no gradients.
+        reduce: "mean_heads", "max_heads" or "min_heads" over the heads; None keeps them.
+        forward_args: As for `Attribution.attribute`.
+
+    Returns:
+        One item per call of attention on which the scores depend, in their order.
+
+    Raises:
+        NotApplicableError: No attention was found, or a softmax before the last one could not be read as attention.
+        MethodError: `reduce` is unknown.
+        ImageError: The image cannot be read or is not what the model takes.
+        TargetError: The target does not fit the model's output.
+    """
+    if reduce is not None:
+        check_choice("reduce", reduce, get_args(Reduce))
+    model = unwrap(model)
+    batch = read(image, model_attribute("preprocess", model), like=reference_tensor(model)).tensor
+    categories = model_attribute("categories", model)
+    resolved = ResolvedTarget(target, len(batch), None if categories is None else as_categories(categories))
+    names = [name for name, module in model.named_modules() if is_hookable(model, name, module)]
+    backwards = int(target is not None)
+    with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
+        forward = SharedForward(model, batch, backwards=backwards, traced=names, reads_attention=True)
+        grads = TargetGradients(forward, resolved)
+        if not grads.attention:
+            raise NotApplicableError(
+                f"{type(model).__name__} has no attention that can be read: no fused attention, and no softmax between "
+                "two matrix products"
+            )
+        grad = {call: None if target is None else grads.attention_gradient(call) for call in grads.attention}
+        layers = {call: max(forward.operations.modules(call.node), key=len, default="") for call in grads.attention}
+    return [LayerAttention(layers[call], call, grad[call], reduce) for call in grads.attention]

@@ -1,0 +1,231 @@
+"""Maps from the self-attention of a vision transformer, with one value per patch.
+
+A new method is a subclass of `AttentionMap` with a `name` and `relevance`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..attribution.base import BatchAttribution, TracedAttribution
+from ..attribution.explanation import Sign
+from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.options import Option
+from ..errors import NotApplicableError
+from ..hooks.attention import AttentionCall
+from ..layers.find import token_layout
+from ..validation import check_choice, check_number
+
+HeadFusion = Literal["mean", "max", "min"]
+
+_INSTEAD = "attn_lrp works on any transformer"
+
+
+class TokenAttention:
+    """The self-attention among all tokens in one forward, and the gradients of the scores there.
+
+    Args:
+        grads: The scores and gradients of one forward that reads attention.
+        method: The name of the method, for errors.
+
+    Attributes:
+        grads: The scores and gradients.
+        blocks: The calls of self-attention, in order.
+        pooling: The call after them whose queries are not the tokens, in a pooling head; None without one.
+        tokens: The number of tokens.
+
+    Raises:
+        NotApplicableError: The network has no attention, or another one.
+    """
+
+    def __init__(self, grads: TargetGradients, method: str) -> None:
+        self.grads = grads
+        model, calls = type(grads.forward.model).__name__, grads.attention
+        if not calls:
+            raise NotApplicableError(f"{method}: {model} has no attention that can be read; {_INSTEAD}")
+        if grads.other_softmaxes:
+            parts = f"{len(grads.other_softmaxes)} attentions of {model} cannot be read, because they mix heads or keys"
+            raise NotApplicableError(f"{method}: {parts} by a formula of their own; {_INSTEAD}")
+        images, _, _, self.tokens = calls[0].shape
+        self.blocks = [call for call in calls if call.shape[2] == call.shape[3]]
+        others = [call for call in calls if call.shape[2] != call.shape[3]]
+        self.pooling = others[0] if others == calls[-1:] else None
+        is_uniform = all(call.shape[3] == self.tokens for call in calls)
+        if images != len(grads.x) or not is_uniform or not self.blocks or (others and not self.pooling):
+            problem = f"the attention of {model} is not among all tokens in each block (windows, stages, channels)"
+            raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
+
+    def gradient(self, call: AttentionCall) -> Tensor:
+        """Return the gradient at the probabilities of a call (N, heads, queries, keys)."""
+        return call.gradient(self.grads.attention_gradient(call))
+
+    def read_queries(self) -> Tensor:
+        """Return which queries of the last call the scores read, as shares that sum to 1: (N, 1, queries).
+
+        These are the class token, the two of a distilled network, all patches under a mean, or those of a pooling head.
+        """
+        grad = (self.pooling or self.blocks[-1]).by_head(self.grads.last_attention_gradient())
+        is_read = (grad != 0).any(-1).any(1, keepdim=True).to(at_least_float32(self.grads.x).dtype)
+        return is_read / is_read.sum(-1, keepdim=True).clamp(min=1)
+
+
+class AttentionMap(TracedAttribution):
+    """Base class of methods that read the self-attention among all tokens of a vision transformer.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+    """
+
+    needs_attention = True
+    backwards = 1
+    sign: ClassVar[Sign] = "positive"
+    is_complete = False
+
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        """Return the relevance of the patches."""
+        attention = TokenAttention(grads, self.name)
+        layout = token_layout(self.model, attention.tokens, grads.x)
+        return BatchAttribution(layout(self.relevance(attention)[:, :, None]), grads.scores)
+
+    @abstractmethod
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the relevance of all tokens (N, tokens), given the attention of one forward."""
+
+
+class AttentionRollout(AttentionMap):
+    """Share of each patch in the tokens that the head reads, if each block mixes tokens by its mean attention.
+
+    The attention of a block is averaged over its heads, then averaged with the identity for the residual connection;
+    the product over all blocks is the share of each token. It does not depend on the class.
+
+    Args:
+        model: As for every method.
+        head_fusion: "mean", "max" or "min" over the heads.
+        discard_ratio: The share of the smallest attention values of each image that are set to 0, except those of a
+            token to itself; from 0 to less than 1.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), shares of 1. With those of the class token and other tokens, they sum to 1.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        MethodError: An option is out of range.
+        TargetError: The target does not fit the model's output.
+
+    Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers" (2020), https://arxiv.org/abs/2005.00928.
+    """
+
+    name = "attention_rollout"
+    cost = "1 forward"
+    units = "share of 1"
+
+    head_fusion: Option[HeadFusion] = Option("mean", check_choice, get_args(HeadFusion))
+    discard_ratio: Option[float] = Option(0.0, check_number, least=0, below=1)
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the shares of all tokens in those that the head reads."""
+        shares = attention.read_queries()
+        if attention.pooling is not None:
+            fused = self.fused(attention, attention.pooling)
+            shares = (shares / fused.sum(-1).unsqueeze(1).clamp(min=torch.finfo(fused.dtype).tiny)) @ fused
+        for call in attention.blocks[::-1]:
+            fused = self.fused(attention, call)
+            diagonal = fused.diagonal(dim1=-2, dim2=-1).clone()
+            if self.discard_ratio:
+                _discard_smallest(fused, self.discard_ratio)
+            fused.diagonal(dim1=-2, dim2=-1).copy_(diagonal + 1)
+            shares = (shares / fused.sum(-1).unsqueeze(1)) @ fused
+        return shares[:, 0]
+
+    def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
+        """Return the attention of a block, fused over its heads (N, queries, keys)."""
+        probabilities = call.probabilities()
+        return (
+            probabilities.mean(1) if self.head_fusion == "mean" else getattr(probabilities, f"a{self.head_fusion}")(1)
+        )
+
+
+class GradientRollout(AttentionRollout):
+    """Attention rollout with each attention value multiplied by its gradient, so that it depends on the class.
+
+    The products are averaged over the heads, and negative means count as 0.
+
+    Args:
+        model: As for every method.
+        discard_ratio: As for `AttentionRollout`.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), shares of 1. With those of the class token and other tokens, they sum to 1.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        MethodError: An option is out of range.
+        TargetError: The target does not fit the model's output.
+
+    Source: Gildenblat, "Exploring Explainability for Vision Transformers" (2020),
+        https://jacobgil.github.io/deeplearning/vision-transformer-explainability.
+    """
+
+    name = "gradient_rollout"
+    cost = "1 forward, 1 backward"
+    backwards = 2
+
+    def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
+        """Return attention times gradient of a block, averaged over its heads (N, queries, keys)."""
+        return call.probabilities().mul_(attention.gradient(call)).mean(1).clamp_(min=0)
+
+
+class CheferAttention(AttentionMap):
+    """Relevance that flows through the attention of all blocks, weighted by its gradient.
+
+    Each block adds the positive part of attention times gradient, averaged over the heads, times the relevance so far:
+    R = R + mean((A * gradient)+) R, from the identity. The map is the row of the tokens that the head reads, without
+    their own share.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), at least 0, in no unit of their own.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        TargetError: The target does not fit the model's output.
+
+    Source: Chefer et al., "Generic Attention-Model Explainability for Interpreting Bi-Modal and Encoder-Decoder
+        Transformers" (2021), https://arxiv.org/abs/2103.15679.
+    """
+
+    name = "chefer_attention"
+    cost = "1 forward, 1 backward"
+    units = "relevance"
+    backwards = 2
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the relevance of all tokens to those that the head reads."""
+        read = attention.read_queries()
+        if attention.pooling is not None:
+            read = read @ self.weighted(attention, attention.pooling)
+        relevance = read
+        for call in attention.blocks[::-1]:
+            relevance = torch.baddbmm(relevance, relevance, self.weighted(attention, call))
+        return (relevance if attention.pooling is not None else relevance - read)[:, 0]
+
+    def weighted(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
+        """Return the positive part of attention times gradient, averaged over the heads (N, queries, keys)."""
+        return call.probabilities().mul_(attention.gradient(call)).clamp_(min=0).mean(1)
+
+
+def _discard_smallest(fused: Tensor, ratio: float) -> None:
+    """Set the smallest values of each image (N, queries, keys) to 0 in place."""
+    flat = fused.flatten(1)
+    smallest = flat.topk(int(flat.shape[1] * ratio), largest=False).indices
+    flat.scatter_(1, smallest, 0)

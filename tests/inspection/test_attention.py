@@ -1,0 +1,234 @@
+"""The attention that is read equals that of the same model with unfused attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import saliency
+from saliency import NotApplicableError, TargetError
+from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
+
+timm: Any = pytest.importorskip("timm")
+
+
+def unfused(model: nn.Module, x: Tensor, target: int) -> list[tuple[Tensor, Tensor]]:
+    """The probabilities and gradients of a timm model without fused attention."""
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].retain_grad()
+        kept.append(args[0])
+
+    handles = []
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # type: ignore[assignment]
+        if hasattr(module, "fused_attn") and hasattr(module, "attn_drop"):  # a pooling head has no dropout
+            handles.append(module.attn_drop.register_forward_pre_hook(keep))  # type: ignore[union-attr]
+    model(x.clone().requires_grad_())[:, target].sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [(probabilities.detach(), probabilities.grad) for probabilities in kept]  # type: ignore[misc]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+TIMM = {
+    "vit_tiny_patch16_224": {},
+    "deit_tiny_distilled_patch16_224": {},
+    "vit_small_patch14_reg4_dinov2": {"img_size": 56},
+    "eva02_tiny_patch14_224": {"img_size": 56},
+    "beit_base_patch16_224": {"depth": 2},
+    "vit_base_patch16_siglip_224": {"depth": 2},
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_attention_of_timm_equals_that_of_its_unfused_form(name: str, fused: bool) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{"depth": 3, "num_classes": 7, **TIMM[name]}).eval()
+    size = TIMM[name].get("img_size", 224)
+    x = torch.randn(2, 3, size, size)
+    wanted = unfused(model, x, 3)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
+    found = saliency.attention(model, x, 3)
+    if "siglip" in name:
+        assert found.pop().shape == (2, 12, 1, 196)
+    assert [item.shape for item in found] == [tuple(probabilities.shape) for probabilities, _ in wanted]
+    for item, (probabilities, gradient) in zip(found, wanted, strict=True):
+        close(item.probabilities, probabilities)
+        close(item.gradient, gradient)
+
+
+def test_windows_of_swin_are_read() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 1, 1, 1), num_classes=4).eval()
+    x = torch.randn(1, 3, 224, 224)
+    found = saliency.attention(model, x, 1)
+    wanted = unfused(model, x, 1)
+    assert [item.layer for item in found[:2]] == ["layers.0.blocks.0.attn", "layers.0.blocks.1.attn"]
+    for item, (probabilities, gradient) in zip(found, wanted, strict=True):
+        close(item.probabilities, probabilities)
+        close(item.gradient, gradient)
+
+
+def test_attention_of_hugging_face_equals_its_own_output() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64
+    )
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(config).eval()
+    x = torch.randn(2, 3, 32, 32)
+    found = saliency.attention(model, x)
+    model.set_attn_implementation("eager")
+    wanted = model(x, output_attentions=True).attentions
+    assert len(found) == len(wanted) == 3
+    for item, probabilities in zip(found, wanted, strict=True):
+        close(item.probabilities, probabilities.detach())
+        with pytest.raises(TargetError, match="needs a target"):
+            item.gradient  # noqa: B018
+    for item, fused in zip(saliency.attention(model, x, 0), found, strict=True):
+        close(item.probabilities, fused.probabilities)
+
+
+class Block(nn.Module):
+    """Attention written by hand, with whatever a test adds to it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.qkv = nn.Linear(16, 48)
+        self.bias = nn.Parameter(torch.randn(1, 4, 16, 16))
+        self.head = nn.Linear(16, 3)
+        self.kept = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).mT
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)  # (N, heads, tokens, d)
+        if self.kind == "grouped":
+            k, v = k[:, ::2], v[:, ::2]
+        if self.kind.startswith("by hand"):
+            logits = q @ k.mT / 2 + self.bias
+            weights = logits.masked_fill(self.mask(), -torch.inf).softmax(-1)
+            out = weights @ v if "einsum" not in self.kind else torch.einsum("nhqk,nhkd->nhqd", weights, v)
+        else:
+            out = self.fused(q, k, v)
+        return self.head(out.transpose(1, 2).flatten(2).mean(1))  # type: ignore[no-any-return]
+
+    def mask(self) -> Tensor:
+        return torch.eye(16, dtype=torch.bool)
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "bias": {"attn_mask": self.bias},
+            "mask": {"attn_mask": ~self.mask()},
+            "causal": {"is_causal": True},
+            "scale": {"scale": 0.3},
+            "grouped": {"enable_gqa": True},
+        }
+        return F.scaled_dot_product_attention(q, k, v, **kinds[self.kind])
+
+
+def explicit(model: Block, x: Tensor, target: int) -> tuple[Tensor, Tensor]:
+    """The probabilities and their gradient, spelled out."""
+    tokens = model.patches(x).flatten(2).mT
+    q, k, v = model.qkv(tokens).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+    if model.kind == "grouped":
+        k, v = (part[:, ::2].repeat_interleave(2, 1) for part in (k, v))
+    logits = q @ k.mT * (0.3 if model.kind == "scale" else 0.5)
+    if model.kind == "bias" or model.kind.startswith("by hand"):
+        logits = logits + model.bias
+    if model.kind == "mask" or model.kind.startswith("by hand"):
+        logits = logits.masked_fill(model.mask(), -torch.inf)
+    if model.kind == "causal":
+        logits = logits.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -torch.inf)
+    weights = logits.softmax(-1)
+    score = model.head((weights @ v).transpose(1, 2).flatten(2).mean(1))[:, target].sum()
+    return weights.detach(), torch.autograd.grad(score, weights)[0]
+
+
+KINDS = ["plain", "bias", "mask", "causal", "scale", "grouped", "by hand", "by hand, einsum"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_biases_and_scales_are_part_of_what_is_read(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Block(kind).eval().to(dtype), torch.randn(2, 3, 16, 16, dtype=dtype)
+    (found,) = saliency.attention(model, x, 1)
+    probabilities, gradient = explicit(model, x, 1)
+    close(found.probabilities, probabilities)
+    close(found.gradient, gradient)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multi_head_attention_is_read(need_weights: bool) -> None:
+    model, x = tiny_transformer(), images(2)
+    found = saliency.attention(model, x, 1)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.attention.forward = partial_forward(block.attention, need_weights)
+    again = saliency.attention(model, x, 1)
+    assert [item.layer for item in again] == [f"blocks.{i}.attention" for i in range(2)]
+    for item, other in zip(found, again, strict=True):
+        assert item.shape == other.shape == (2, 2, 17, 17)
+        close(other.probabilities, item.probabilities)
+        close(other.gradient, item.gradient)
+
+
+def partial_forward(module: nn.MultiheadAttention, need_weights: bool) -> Any:
+    own = module.forward
+    return lambda q, k, v, **_: own(q, k, v, need_weights=need_weights)
+
+
+def test_heads_are_reduced_on_request() -> None:
+    model, x = tiny_transformer(), images(2)
+    reductions: dict[Any, Any] = {"mean_heads": torch.mean, "max_heads": torch.amax, "min_heads": torch.amin}
+    for reduce, function in reductions.items():
+        for whole, reduced in zip(
+            saliency.attention(model, x, 0), saliency.attention(model, x, 0, reduce=reduce), strict=True
+        ):
+            assert reduced.shape == (2, 17, 17)
+            close(reduced.probabilities, function(whole.probabilities, 1))
+            close(reduced.gradient, function(whole.gradient, 1))
+
+
+def test_what_is_not_attention_is_not_taken_for_it() -> None:
+    def gate(x: Tensor) -> Tensor:
+        return x * x.softmax(-1)
+
+    def linear_attention(x: Tensor) -> Tensor:
+        tokens = x.flatten(2)
+        return tokens.softmax(-1) @ (tokens.mT @ tokens)
+
+    class Net(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.stem, self.function, self.head = nn.Conv2d(3, 4, 3), function, nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.function(self.stem(x)).flatten(2).mean(2))  # type: ignore[no-any-return]
+
+    for model in (Net(gate), Net(linear_attention), tiny_model()):
+        with pytest.raises(NotApplicableError, match="has no attention that can be read"):
+            saliency.attention(model.eval(), images(1))
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model, x = tiny_transformer(), images(2)
+    before = Snapshot(model=model, x=x)
+    items = saliency.attention(model, x, 1)
+    assert all(item.gradient.isfinite().all() for item in items)
+    assert not before.changes()

@@ -1,0 +1,134 @@
+"""Maps from attention equal the papers' formulas, spelled out with whole matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import saliency
+from saliency import AttentionRollout, CheferAttention, GradientRollout, NotApplicableError, explain_together
+from saliency.testing import images, tiny_transformer
+
+timm: Any = pytest.importorskip("timm")
+
+
+def tiny_timm(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(name, **{"depth": 3, "num_classes": 5, "img_size": 64, **options}).eval()
+    return model
+
+
+X = images(2, (64, 64))
+
+
+def row_normalised(fused: Tensor) -> Tensor:
+    with_self = fused + torch.eye(fused.shape[-1])
+    return with_self / with_self.sum(-1, keepdim=True)
+
+
+def product(matrices: list[Tensor]) -> Tensor:
+    whole = matrices[0]
+    for matrix in matrices[1:]:
+        whole = matrix @ whole
+    return whole
+
+
+@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
+def test_rollout_is_the_product_of_the_matrices(fusion: Any) -> None:
+    model = tiny_timm()
+    reduced = saliency.attention(model, X, reduce=f"{fusion}_heads")  # type: ignore[arg-type]
+    wanted = product([row_normalised(item.probabilities) for item in reduced])
+    found = AttentionRollout(model, head_fusion=fusion).attribute(X, 1)
+    torch.testing.assert_close(wanted.sum(-1), torch.ones(2, 17))
+    torch.testing.assert_close(found.values.flatten(1), wanted[:, 0, 1:])
+
+
+def test_rollout_reads_what_the_head_reads() -> None:
+    for name, options, rows in (
+        ("vit_tiny_patch16_224", {"global_pool": "avg"}, slice(1, None)),
+        ("deit_tiny_distilled_patch16_224", {}, slice(0, 2)),
+    ):
+        model = tiny_timm(name, **options)
+        matrices = [row_normalised(item.probabilities) for item in saliency.attention(model, X, reduce="mean_heads")]
+        wanted = product(matrices)[:, rows].mean(1)
+        prefix = 2 if "distilled" in name else 1
+        torch.testing.assert_close(AttentionRollout(model).attribute(X, 1).values.flatten(1), wanted[:, prefix:])
+
+
+def test_a_pooling_head_is_the_last_factor_of_rollout() -> None:
+    model = tiny_timm("vit_base_patch16_siglip_224")
+    *blocks, pooling = saliency.attention(model, X, reduce="mean_heads")
+    wanted = pooling.probabilities @ product([row_normalised(item.probabilities) for item in blocks])
+    torch.testing.assert_close(AttentionRollout(model).attribute(X, 1).values.flatten(1), wanted[:, 0])
+
+
+def test_the_smallest_values_of_each_image_are_discarded_but_not_the_diagonal() -> None:
+    model = tiny_timm()
+    matrices = []
+    for item in saliency.attention(model, X, reduce="mean_heads"):
+        fused = item.probabilities.clone()
+        for image in fused:
+            diagonal = image.diagonal().clone()
+            image[image < image.flatten().sort().values[int(0.7 * 17 * 17)]] = 0
+            image.diagonal().copy_(diagonal)
+        matrices.append(row_normalised(fused))
+    found = AttentionRollout(model, discard_ratio=0.7).attribute(X, 1)
+    torch.testing.assert_close(found.values.flatten(1), product(matrices)[:, 0, 1:])
+
+
+def test_gradient_rollout_is_the_product_of_attention_times_gradient() -> None:
+    model = tiny_timm()
+    matrices = [
+        row_normalised((item.probabilities * item.gradient).mean(1).clamp(min=0))
+        for item in saliency.attention(model, X, 1)
+    ]
+    found = GradientRollout(model).attribute(X, 1)
+    torch.testing.assert_close(found.values.flatten(1), product(matrices)[:, 0, 1:])
+
+
+def test_chefer_is_the_sum_over_blocks_of_attention_times_gradient() -> None:
+    model = tiny_timm()
+    relevance = torch.eye(17).expand(2, -1, -1)
+    for item in saliency.attention(model, X, 1):
+        relevance = relevance + (item.probabilities * item.gradient).clamp(min=0).mean(1) @ relevance
+    found = CheferAttention(model).attribute(X, 1)
+    torch.testing.assert_close(found.values.flatten(1), relevance[:, 0, 1:])
+
+
+def test_registers_are_not_patches() -> None:
+    model = tiny_timm("vit_small_patch14_reg4_dinov2", img_size=56)
+    assert AttentionRollout(model).attribute(images(1, (56, 56)), 0).values.shape == (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("swin_tiny_patch4_window7_224", {"img_size": 224}, "not among all tokens in each block"),
+        ("cait_xxs24_224", {"img_size": 64}, "cannot be read, because they mix heads"),
+        ("resnet18", {}, "has no attention that can be read"),
+    ],
+)
+@pytest.mark.parametrize("method", [AttentionRollout, GradientRollout, CheferAttention])
+def test_a_network_for_which_it_is_not_defined_is_refused(
+    method: Any, name: str, options: dict[str, Any], problem: str
+) -> None:
+    model = timm.create_model(name, num_classes=3, **options).eval()
+    size = options.get("img_size", 64)
+    with pytest.raises(NotApplicableError, match=rf"{problem}.*attn_lrp"):
+        method(model).attribute(images(1, (size, size)), 0)
+
+
+def test_all_share_one_forward_and_one_backward() -> None:
+    model, x = tiny_transformer(), images(2)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    methods = [CheferAttention(model), AttentionRollout(model), GradientRollout(model)]
+    methods[0].attribute(x, 1)  # finds the layout
+    calls.clear()
+    together = explain_together(methods, x, 1)
+    assert len(calls) == 1
+    for method, found in zip(methods, together, strict=True):
+        torch.testing.assert_close(found.values, method.attribute(x, 1).values)
