@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import DualEncoder
+from saliency import DualEncoder, Preprocess
 from tests.relevance.vision_transformers import drawn
 
 WORDS = ["<pad>", "<start>", "a", "photo", "of", "cat", "dog", "red", "bus", "<end>"]
@@ -76,3 +77,10 @@ _BUILDERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 # As MODELS of tests.relevance.vision_transformers.
 MODELS = {name: cache(build) for name, build in _BUILDERS.items()}
+
+
+def for_photos() -> nn.Module:
+    """A model with a preprocessing, as `--model tests.dual_encoders:for_photos`."""
+    model: Any = copy.deepcopy(MODELS["open_clip ViT"]()[0])
+    model.preprocess = Preprocess(size=(32, 32), resize=32)
+    return model  # type: ignore[no-any-return]

@@ -159,7 +159,7 @@ def test_nothing_below_the_drawing_draws(name: str) -> None:
 
 HEAVY = (
     *("torchvision", "timm", "huggingface_hub", "matplotlib", "cv2", "skimage", "sklearn", "scipy"),
-    *("rich", "pandas", "ray"),
+    *("rich", "pandas", "ray", "open_clip", "transformers"),
 )
 
 

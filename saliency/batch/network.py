@@ -19,7 +19,7 @@ from ..attribution.spellings import option_hint
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..io.preprocess import Box
-from ..targets.targets import ClassScore, class_index, class_scores
+from ..targets.targets import ClassScore, Target, class_index, class_scores
 from ..zoo import load
 from .errors import BatchError
 from .listing import ImageEntry
@@ -77,14 +77,14 @@ class LoadedImage:
 
     Attributes:
         failure: Reason why the image cannot be explained.
-        target: Class index; None for the top class.
+        target: Class index, or another target; None for the top class.
         tensor: (C, H, W) input of the model; None after a failure.
         box: Position of the input on the picture.
         picture: The decoded picture; None if it was too large to be kept.
     """
 
     failure: Exception | None = None
-    target: int | None = None
+    target: int | Target | None = None
     tensor: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
     picture: Image.Image | None = None
@@ -178,9 +178,7 @@ class Network:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
         return results
 
-    def _attempt(
-        self, methods: Sequence[Attribution], x: Tensor, targets: list[int | None], may_split: bool
-    ) -> _Outcomes:
+    def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], may_split: bool) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
         try:

@@ -129,7 +129,7 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --quiet --recursive {_MODEL} --out --sheet --save {_STYLE}",
+        f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save {_STYLE}",
         "explain:run",
         f"""\
 examples:
@@ -138,6 +138,7 @@ examples:
   saliency explain photos/ --method all --sheet --out maps
   saliency explain *.jpg --model resnet50 --layer layer3 --opacity 0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
+  saliency explain cat.jpg --model open_clip/ViT-B-32 --text "a cat" "a dog"
   curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 
 files:

@@ -21,7 +21,7 @@ from ..batch.drawing import write_results
 from ..batch.errors import Failure, sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
-from ..batch.network import Network, Task, find_devices, load_model, move_model
+from ..batch.network import LoadedImage, Network, Task, find_devices, load_model, move_model
 from ..batch.run import require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
@@ -31,6 +31,7 @@ from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet
+from ..targets.embedding import text
 from .console import Screen, UsageError
 from .options import ALL, METHOD, arguments_of, overlay_style
 
@@ -65,7 +66,20 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Pa
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
     images = find_images(files, recursive=arguments.recursive)
-    return with_names([replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images])
+    images = [replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images]
+    return with_names([one for image in images for one in _once_per_text(image, arguments.texts)])
+
+
+def _once_per_text(image: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
+    """Return an image once for each text, which becomes a part of the names of its files."""
+    stem, suffix = os.path.splitext(image.label)  # noqa: PTH122
+    return [replace(image, label=f"{stem}-{one.replace(' ', '_')}{suffix}") for one in texts] or [image]
+
+
+def _with_text(loaded: LoadedImage, texts: Sequence[str], index: int) -> LoadedImage:
+    """Return the image of that number with its text, against the others, as the target."""
+    others = list(texts)
+    return replace(loaded, target=text(others.pop(index % len(texts)), against=others)) if texts else loaded
 
 
 def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence[ImageEntry], screen: Screen) -> int:
@@ -87,7 +101,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
             for index, image in enumerate(images):
                 show(index, len(images), 0)
                 screen.subject = visible(image.label)
-                loaded = network.load(image)
+                loaded = _with_text(network.load(image), arguments.texts, index)
                 results = network.explain([loaded])[0]
                 if not any(row["overlay"] for row in rows):
                     errors = [Failure.of(one) if isinstance(one, Exception) else None for one in results.values()]
@@ -212,7 +226,7 @@ def _result(row: Row, out: Path) -> Text:
 def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:
     screen.say()
     if written:
-        images = len({row["index"] for row in written})
+        images = len({row["source"] for row in written})
         folder = "" if out == Path() else f" in {visible(out)}{os.sep}"
         screen.say(f"{plural(len(written), 'overlay')} of {plural(images, 'image')}{folder}")
         screen.say(Text("strong colours: what drove the score; rectangle: the crop that the model saw", "dim"))

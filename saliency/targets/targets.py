@@ -312,6 +312,12 @@ class TargetList(OutputTarget):
         """Return the score of each image (N,) by its own target."""
         return torch.cat([self._score(output, image) for image in range(len(self.targets))])
 
+    def probabilities(self, output: Any) -> Tensor | None:
+        """Return the probabilities (N,), if each target has one."""
+        parts = [target.probabilities(target.part(output, image)) for image, target in enumerate(self.targets)]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+
     def _score(self, output: Any, image: int) -> Tensor:
         """Return the score (1,) of one image."""
         target = self.targets[image]
@@ -432,7 +438,7 @@ def output_tensor(output: Any) -> Tensor:
         parts = {name: getattr(output, name) for name in ("logits", "out") if hasattr(output, name)}
     tensors: dict[str, Tensor] = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     if "image_embeds" in tensors and "logits" not in tensors:
-        hint = 'pass saliency.text("a photo of a cat") or saliency.similarity(reference) as the target'
+        hint = 'pass saliency.text("a photo of a cat"), --text, or saliency.similarity(reference) as the target'
         raise TargetError(f"the model returns an embedding and no scores of classes; {hint}")
     name = next((name for name in ("logits", "out", *tensors) if name in tensors), None)
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):

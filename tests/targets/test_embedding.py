@@ -113,6 +113,10 @@ def test_each_image_of_a_batch_may_have_its_own_text(name: str) -> None:
         one = GradCAM(model).attribute(x[image], target)
         torch.testing.assert_close(both[image].values, one.values, rtol=1e-4, atol=1e-6)
         assert both.target_names[image] == one.target_names[0]
+    assert both.probabilities is None
+    contrasts = [text("a cat", against="a dog"), text("a dog", against="a cat")]
+    found = GradCAM(model).attribute(x, contrasts)
+    torch.testing.assert_close(found.probabilities, found.scores.sigmoid())
 
 
 NEED_CLASSES = {"cam", "finer_cam"}
@@ -126,11 +130,12 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     model, x = MODELS[name]()
     cls = saliency.METHODS[method]
     options = {**cls.quick_options, **({"progress": False} if "progress" in cls.options() else {})}
-    refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else set())
+    of_attention = {name for name, cls in saliency.METHODS.items() if "attention" in cls.__module__}
+    refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else of_attention)
     targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]
     for target in targets:
         if method in refused:
-            with pytest.raises(saliency.NotApplicableError):
+            with pytest.raises((saliency.NotApplicableError, saliency.LayerError)):
                 cls(model, **options).attribute(x[0], target)
         else:
             found = cls(model, **options).attribute(x[0], target)
