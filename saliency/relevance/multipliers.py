@@ -141,7 +141,7 @@ def _linear(step: Step) -> Gradients:
         return _integrated(step, 1)
     at = factors.index(True)
     grads: list[Tensor | None] = [None] * len(visit.on_path)
-    grads[at + offset] = linear_operation(operation, at, None).back(step.grad)
+    grads[at + offset] = linear_operation(operation, at).back(step.grad)
     return tuple(grads)
 
 

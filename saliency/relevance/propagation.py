@@ -189,11 +189,15 @@ class Propagation:
             operation = replace(operation, result=None)
         if visit.node in self._biases:
             operation = _with_bias(operation, self._biases[visit.node])
-        op = linear_operation(operation, at, merged)
+        op = linear_operation(operation, at)
+        grad = at_least_float32(visit.grad if merged is None else merged.grad)
+        if merged is not None:
+            op = op.merged(at_least_float32(merged.scale), at_least_float32(merged.shift))
+            grad = grad if op.unit is None else grad * op.unit
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
         walk.treated[f"{kind} by {rule.name}"] += 1
-        passed = rule.propagate(op, at_least_float32(visit.grad if merged is None else merged.grad))
+        passed = rule.propagate(op, grad)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
@@ -206,7 +210,7 @@ class Propagation:
         elif passed.biases is not None:
             visit.absorb("biases", passed.biases)
         if passed.lost is not None:
-            visit.absorb("stabiliser", op.output * passed.lost)
+            visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
@@ -300,9 +304,8 @@ class Propagation:
         if bool(at_zero.any()):
             visit.absorb("activations", visit.grad * at_zero)
             ratio = (operation.result - at_zero) / x
-        is_zero = x == 0
-        if bool(is_zero.any()):
-            ratio = torch.where(is_zero, derivative(operation, x), ratio)
+        if not bool(torch.isfinite(ratio.sum())):
+            ratio = torch.where(x == 0, derivative(operation, x), ratio)
         return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))
 
     def _mul(self, visit: Visit) -> Gradients:
@@ -576,13 +579,12 @@ def _with_bias(operation: Operation, bias: Tensor) -> Operation:
     return Operation(op, {"self": bias, **dict(named)}, None if operation.result is None else operation.result + bias)
 
 
-def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> LinearOperation:
+def linear_operation(operation: Operation, at: int) -> LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
     Args:
         operation: The operation, with its operands.
         at: The place of the operand that depends on the image; the other one holds the weights.
-        merged: The batch norm that is merged into it.
     """
     is_convolution = operation.name == "convolution"
     args = {
@@ -591,22 +593,16 @@ def linear_operation(operation: Operation, at: int, merged: _Merged | None) -> L
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
     bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
     bias = _channels(bias, args["input"]) if is_convolution and bias is not None else bias
-    output = None if operation.result is None else at_least_float32(operation.result)
     run, transposed = (_convolution if is_convolution else _matrix_product)(args, at)
-    scale, shift = (None, None) if merged is None else (at_least_float32(merged.scale), at_least_float32(merged.shift))
-    weight_shape = (-1, *[1] * (args["weight"].dim() - 1)) if is_convolution else (1, -1)
     return LinearOperation(
         args[names[at]],
         args[names[1 - at]],
         bias,
-        output,
         run,
         transposed,
-        scale,
-        shift,
-        weight_shape,
-        tuple(range(1, args["input"].dim())) if is_convolution else (-1 - at,),
-        None if merged or at else operation.norms,
+        None if operation.result is None else at_least_float32(operation.result),
+        dims=tuple(range(1, args["input"].dim())) if is_convolution else (-1 - at,),
+        norms=None if at else operation.norms,
     )
 
 

@@ -69,7 +69,7 @@ def _results(operation: Operation, base: Operation, operands: list[Parts | None]
         return [_weighted(torch.mul, scale, inside[0])]
     factor = places[0] - (operation.name in ("addmm", "baddbmm"))
     if kind == "linear" and len(places) == 1 and factor >= 0:
-        op = linear_operation(operation, factor, None)
+        op = linear_operation(operation, factor)
         return [_weighted(op.run, op.weight, inside[0])]
     if kind != "plain" or is_pointwise(operation.op) or operation.name in _REFUSED | OF_DEGREE_ONE:
         return []

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import MethodError
@@ -28,90 +29,82 @@ _ROUNDING = 64  # sums of parts below this many units of rounding of |W| |a| + |
 class LinearOperation:
     """A convolution or matrix product of one call, with the batch norm that is merged into it.
 
+    A positive factor of an output channel changes no share. So if a batch norm has only positive factors, weights, bias
+    and output are those divided by these factors, and G at the output is multiplied by them.
+
     Attributes:
         input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
-        raw_weight: The weights without the batch norm.
-        raw_bias: The bias without the batch norm, in a shape that broadcasts to the output; None without a bias.
-        raw_output: The output without the batch norm; None if the record does not keep it. A ReLU in place may have
-            written to it where G is 0.
-        run: The operation: from an input, weights, and optionally a bias, to an output.
+        weight: The weights.
+        bias: The bias, in a shape that broadcasts to the output; None without a bias.
+        run: The operation: from an input, weights, and optionally a bias, to a new tensor, the output.
         transposed: Its transpose in the input: from a tensor like the output, and weights, to one like the input.
-        scale: The factor of the batch norm for each output channel; None if nothing is merged.
-        shift: The constant of the batch norm.
-        weight_shape: The shape in which a factor per output channel broadcasts to the weights.
+        recorded: The output without the batch norm; None if the record does not keep it. A ReLU in place may have
+            written to it where G is 0.
+        scale: The factor from the recorded output to the one with the batch norm; None for 1.
+        shift: The constant that is added then; None for 0.
+        unit: The factors of the batch norm by which the operation is divided; None for 1.
         dims: The dimensions of the output over which a relative epsilon takes the root mean square.
         norms: The norms of the output over these dimensions; None to compute them.
     """
 
     input: Tensor
-    raw_weight: Tensor
-    raw_bias: Tensor | None
-    raw_output: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     run: Callable[..., Tensor]
     transposed: Callable[[Tensor, Tensor], Tensor]
+    recorded: Tensor | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
-    weight_shape: tuple[int, ...] = ()
+    unit: Tensor | None = None
     dims: tuple[int, ...] = (-1,)
     norms: Tensor | None = None
 
-    @cached_property
-    def weight(self) -> Tensor:
-        """The weights, with the batch norm."""
-        return self.raw_weight if self.scale is None else self.raw_weight * self.scale.view(self.weight_shape)
-
-    @cached_property
-    def bias(self) -> Tensor | None:
-        """The bias, with the batch norm."""
-        if self.scale is None or self.shift is None:
-            return self.raw_bias
-        return self.shift if self.raw_bias is None else torch.addcmul(self.shift, self.raw_bias, self.scale)
+    def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
+        """Return the operation followed by a factor and a constant for each channel, in the shape (1, C, ...)."""
+        if bool((scale > 0).all()):
+            shift = shift / scale
+            return replace(
+                self, bias=shift if self.bias is None else self.bias + shift, shift=shift, unit=scale, norms=None
+            )
+        bias = shift if self.bias is None else torch.addcmul(shift, self.bias, scale)
+        rows = scale.transpose(0, 1) if scale.dim() > 2 else scale  # a convolution has its outputs first
+        return replace(self, weight=self.weight * rows, bias=bias, scale=scale, shift=shift, norms=None)
 
     @cached_property
     def output(self) -> Tensor:
-        """The output z, with the batch norm."""
-        raw = self.raw_output
-        if raw is None:
-            raw = self.run(self.input, self.raw_weight)
-            raw = raw if self.raw_bias is None else raw + self.raw_bias
-        if self.scale is None or self.shift is None:
-            return raw
-        return torch.addcmul(self.shift, raw, self.scale)
-
-    def relevance(self, grad: Tensor) -> Tensor:
-        """Return the relevance of the output, given G at the output, as a new tensor."""
-        if self.scale is None or self.shift is None or self.raw_output is None:
-            return self.output * grad
-        return torch.addcmul(self.shift, self.raw_output, self.scale).mul_(grad)
-
-    @property
-    def positive_weight(self) -> Tensor:
-        """The positive weights, with the batch norm; the others are 0."""
-        if self.scale is None:
-            return self.raw_weight.clamp(min=0)
-        return (self.raw_weight * self.scale.view(self.weight_shape)).clamp_(min=0)
+        """The output z. It may be a tensor of the forward."""
+        if self.recorded is None:
+            return self.run(self.input, self.weight, self.bias)
+        scaled = self.recorded if self.scale is None else self.recorded * self.scale
+        return scaled if self.shift is None else scaled + self.shift
 
     @property
     def unbiased(self) -> Tensor:
         """W a."""
-        if self.scale is not None and self.raw_output is not None and self.raw_bias is None:
-            return self.raw_output * self.scale
         return self.output if self.bias is None else self.output - self.bias
 
     @property
     def root_mean_square(self) -> Tensor:
-        """The root mean square of the output, for each image (row of a matrix product)."""
-        total = norms_over(self.output, self.dims) if self.norms is None else self.norms
-        return total / math.sqrt(math.prod(self.output.shape[dim] for dim in self.dims))
+        """The root mean square of the output before its division, for each image (row of a matrix product)."""
+        norms = self.norms
+        if norms is None:
+            norms = self.output if self.unit is None or len(self.dims) == 1 else norms_over(self.output, self.dims[1:])
+            norms = norms_over(norms if self.unit is None else norms * self.unit, self.dims)
+        return norms / math.sqrt(math.prod(self.output.shape[dim] for dim in self.dims))
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the transposed weights applied to a tensor like the output: the plain gradient."""
-        return self.transposed(grad if self.scale is None else grad * self.scale, self.raw_weight)
+        return self.transposed(grad, self.weight)
 
     @cached_property
     def is_nonnegative(self) -> bool:
         """Whether all inputs are at least zero, as after a ReLU."""
         return bool(self.input.amin() >= 0)
+
+    @property
+    def magnitudes(self) -> Tensor:
+        """|W| |a|, as a new tensor."""
+        return self.run(self.input if self.is_nonnegative else self.input.abs(), self.weight.abs())
 
     def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
         """Return shares times a bias, summed at least over the channels."""
@@ -121,6 +114,15 @@ class LinearOperation:
             return shares.flatten(2).sum(2) @ bias.flatten()
         return shares * bias
 
+    def spread(self, shares: Tensor, signed: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
+        """Pass shares of the parts a w, and other shares of their magnitudes |a w|, to inputs and bias."""
+        magnitudes = self.transposed(signed, self.weight.abs())
+        passed = self.back(shares).add_(magnitudes if self.is_nonnegative else magnitudes.mul_(self.input.sign()))
+        if bias is None:
+            return Passed(passed, lost=lost)
+        biases = self.bias_share(shares, bias) + self.bias_share(signed, bias.abs())
+        return Passed(passed, biases=biases, lost=lost)
+
 
 class Passed(NamedTuple):
     """Result of a rule for the input of an operation.
@@ -129,7 +131,7 @@ class Passed(NamedTuple):
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
         relevance: The relevance of the input, of rules that also give relevance to an input of zero.
         biases: The relevance that the bias absorbs, by `LinearOperation.bias_share`; None if it is zero.
-        lost: G of relevance that nothing receives, like the output; None if it is zero.
+        lost: The relevance that nothing receives, like the output; None if it is zero.
     """
 
     grad: Tensor | None = None
@@ -201,11 +203,13 @@ class Epsilon(_GradientRule):
         """Return what the rule passes to the input, given G at the output."""
         if not self.epsilon:
             return Passed(op.back(grad), biases=None if op.bias is None else op.bias_share(grad, op.bias))
-        unit = op.root_mean_square.clamp_(min=torch.finfo(grad.dtype).tiny) if self.relative else 1.0
-        lost = grad / op.output.abs().div_(self.epsilon * unit).add_(1)
+        size = op.root_mean_square.clamp_(min=torch.finfo(grad.dtype).tiny) if self.relative else grad.new_ones(())
+        epsilon = self.epsilon * size if op.unit is None else self.epsilon * size / op.unit
+        denominator = op.output.abs().add_(epsilon)
+        lost = torch.div(epsilon, denominator, out=denominator).mul_(grad)
         kept = grad - lost
         biases = None if op.bias is None else op.bias_share(kept, op.bias)
-        return Passed(op.back(kept), biases=biases, lost=lost)
+        return Passed(op.back(kept), biases=biases, lost=lost.mul_(op.output))
 
 
 @dataclass(frozen=True)
@@ -233,25 +237,23 @@ class Gamma(_GradientRule):
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
-        z, relevance = op.output, op.output * grad
-        if op.is_nonnegative and not bool(((z < 0) & (relevance != 0)).any()):
-            return self._after_relu(op, relevance)
-        positive, negative = _parts(op, op.bias)
-        shares = divided(relevance, torch.where(z > 0, positive, negative).mul_(self.gamma).add_(z))
-        signed = torch.where(z > 0, shares, -shares)
-        passed = op.back(shares).mul_(1 + self.gamma / 2)
-        passed += op.input.sign() * op.transposed(signed, op.weight.abs()).mul_(self.gamma / 2)
-        if op.bias is None:
-            return Passed(passed)
-        agreeing = torch.where((op.bias > 0) == (z > 0), (1 + self.gamma) * shares, shares)
-        return Passed(passed, biases=op.bias_share(agreeing, op.bias))
+        z = op.output
+        if op.is_nonnegative and not bool(z.clamp(max=0).mul_(grad).any()):
+            # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
+            weight, bias = self._reduced(op.weight), None if op.bias is None else self._reduced(op.bias)
+            shares, _ = _divide(z * grad, op.run(op.input, weight, bias))
+            biases = None if bias is None else op.bias_share(shares, bias)
+            return Passed(op.transposed(shares, weight), biases=biases)
+        sums = op.magnitudes if op.bias is None else op.magnitudes.add_(op.bias.abs())
+        # The sum of both parts of which the one with the sign of z counts more.
+        sums = sums.mul_(self.gamma / 2).add_(z.abs(), alpha=1 + self.gamma / 2).clamp_(min=torch.finfo(z.dtype).tiny)
+        signed = torch.div(z, sums, out=sums).mul_(grad)
+        shares = signed * z.sign()
+        return op.spread(shares.mul_(1 + self.gamma / 2), signed.mul_(self.gamma / 2), op.bias)
 
-    def _after_relu(self, op: LinearOperation, relevance: Tensor) -> Passed:
-        """Return what the rule passes if neither inputs nor outputs with relevance are negative."""
-        weight = op.positive_weight.mul_(self.gamma).add_(op.weight)
-        bias = None if op.bias is None else op.bias + self.gamma * op.bias.clamp(min=0)
-        shares = relevance.div_(op.run(op.input, weight, bias)).nan_to_num_(0, 0, 0)
-        return Passed(op.transposed(shares, weight), biases=None if bias is None else op.bias_share(shares, bias))
+    def _reduced(self, part: Tensor) -> Tensor:
+        """Divide the negative numbers by 1 + gamma."""
+        return F.leaky_relu(part, 1 / (1 + self.gamma))
 
 
 @dataclass(frozen=True)
@@ -284,33 +286,32 @@ class AlphaBeta(_GradientRule):
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
-        if not self.beta and op.is_nonnegative:
-            return self._of_nonnegative(op, grad)
         bias = op.bias if self.bias else None
-        positive, negative = _parts(op, bias)
-        half = op.relevance(grad).mul_(self.alpha / 2)
-        up, down = half / positive, half.div_(negative).mul_(self.beta / self.alpha)
-        dead = [_remove_infinite(shares) for shares in (up, down)]
-        passed = op.back(up - down)
-        magnitudes = op.transposed(up + down, op.weight.abs())
-        passed += magnitudes if op.is_nonnegative else magnitudes.mul_(op.input.sign())
-        biases = None
-        if bias is not None:
-            biases = 2 * (op.bias_share(up, bias.clamp(min=0)) - op.bias_share(down, bias.clamp(max=0)))
-        lost = None
-        if any(dead):
-            lost = grad * (self.alpha * (positive == 0) - self.beta * (negative == 0))
-        return Passed(passed, biases=biases, lost=lost)
+        if not self.beta and op.is_nonnegative:
+            weight, bias = op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0)
+            relevance = op.output * grad
+            shares, dead = _divide(relevance, op.run(op.input, weight, bias))
+            lost = None if dead is None else torch.where(dead, relevance, 0)
+            biases = None if bias is None else op.bias_share(shares, bias)
+            return Passed(op.transposed(shares, weight), biases=biases, lost=lost)
+        sums = op.magnitudes if bias is None else op.magnitudes.add_(bias.abs())
+        sums.clamp_(min=torch.finfo(sums.dtype).tiny)
+        relevance = op.output * grad
+        balance = torch.div(op.output if self.bias else op.unbiased, sums)  # from -1, only negative parts, to 1
+        shares = torch.div(relevance, sums, out=sums)
+        up, lost = self._part(self.alpha, relevance, shares, 1 + balance)
+        if not self.beta:
+            return op.spread(up, up, bias, lost)
+        down, kept = self._part(-self.beta, relevance, shares, balance.neg_().add_(1))
+        lost = kept if lost is None else lost if kept is None else lost + kept
+        return op.spread(up - down, up.add_(down), bias, lost)
 
-    def _of_nonnegative(self, op: LinearOperation, grad: Tensor) -> Passed:
-        """Return what the rule passes to inputs of at least zero, for alpha 1 and beta 0."""
-        weight = op.positive_weight
-        bias = op.bias.clamp(min=0) if self.bias and op.bias is not None else None
-        positive = op.run(op.input, weight, bias)
-        shares = op.relevance(grad).div_(positive)
-        lost = grad * (positive == 0) if _remove_infinite(shares) else None
-        biases = None if bias is None else op.bias_share(shares, bias)
-        return Passed(op.transposed(shares, weight), biases=biases, lost=lost)
+    @staticmethod
+    def _part(factor: float, relevance: Tensor, shares: Tensor, sums: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Divide shares by the sums of the parts of one sign, which are overwritten; return also what is lost."""
+        torch.threshold_(sums, 2 * _ROUNDING * torch.finfo(sums.dtype).eps, 0)
+        quotients, dead = _divide(shares, sums)
+        return quotients.mul_(factor), None if dead is None else factor * torch.where(dead, relevance, 0)
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ class Contrast(AlphaBeta):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         passed = super().propagate(op, grad)
-        return passed._replace(lost=grad if passed.lost is None else passed.lost + grad)
+        return passed._replace(lost=op.output * grad if passed.lost is None else passed.lost + op.output * grad)
 
 
 @dataclass(frozen=True)
@@ -375,11 +376,10 @@ class ZBox(Rule):
                 "the rule z-box needs the bounds of the input: pass ZBox(low, high), or a model with a preprocessing"
             )
         low, high = (_per_channel(bound, op.input) for bound in (self.low, self.high))
-        up, down = op.weight.clamp(min=0), op.weight.clamp(max=0)
-        z = op.unbiased - op.run(low, up) - op.run(high, down)
+        width, up = high - low, op.weight.clamp(min=0)
+        z = op.unbiased - op.run(high, op.weight) + op.run(width, up)
         shares = divided(relevance, z)
-        passed = op.input * op.back(shares)
-        return passed - low * op.transposed(shares, up) - high * op.transposed(shares, down)
+        return (op.input - high) * op.back(shares) + width * op.transposed(shares, up)
 
 
 @dataclass(frozen=True)
@@ -440,26 +440,13 @@ def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0, numerator / denominator)
 
 
-def _remove_infinite(shares: Tensor) -> bool:
-    """Set quotients by zero to 0 in place. Return whether there are any."""
-    if bool(torch.isfinite(shares.sum())):
-        return False
-    shares.nan_to_num_(0, 0, 0)
-    return True
-
-
-def _parts(op: LinearOperation, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sums of the positive and of the negative parts, with a bias."""
-    inputs = op.input if op.is_nonnegative else op.input.abs()
-    magnitudes = op.run(inputs, op.weight.abs())
-    unbiased = op.unbiased
-    positive, negative = (unbiased + magnitudes).div_(2), (unbiased - magnitudes).div_(2)
-    rounding = (magnitudes if bias is None else magnitudes + bias.abs()) * (_ROUNDING * torch.finfo(unbiased.dtype).eps)
-    positive.masked_fill_(positive <= rounding, 0)
-    negative.masked_fill_(negative >= -rounding, 0)
-    if bias is None:
-        return positive, negative
-    return positive.add_(bias.clamp(min=0)), negative.add_(bias.clamp(max=0))
+def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Divide, and overwrite the denominator; 0 where that is 0. Return also where a numerator is lost, if any is."""
+    quotients = torch.div(numerator, denominator, out=denominator).nan_to_num_(0, torch.inf, -torch.inf)
+    if bool(torch.isfinite(quotients.sum())):
+        return quotients, None
+    lost = quotients.isinf()
+    return quotients.nan_to_num_(0, 0, 0), lost
 
 
 def _per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:
