@@ -90,6 +90,16 @@ class SharedForward:
             self._layouts[name] = layout_of(self.model, name, self.layers[name], self.x)
         return self._layouts[name]
 
+    def count_backward(self) -> bool:
+        """Count a backward pass. Return whether it is the last one, which may free the graph."""
+        if self._backwards_left is not None:
+            self._backwards_left -= 1
+            if self._backwards_left < 0:
+                raise RuntimeError(
+                    "more backward passes than the methods' class attribute `backwards` declares; increase it there"
+                )
+        return self._backwards_left == 0
+
     def gradients(self, score: Tensor, inputs: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
         """Return the gradients of a score at some results of this forward; None for one without influence on it.
 
@@ -97,15 +107,10 @@ class SharedForward:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
             RuntimeError: The methods declare fewer `backwards` than they need.
         """
-        if self._backwards_left is not None:
-            self._backwards_left -= 1
-            if self._backwards_left < 0:
-                raise RuntimeError(
-                    "more backward passes than the methods' class attribute `backwards` declares; increase it there"
-                )
         has_gradient = [isinstance(each, GradientEdge) or each.requires_grad for each in inputs]
         ends = list(compress(inputs, has_gradient))
-        grads = iter(differentiate(score, ends, retain_graph=self._backwards_left != 0) if ends else ())
+        retain = not self.count_backward()
+        grads = iter(differentiate(score, ends, retain_graph=retain) if ends else ())
         return [next(grads) if has else None for has in has_gradient]
 
 

@@ -5,6 +5,7 @@ the test that fails first when PyTorch changes it:
 
 - `Node._saved_*`, `_input_metadata`, `_wrapped_node`, `Function._backward_cls` distinguish a ReLU from other
   operations: `methods/test_gradient.py`. PyTorch before 2.14 has no `_wrapped_node`.
+- `Node._raw_saved_*` free what a node holds: `relevance/test_walk.py`.
 - `Node._sequence_nr`, `_get_sequence_nr` limit a traversal to the operations of one call;
   `_will_engine_execute_node` and `_current_graph_task_id` show when all parts of one gradient are summed:
   `inspection/test_edit.py`.
@@ -27,7 +28,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -160,6 +162,20 @@ def call_node(node: Any, grads: Gradients) -> Gradients:
     """Return the gradients that an operation passes to its operands. `grads` has one for each result, or None."""
     result: Any = getattr(node, "apply" if is_python_function(node) else "__call__")(*grads)
     return result if isinstance(result, tuple) else (result,)
+
+
+@functools.cache
+def _saved_names(node_class: Hashable) -> list[str]:
+    return [name for name in dir(node_class) if name.startswith("_raw_saved_")]
+
+
+def free_saved(node: Any) -> None:
+    """Free what an operation has saved for its gradient, which cannot be computed any more."""
+    for name in _saved_names(node.__class__):
+        saved = getattr(node, name)
+        for tensor in saved if isinstance(saved, tuple) else (saved,):
+            with suppress(RuntimeError):  # there is no tensor, or hooks hold it
+                tensor.register_hooks(lambda _: None, lambda _: None)
 
 
 def is_python_function(node: Any) -> bool:

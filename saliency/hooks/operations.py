@@ -21,6 +21,7 @@ from .autograd_graph import (
     DispatchMode,
     OpOverload,
     current_sequence_nr,
+    free_saved,
     is_python_function,
     operator_schema,
     sequence_nr,
@@ -212,6 +213,12 @@ class OperationRecord(DispatchMode):
         number = sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
+
+    def free(self, node: Node) -> None:
+        """Free the values of the operation of a node, and what the node has saved for its gradient."""
+        self._holders.clear()
+        self._operations.pop(sequence_nr(node), None)
+        free_saved(node)
 
     def trace(self, hooks: HookManager, model: nn.Module, modules: Iterable[str]) -> None:
         """Record the sequence numbers of each call of some modules."""

@@ -24,7 +24,7 @@ from ..layers.find import LayerLike, scan_layers
 from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import Composite, Propagation, Unknown, has_attention
 from ..relevance.rules import Contrast, Gamma, Rule, ZBox, divided
-from ..relevance.walk import Walk
+from ..relevance.walk import Walk, has_ambiguous_shapes
 from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import default_layer, layer_name
 
@@ -76,6 +76,7 @@ class RelevancePropagation(TracedAttribution):
         **options: As for `saliency.Attribution`.
     """
 
+    backwards = 1
     keep = Keep.LINEAR
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
@@ -123,11 +124,12 @@ class RelevancePropagation(TracedAttribution):
         for known, shared in grads.walks:
             if known == key:
                 return cast("Walk", shared)
-        walk = self._new_walk(grads, composite)
+        frees, is_ambiguous = grads.forward.count_backward(), has_ambiguous_shapes(grads)
+        walk = self._new_walk(grads, composite, frees=frees and not is_ambiguous)
         missing = _missing(walk, grads)
-        if bool(missing.abs().max() > 10 * missing.sum().abs() + _ROUNDING * grads.scores.abs().max()):
+        if is_ambiguous and bool(missing.abs().max() > 10 * missing.sum().abs() + _ROUNDING * grads.scores.abs().max()):
             # The ledger mixes images, since some length is a multiple of their number.
-            walk = self._new_walk(grads, composite, length_first=True)
+            walk = self._new_walk(grads, composite, length_first=True, frees=frees)
         share = float((_missing(walk, grads).abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
         if share > max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
@@ -135,10 +137,10 @@ class RelevancePropagation(TracedAttribution):
         grads.walks.append((key, walk))
         return walk
 
-    def _new_walk(self, grads: TargetGradients, composite: Composite, *, length_first: bool = False) -> Walk:
+    def _new_walk(self, grads: TargetGradients, composite: Composite, **options: bool) -> Walk:
         rules = Propagation(composite, composite.layers(self.model), self.unknown)
         changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
-        return Walk(grads, rules, grads.forward.layers, changes, length_first=length_first)
+        return Walk(grads, rules, grads.forward.layers, changes, **options)
 
 
 def _missing(walk: Walk, grads: TargetGradients) -> Tensor:

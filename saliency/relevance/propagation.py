@@ -183,7 +183,7 @@ class Propagation:
         if all(factors):
             return self._product(visit)
         at = factors.index(True)
-        merged = self._merged.get(visit.node)
+        merged = self._merged.pop(visit.node, None)
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
             # A ReLU in place wrote to what something else had read.
             operation = replace(operation, result=None)

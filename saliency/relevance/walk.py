@@ -83,6 +83,7 @@ class Walk:
         watched: Tensors of the forward at which relevance is read, by name.
         changes: Functions that change G at watched tensors, by name, given the walk, the value and G.
         length_first: Whether a shape (length, N, ...) is read as such even if the length is a multiple of N.
+        frees: Whether values of the forward are freed as soon as they are used. No other walk can follow.
 
     Attributes:
         relevance: The relevance of the image (N, C, H, W).
@@ -101,6 +102,7 @@ class Walk:
         changes: Mapping[str, Callable[[Walk, Tensor | float, Tensor], Tensor]] | None = None,
         *,
         length_first: bool = False,
+        frees: bool = False,
     ) -> None:
         x, score = grads.forward.x, grads.scores_in_graph
         self.images = len(x)
@@ -125,6 +127,8 @@ class Walk:
         with torch.no_grad():
             for node in self.nodes:
                 self._visit(node)
+                if frees:
+                    self.record.free(node)
         self.gradient = self._arrived.get((end.node, end.output_nr))
         fixed = self._fixed.get((end.node, end.output_nr), torch.zeros_like(grads.x))
         self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, grads.x, self.gradient)
@@ -222,6 +226,13 @@ class Walk:
                 "einsum; explain one image at a time"
             )
         return values.reshape(self.images, -1).sum(1)
+
+
+def has_ambiguous_shapes(grads: TargetGradients) -> bool:
+    """Return whether a value may have the shape (N, ...) or (length, N, ...), since the length is a multiple of N."""
+    images = len(grads.x)
+    shapes = (result_spec(node, 0).shape for node in grads.nodes) if images > 1 else ()
+    return any(shape[1:2] == (images,) and shape[0] % images == 0 for shape in shapes)
 
 
 def _moved(visit: Visit) -> Gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
+from saliency.attribution.base import BatchAttribution
+from saliency.attribution.forward import TargetGradients
 from saliency.hooks.operations import Keep
 from tests.reference import error
 from tests.relevance.plain_walk import PlainWalk
@@ -193,3 +196,29 @@ def test_a_batch_that_the_model_takes_apart_is_refused_and_one_image_is_not() ->
     explanation = saliency.AttnLRP(model).attribute(x[:1], 1)
     assert explanation.residual is not None
     assert explanation.residual.abs().max() < 1e-9
+
+
+class _Watched(saliency.AttnLRP):
+    """Keeps weak references to the activations that a forward has recorded."""
+
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        held = [grads.forward.operations.operation(node) for node in grads.nodes]
+        self.values = [weakref.ref(op.args["input"]) for op in held if op and op.name == "native_batch_norm"]
+        del held
+        result = super().explain_gradients(grads, layers)
+        self.alive = sum(value() is not None for value in self.values)
+        return result
+
+
+def test_the_last_walk_frees_the_values_of_the_forward() -> None:
+    model, x = _network("test_resnet")
+    method = _Watched(model)
+    method.attribute(x, TARGETS)
+    assert len(method.values) > 4
+    assert not method.alive
+    saliency.explain_together([method, saliency.IntegratedGradients(model, steps=2)], x, TARGETS)
+    assert not method.alive
+    method.attribute_classes(x, [1, 2])
+    assert not method.alive
+    saliency.explain_together([method, saliency.VanillaGradient(model)], x, TARGETS)
+    assert method.alive == len(method.values)
