@@ -60,6 +60,7 @@ from .methods.gradient import VanillaGradient as VanillaGradient
 from .methods.gradient_free_cam import ISCAM as ISCAM
 from .methods.gradient_free_cam import SSCAM as SSCAM
 from .methods.gradient_free_cam import AblationCAM as AblationCAM
+from .methods.gradient_free_cam import GScoreCAM as GScoreCAM
 from .methods.gradient_free_cam import ReciproCAM as ReciproCAM
 from .methods.gradient_free_cam import ScoreCAM as ScoreCAM
 from .methods.integrated_gradients import IDGI as IDGI

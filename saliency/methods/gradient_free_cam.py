@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attribution.forward import SharedForward, at_least_float32
+from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Budget, Option, PositionalOption
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, TimedAttribution
@@ -120,18 +120,28 @@ class ChannelMasks:
     The map of a channel is resized bilinearly to the image and stretched to 0..1. A constant channel highlights
     nothing, so its mask is 0 everywhere. All constant channels give the same image, so they share one forward.
 
+    Args:
+        layer: The layer.
+        x: (1, C, H, W) the image.
+        score: Its score.
+        strength: (K,) the number by which channels are chosen; constant channels come last.
+        channels: The number of channels to use; None for all.
+        align: As `align_corners` of `ScoreCAM`.
+
     Attributes:
-        varied: (m,) the channels that are not constant, by falling standard deviation.
+        varied: (m,) the channels that are not constant, by falling strength.
         varied_maps: (m, h, w) their activations.
         flat: The number of constant channels.
         count: The number of different masks: one for each of `varied`, and a last one for all constant channels.
     """
 
-    def __init__(self, layer: LayerOutput, x: Tensor, score: Tensor, channels: int | None, align: bool) -> None:
+    def __init__(
+        self, layer: LayerOutput, x: Tensor, score: Tensor, strength: Tensor, channels: int | None, align: bool
+    ) -> None:
         self._layer, self._x, self._score, self._align = layer, x, score, align
         flat = layer.maps.flatten(1)
         is_flat = flat.amax(1) == flat.amin(1)
-        chosen = strongest(flat.std(1, correction=0).masked_fill(is_flat, 0), channels)
+        chosen = strongest(strength.masked_fill(is_flat, -math.inf), channels)
         self.varied = chosen[~is_flat[chosen]]
         self.flat = len(chosen) - len(self.varied)
         self.count = len(self.varied) + bool(self.flat)
@@ -220,9 +230,14 @@ class ScoreCAM(LayerPasses, TimedAttribution):
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         layer = self.read_layer(passes)
-        masks = ChannelMasks(layer, passes.x, score, self.channels, self.align_corners)
+        strength = self.strength(passes, layer)
+        masks = ChannelMasks(layer, passes.x, score, strength, self.channels, self.align_corners)
         passes.notes.append(masks.note)
         return self.explain_masks(passes, masks)._replace(layer=layer.layer)
+
+    def strength(self, passes: PassRunner, layer: LayerOutput) -> Tensor:
+        """Return the number (K,) by which channels are chosen: the standard deviation."""
+        return layer.maps.flatten(1).std(1, correction=0)
 
     def explain_masks(self, passes: PassRunner, masks: ChannelMasks) -> ImageAttribution:
         """Compute the map from one score per mask."""
@@ -241,6 +256,46 @@ class ScoreCAM(LayerPasses, TimedAttribution):
         if bool(scores.isnan().any()):
             passes.notes.append(f"{passes.used} of {count} masks were run")
         return scores
+
+
+class GScoreCAM(ScoreCAM):
+    """Score-CAM with the 300 channels of the largest mean gradient.
+
+    It was proposed for CLIP, whose layers have thousands of channels, with a text as the target. The weights are the
+    softmax over the channels that are used, as in `ScoreCAM`. (The authors' code takes it over all channels, with a
+    score of 0 for those that it does not run. These then have weight, which they should not.)
+
+    Args:
+        model: As for every method.
+        layer: As for `GradCAM`.
+        channels: The number of channels to use, by falling mean gradient.
+        align_corners: As for `ScoreCAM`.
+        **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
+
+    Values: (N, 1, h, w), a weighted mean of the channels, in units of activation; zero where no mask changes the score.
+
+    Warns:
+        SaliencyWarning: The activations are signed. Use `GradCAM`, or choose a layer after a ReLU.
+
+    Raises:
+        LayerError: The layer does not exist, is not run, or has no spatial output, or no gradient reaches it.
+        MethodError: An option is invalid.
+        TargetError: The target does not fit the model's output, or has no gradient.
+
+    Source: Chen et al., "gScoreCAM: What Objects Is CLIP Looking At?" (2022),
+        https://doi.org/10.1007/978-3-031-26316-3_35.
+    """
+
+    name = "gscore_cam"
+    cost = "3 forwards, 1 backward, 1 forward for each of 300 channels that are not constant"
+
+    channels: Option[int | None] = Option(300, check_integer)
+
+    def strength(self, passes: PassRunner, layer: LayerOutput) -> Tensor:
+        """Return the mean gradient (K,) of each channel."""
+        with torch.enable_grad():
+            forward = SharedForward(self.model, passes.x, [layer.layer], "layers", backwards=1)
+            return TargetGradients(forward, passes.target(1)).gradient(layer.layer)[0].mean((1, 2))
 
 
 class ISCAM(ScoreCAM):

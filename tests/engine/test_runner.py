@@ -202,7 +202,7 @@ def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert effort.seconds == pytest.approx(clock.now)
     assert clock.now <= 2.4
     if effort.stopped == "complete":
-        assert name in ("ablation_cam", "score_cam", "is_cam", "kernel_shap")  # all that they need fits
+        assert name in ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap")  # all that they need fits
     else:
         assert effort.stopped == "seconds"
         assert clock.now > 1.2

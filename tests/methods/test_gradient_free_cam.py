@@ -16,11 +16,11 @@ import torchvision
 from torch import Tensor, nn
 
 import saliency
-from saliency import CAM, MethodError
+from saliency import CAM, MethodError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
 from saliency.layers.find import layout_of
-from saliency.methods.gradient_free_cam import ISCAM, SSCAM, AblationCAM, ReciproCAM, ScoreCAM
+from saliency.methods.gradient_free_cam import ISCAM, SSCAM, AblationCAM, GScoreCAM, ReciproCAM, ScoreCAM
 from tests.models import Packed, PooledNet, small_vit
 
 
@@ -173,6 +173,30 @@ def test_fewer_channels_are_those_that_vary_most(model: Net, x: Tensor) -> None:
         weights = model(x[0] * (large - low) / (high - low))[:, 1].softmax(0)
     torch.testing.assert_close(found.values[0, 0], torch.einsum("k,khw->hw", weights, activation))
     assert "10 left out" in found.effort[0].note
+
+
+def test_gscore_cam_weighs_only_the_channels_of_the_largest_mean_gradient(model: Net, x: Tensor) -> None:
+    for image, target in zip(x, (1, 4), strict=True):
+        found = GScoreCAM(model, "features", channels=3).attribute(image, target)
+        activation = activation_of(model, image).requires_grad_()
+        (gradient,) = torch.autograd.grad(model.head(activation[None])[0, target], activation)
+        strength = gradient.mean((1, 2))
+        strength[[1, 4, 6, 9]] = -torch.inf  # those that show no place
+        chosen = strength.argsort(descending=True)[:3]
+        activation = activation.detach()[chosen]
+        large = F.interpolate(activation[:, None], image.shape[-2:], mode="bilinear")
+        low, high = large.amin((2, 3), keepdim=True), large.amax((2, 3), keepdim=True)
+        with torch.no_grad():
+            weights = model(image * (large - low) / (high - low))[:, target].softmax(0)
+        torch.testing.assert_close(found.values[0, 0], torch.einsum("k,khw->hw", weights, activation))
+        assert found.effort[0].passes == 3
+
+
+def test_gscore_cam_with_all_channels_is_score_cam(model: Net, x: Tensor) -> None:
+    plain, chosen = ScoreCAM(model, "features").attribute(x, 1), GScoreCAM(model, "features").attribute(x, 1)
+    torch.testing.assert_close(chosen.values, plain.values)
+    with pytest.raises(TargetError, match="no gradient"):
+        GScoreCAM(model, "features").attribute(x, lambda output: output.detach()[:, 0])
 
 
 def test_where_no_mask_changes_the_score_nothing_is_said(model: Net, x: Tensor) -> None:
