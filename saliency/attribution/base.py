@@ -339,7 +339,8 @@ def read_one_forward(
     deepest = next(depth for depth in ("input", "layers", "none") if depth in depths)
     backwards = [method.backwards for method in methods if method.backwards is not None]
     max_backwards = len(targets) * sum(backwards) if len(backwards) == len(methods) else None
-    keep = max(method.keep for method in methods)
+    keeps = {method.keep for method in methods}
+    keep = Keep.ALL if keeps > {Keep.CHANGES} else max(keeps)  # another method may read the graph's values
     traced = dict.fromkeys(name for method in methods for name in method.traced_modules())
     attention = any(method.needs_attention for method in methods)
     forward = SharedForward(methods[0].model, x, chain(*layers), deepest, max_backwards, keep, traced, attention)

@@ -5,8 +5,8 @@ Any number of methods and targets share the forward. Each gradient is computed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import compress
 from typing import Any, cast
@@ -73,9 +73,11 @@ class SharedForward:
         self.layers = {name: _last_call(name, calls) for name, calls in captured.items()}
         self._layouts: dict[str, Layout] = {}
 
-    def recording(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations are recorded, if a method needs them."""
-        return self.operations if self.operations.keep else nullcontext()
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Open a context in which operations are recorded, if a method needs them."""
+        with self.operations if self.operations.keep else nullcontext(), self.operations.saved_tensors():
+            yield
 
     def on(self, x: Tensor) -> SharedForward:
         """Return a forward of another batch with the same layers and record. The last one is kept for other targets."""

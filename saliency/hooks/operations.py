@@ -6,8 +6,10 @@ calling thread sees these; the sequence number that a node gets connects the two
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -15,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .autograd_graph import (
     DispatchMode,
@@ -41,7 +43,9 @@ class Keep(IntEnum):
     """Constants in sums, operands of matrix products, and operands and results of operations not of degree one."""
     LINEAR = 2
     """Also the results of convolutions and matrix products."""
-    ALL = 3
+    CHANGES = 3
+    """The operands of nonlinear operations, and the constants of others. The graph saves no values."""
+    ALL = 4
     """The operands and results of all operations."""
 
 
@@ -179,11 +183,18 @@ def is_batch_norm(op: Op) -> bool:
     return "running_var" in _schema(op)
 
 
+def has_constant_statistics(op: Op, args: Sequence[Any]) -> bool:
+    """Return whether an operation is a batch norm with running statistics."""
+    named = named_arguments(op, args, {})
+    return named.get("running_var") is not None and not named.get("training")
+
+
 @cache
 def _kept(op: Op, keep: Keep) -> bool:
     """Return whether a record keeps the operands of an operation."""
     # Of the others, the gradient and the constants are enough.
-    return keep == Keep.ALL or not (is_view(op) or operator_name(op) in PLAIN | HOMOGENEOUS | ADDITIVE)
+    others = PLAIN if keep == Keep.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
+    return keep == Keep.ALL or not (is_view(op) or operator_name(op) in others)
 
 
 class OperationRecord(DispatchMode):
@@ -244,10 +255,11 @@ class OperationRecord(DispatchMode):
             return result
         number = current_sequence_nr() - 1
         kept, writes = _kept(op, self.keep), writes_operand(op)
+        kept = kept and not (self.keep == Keep.CHANGES and self._is_linear(op, args))
         operation = Operation(op)
         if kept:
             operation.args = named_arguments(op, args, kwargs)
-        elif operator_name(op) in ADDITIVE:
+        elif operator_name(op) in ADDITIVE or is_batch_norm(op):
             operation.args = {name: self._constant(value) for name, value in named_arguments(op, args, kwargs).items()}
         if writes:
             number = self._before_write(operation, args[0], number)
@@ -266,8 +278,25 @@ class OperationRecord(DispatchMode):
         """Return the part of a result that rules read: of a normalisation, only its statistics."""
         if operation.name in LINEAR and self.keep == Keep.CONSTANTS:
             return None
-        is_norm = self.keep != Keep.ALL and (operation.name in NORMS or is_batch_norm(operation.op))
-        return (None, *result[1:]) if is_norm else result
+        is_norm = operation.name in NORMS or is_batch_norm(operation.op)
+        if self.keep == Keep.CHANGES and not is_norm:
+            return None
+        return (None, *result[1:]) if is_norm and self.keep != Keep.ALL else result
+
+    def saved_tensors(self) -> AbstractContextManager[Any]:
+        """Return a context in which the graph saves no values that depend on the image, if none is to be kept."""
+        if self.keep != Keep.CHANGES:
+            return nullcontext()
+        return saved_tensors_hooks(
+            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if self._depends(tensor) else tensor,
+            lambda packed: packed if isinstance(packed, Tensor) else _unread(*packed),
+        )
+
+    def _is_linear(self, op: Op, args: Sequence[Any]) -> bool:
+        """Return whether an operation is linear in the only operand that depends on the image."""
+        name, dependent = operator_name(op), [self._depends(value) for value in args]
+        is_linear = name in LINEAR | {"mul"} or (name == "div" and dependent[0])
+        return (is_linear or has_constant_statistics(op, args)) and sum(dependent) == 1
 
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
@@ -287,7 +316,8 @@ class OperationRecord(DispatchMode):
         clone = self._clone if self._clone and self._clone[0] == number else None
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and _address(clone[1]) == address
-        copied = clone[2] if clone and is_own else target.clone() if operation.args else target
+        is_kept = any(value is target for value in operation.args.values())
+        copied = clone[2] if clone and is_own else target.clone() if is_kept else target
         operation.args = {name: copied if value is target else value for name, value in operation.args.items()}
 
         def kept_copy(kept: Tensor) -> Tensor:
@@ -312,6 +342,11 @@ class OperationRecord(DispatchMode):
 def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return the Euclidean norms over some dimensions, which are kept with length 1."""
     return cast("Tensor", torch.linalg.vector_norm(values, dim=dims, keepdim=True))
+
+
+def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor in place of one whose values nothing reads; values that are read by mistake are NaN."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
 def _address(tensor: Tensor) -> int:

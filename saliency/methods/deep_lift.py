@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attribution.base import BatchAttribution, TracedAttribution
-from ..attribution.forward import TargetGradients, at_least_float32
+from ..attribution.forward import SharedForward, TargetGradients, at_least_float32
 from ..attribution.options import Option, PerImage
 from ..engine.estimates import Estimate, generator
 from ..errors import warn
@@ -66,13 +66,18 @@ class DeepLIFT(TracedAttribution):
 
     name = "deep_lift"
     cost = "2 forwards, 1 backward"
-    keep = Keep.ALL
+    backwards = 1
     has_error: ClassVar[bool] = False
     """Whether the baselines are a sample, so that their mean has a standard error."""
 
     baseline: BaselineOption = BaselineOption("mean")
     rule: Option[DeepLIFTRule] = Option("rescale", check_choice, get_args(DeepLIFTRule))
     unknown: Option[Unknown] = Option("refuse", check_choice, get_args(Unknown))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_lean = self.rule == "rescale" and self.unknown == "refuse"  # nothing reads values of linear operations
+        self.keep = Keep.CHANGES if is_lean else Keep.ALL
 
     def references(self, x: Tensor) -> Tensor:
         """Return the baselines (K, N, C, H, W) of a batch."""
@@ -85,9 +90,10 @@ class DeepLIFT(TracedAttribution):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the mean over the baselines."""
         estimate, residual = Estimate(), Estimate()
-        for reference in self.references(grads.x):
+        references = self.references(grads.x)
+        for at, reference in enumerate(references, 1):
             base = grads.on(reference)
-            values, treated = self._values(grads, base)
+            values, treated = self._values(grads, base, at == len(references) and grads.forward.count_backward())
             missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
             self._check(grads, base, missing)
             estimate.add(values[None])
@@ -100,9 +106,9 @@ class DeepLIFT(TracedAttribution):
             error=None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype),
         )
 
-    def _values(self, grads: TargetGradients, base: TargetGradients) -> tuple[Tensor, dict[str, int]]:
+    def _values(self, grads: TargetGradients, base: TargetGradients, frees: bool) -> tuple[Tensor, dict[str, int]]:
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
-        multipliers = Multipliers(grads, base, self.unknown)
+        multipliers = Multipliers(grads, base, self.unknown, frees=frees)
         if self.rule == "reveal_cancel":
             return reveal_cancel(grads, base), {}
         walk = Walk(grads, multipliers)
@@ -116,6 +122,9 @@ class DeepLIFT(TracedAttribution):
         rounding = 64 * torch.finfo(grads.scores.dtype).eps * (scores.abs() + base_scores.abs())
         if self.unknown == "gradient" or bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
             return
+        with grads.forward.autocast:
+            forwards = (SharedForward(self.model, each.x, keep=Keep.ALL) for each in (grads, base))
+            grads, base = (TargetGradients(forward, grads.target) for forward in forwards)
         rule = Multipliers(grads, base, self.unknown)
         rule.lost = {}
         Walk(grads, rule)

@@ -7,7 +7,7 @@ those of its results.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients
+from ..hooks.autograd_graph import Gradients, operand_gradients
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
@@ -25,7 +25,6 @@ from .propagation import (
     batch_norm_scale,
     derivative,
     kind_of,
-    linear_operation,
     normalisation,
     without_rule,
     writes_part,
@@ -33,8 +32,10 @@ from .propagation import (
 from .rules import divided
 from .walk import Visit
 
-_WINNERS = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max", "amax", "min", "amin"}
-_OF_TWO = {"maximum", "minimum"}
+_WINNERS = {
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"),
+    *("max", "amax", "maximum", "min", "amin", "minimum"),
+}
 _NODES = (1, 4, 16, 64)
 
 
@@ -67,10 +68,9 @@ class Step(NamedTuple):
         """The multipliers of the first result that has any, in at least float32."""
         return at_least_float32(self.visit.grad)
 
-    @property
     def result(self) -> Pair:
-        """The first result."""
-        return Pair(*(at_least_float32(_floats(operation.result)[0]) for operation in self[1:]))
+        """Compute the first result."""
+        return Pair(*(at_least_float32(_floats(operation.repeat())[0]) for operation in self[1:]))
 
     def pair(self, name: str) -> Pair:
         """Return an operand by its name."""
@@ -84,6 +84,7 @@ class Multipliers:
         grads: The scores of the images.
         base: The scores of the baselines.
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+        frees: Whether the operands of each operation are freed as soon as they are used. No other walk can follow.
 
     Attributes:
         lost: The share of the scores that each kind of operation loses, if this is measured; None otherwise.
@@ -92,7 +93,7 @@ class Multipliers:
         NotApplicableError: The model runs other operations for the baselines than for the images.
     """
 
-    def __init__(self, grads: TargetGradients, base: TargetGradients, unknown: Unknown) -> None:
+    def __init__(self, grads: TargetGradients, base: TargetGradients, unknown: Unknown, *, frees: bool = False) -> None:
         names, base_names = ([node.name() for node in each.nodes] for each in (grads, base))
         if names != base_names:
             raise NotApplicableError(
@@ -100,6 +101,7 @@ class Multipliers:
             )
         self.unknown: Unknown = unknown
         self.lost: dict[str, float] | None = None
+        self._frees = frees
         self._base = dict(zip(grads.nodes, map(base.forward.operations.operation, base.nodes), strict=True))
 
     def __call__(self, visit: Visit) -> Gradients:
@@ -117,6 +119,9 @@ class Multipliers:
         step = Step(visit, operation, base)
         visit.walk.treated[operation.name.removeprefix("_")] += 1
         passed = _RULES[kind](step)
+        if self._frees:
+            operation.args.clear()
+            base.args.clear()
         if self.lost is not None:
             self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)
         return passed
@@ -125,8 +130,8 @@ class Multipliers:
 def _kind(op: Op) -> str:
     """Return the kind of an operation; "" if only its gradients are known."""
     name = operator_name(op)
-    if name in _WINNERS or name in _OF_TWO:
-        return "winners" if name in _WINNERS else "of two"
+    if name in _WINNERS:
+        return "winners"
     if is_pointwise(op):
         return "activation"
     return "" if name in OF_DEGREE_ONE else kind_of(op)
@@ -134,20 +139,15 @@ def _kind(op: Op) -> str:
 
 def _linear(step: Step) -> Gradients:
     """Pass the gradient of a convolution or matrix product with constant weights."""
-    visit, operation = step.visit, step.operation
-    offset = int(operation.name in ("addmm", "baddbmm"))  # the first operand is a summand
-    factors = visit.on_path[offset : offset + 2]
-    if sum(factors) != 1 or (offset and visit.on_path[0]):
-        return _integrated(step, 1)
-    at = factors.index(True)
-    grads: list[Tensor | None] = [None] * len(visit.on_path)
-    grads[at + offset] = linear_operation(operation, at).back(step.grad)
-    return tuple(grads)
+    visit = step.visit
+    if visit.on_path == [True, True]:
+        return step.grad @ step.pair("mat2").mean.mT, step.pair("self").mean.mT @ step.grad
+    return operand_gradients(visit.node, visit.grads, visit.on_path) if sum(visit.on_path) == 1 else _integrated(step)
 
 
 def _batch_norm(step: Step) -> Gradients:
     """Pass the gradient of a batch norm with constant statistics."""
-    scale = batch_norm_scale(step.operation)
+    scale = batch_norm_scale(step.operation, step.grad)
     return _norm(step) if scale is None else (step.grad * scale, None, None)
 
 
@@ -174,32 +174,25 @@ def _pointwise(step: Step) -> Gradients:
         return _integrated(step)
     x = step.pair(name)
     change = x.change
-    slope = step.result.change / change
-    # Differences of a ReLU are exact; those of other functions are only rounding errors where x hardly differs.
-    rounding = 0 if operation.name == "relu" else 8 * torch.finfo(change.dtype).eps * torch.maximum(*map(abs, x))
-    is_same = change.abs() <= rounding
-    if bool(is_same.any()):
-        slope = torch.where(is_same, derivative(operation, x.mean), slope)
+    y, y0 = (operation.repeat(**{name: value}) for value in x)
+    slope = y.sub_(y0).div_(change)
+    if not bool(slope.sum().isfinite()):
+        slope = torch.where(change == 0, derivative(operation, x.x), slope)
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
 
 def _winners(step: Step) -> Gradients:
     """Pass what a window gains to its winner for the image, and what it loses to its winner for the baseline."""
-    change = step.result.change
+    change = step.result().change
     share = step.grad * change
     is_gain = change < 0 if "min" in step.operation.name else change > 0
-    (gain,) = _gradients(step, step.operation.args, (torch.where(is_gain, share, 0),))
-    (loss,) = _gradients(step, step.base.args, (torch.where(is_gain, 0, share),))
-    return (divided(cast("Tensor", gain) + cast("Tensor", loss), step.pair("self").change),)
-
-
-def _of_two(step: Step) -> Gradients:
-    """Pass through max(a, b) = (a + b + |a - b|) / 2."""
-    a, b = step.pair("self"), step.pair("other")
-    difference = Pair(a.x - b.x, a.x0 - b.x0)
-    slope = divided(difference.x.abs() - difference.x0.abs(), difference.change)
-    part = step.grad * (slope if step.operation.name == "maximum" else -slope)
-    return (step.grad + part) / 2, (step.grad - part) / 2
+    gains = _gradients(step, step.operation.args, (torch.where(is_gain, share, 0),))
+    losses = _gradients(step, step.base.args, (torch.where(is_gain, 0, share),))
+    passed: list[Tensor | None] = []
+    for gain, loss, x, x0 in zip(gains, losses, _floats(step.operation.args), _floats(step.base.args), strict=True):
+        both = None if gain is None or loss is None else gain.add_(loss).div_(x - x0).masked_fill_(x == x0, 0)
+        passed.append(both)
+    return tuple(passed)
 
 
 def _mul(step: Step) -> Gradients:
@@ -247,15 +240,13 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     return weighted - slope * divided(weighted.sum(dim, keepdim=True), slope.sum(dim, keepdim=True))
 
 
-def _integrated(step: Step, nodes: int | None = None) -> Gradients:
+def _integrated(step: Step) -> Gradients:
     """Return the mean gradients of an operation on the straight path between both points, by a Gauss-Legendre rule.
 
-    Args:
-        step: The operation.
-        nodes: The number of nodes; by default, as many as a complete result needs. One node is exact for products.
+    It has as many nodes as a complete result needs; one is exact for products.
     """
     passed: Gradients = ()
-    for count in _NODES if nodes is None else (nodes,):
+    for count in _NODES:
         at, weights = np.polynomial.legendre.leggauss(count)
         parts = [_gradients_between(step, (1 + float(point)) / 2) for point in at]
         passed = tuple(
@@ -305,14 +296,14 @@ def _floats(tree: Any) -> list[Tensor]:
 
 def _is_complete(step: Step, passed: Gradients) -> bool:
     """Return whether the operands get the share of the results, except for rounding."""
-    size = _shares(step.visit.grads, step.operation.result, step.base.result).abs().sum()
+    size = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat()).abs().sum()
     rounding: float = torch.finfo(size.dtype).eps ** 0.5 / 100
     return _lost(step, passed) <= rounding * float(size)
 
 
 def _lost(step: Step, passed: Gradients) -> float:
     """Return the share of the results that the operands of an operation do not get."""
-    given = _shares(step.visit.grads, step.operation.result, step.base.result)
+    given = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
     kept = _shares(passed, step.operation.args, step.base.args)
     return abs(float(given.sum() - kept.sum()))
 
@@ -329,7 +320,6 @@ _RULES = {
     "norm": _norm,
     "activation": _pointwise,
     "winners": _winners,
-    "of two": _of_two,
     "mul": _mul,
     "div": _div,
     "softmax": _softmax,

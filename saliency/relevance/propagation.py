@@ -239,7 +239,7 @@ class Propagation:
     def _batch_norm(self, visit: Visit) -> Gradients:
         """Merge a batch norm into the linear operation before it, or give x and the constant shares by magnitude."""
         operation, walk = visit.known, visit.walk
-        scale = batch_norm_scale(operation)
+        scale = batch_norm_scale(operation, visit.grad)
         if scale is None:
             return self._norm(visit)
         x, bias, mean = (operation.args[name] for name in ("input", "bias", "running_mean"))
@@ -542,13 +542,16 @@ def normalisation(operation: Operation) -> Normalisation:
     return Normalisation(shape, dims, rstd, weight, bias, has_mean)
 
 
-def batch_norm_scale(operation: Operation) -> Tensor | None:
-    """Return the factor of each channel in a batch norm; None if it uses the statistics of the batch."""
+def batch_norm_scale(operation: Operation, like: Tensor) -> Tensor | None:
+    """Return the factor of each channel in a batch norm; None if it uses the statistics of the batch.
+
+    It broadcasts to a tensor of the operation's dimensions.
+    """
     args = operation.args
     if args["running_var"] is None or args.get("training"):
         return None
     scale = (args["running_var"] + args.get("eps", args.get("epsilon"))).rsqrt()
-    return _channels(scale if args["weight"] is None else scale * args["weight"], args["input"])
+    return _channels(scale if args["weight"] is None else scale * args["weight"], like)
 
 
 def attention_logits(operation: Operation) -> Tensor:

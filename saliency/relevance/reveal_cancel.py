@@ -64,7 +64,7 @@ def _results(operation: Operation, base: Operation, operands: list[Parts | None]
     inside = [parts for parts in operands if parts is not None]
     if is_pointwise(operation.op) and places == [0]:
         return [_rescaled(operation, base, inside[0])]
-    scale = batch_norm_scale(operation) if kind == "batch_norm" else None
+    scale = batch_norm_scale(operation, inside[0].rise) if kind == "batch_norm" else None
     if scale is not None:
         return [_weighted(torch.mul, scale, inside[0])]
     factor = places[0] - (operation.name in ("addmm", "baddbmm"))
