@@ -7,15 +7,16 @@ those of its results.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, operand_gradients
+from ..hooks.autograd_graph import Gradients, next_functions
 from ..hooks.operations import Op, Operation, is_pointwise, operator_name
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from .propagation import (
@@ -30,7 +31,7 @@ from .propagation import (
     writes_part,
 )
 from .rules import divided
-from .walk import Visit
+from .walk import Edge, Visit
 
 _WINNERS = {
     *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"),
@@ -142,7 +143,12 @@ def _linear(step: Step) -> Gradients:
     visit = step.visit
     if visit.on_path == [True, True]:
         return step.grad @ step.pair("mat2").mean.mT, step.pair("self").mean.mT @ step.grad
-    return operand_gradients(visit.node, visit.grads, visit.on_path) if sum(visit.on_path) == 1 else _integrated(step)
+    if sum(visit.on_path) > 1:
+        return _integrated(step)
+    at = visit.on_path.index(True)
+    # Unlike the node as a function, the engine computes no gradients of weights.
+    edges = [GradientEdge(visit.node, 0)], [GradientEdge(*cast("Edge", next_functions(visit.node)[at]))]
+    return (*[None] * at, *torch.autograd.grad(*edges, [visit.grad], retain_graph=True))
 
 
 def _batch_norm(step: Step) -> Gradients:

@@ -12,7 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import DeepLIFT, DeepSHAP, MethodError, NotApplicableError, SaliencyWarning
+from saliency import (
+    LRP,
+    DeepLIFT,
+    DeepSHAP,
+    MethodError,
+    NotApplicableError,
+    SaliencyWarning,
+    VanillaGradient,
+    explain_together,
+)
+from saliency.attribution.forward import SharedForward
+from saliency.hooks.autograd_graph import saved
+from saliency.hooks.operations import Keep
+from saliency.hooks.rectifiers import nodes_between
 from saliency.methods.deep_lift import DeepLIFTRule
 from saliency.testing.case import images, tiny_model
 from tests.models import FunctionModel, small_vgg
@@ -175,6 +188,29 @@ def test_classes_share_both_forwards() -> None:
     model.register_forward_hook(lambda *arguments: forwards.append(1))
     DeepLIFT(model).attribute_classes(images(2), [0, 1, None])
     assert len(forwards) == 2
+
+
+def test_methods_that_share_the_forward_change_nothing() -> None:
+    model, x = small_vgg().eval(), images(2, (32, 32))
+    methods = [DeepSHAP(model, samples=2), VanillaGradient(model), DeepLIFT(model), LRP(model)]
+    for found in (explain_together(methods, x, 1), explain_together(methods[::-1], x, 1)[::-1]):
+        for explanation, method in zip(found, methods, strict=True):
+            torch.testing.assert_close(explanation.values, method.attribute(x, 1).values)
+
+
+def test_only_operands_of_nonlinear_operations_are_kept() -> None:
+    conv, norm, x = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), images(2)
+    forward = SharedForward(nn.Sequential(conv, norm, nn.ReLU(inplace=True)), x, keep=Keep.CHANGES)
+    relu, batch_norm, convolution = nodes_between(forward.output, forward.x)[:3]
+    assert bool(saved(relu, "result").isnan().all())
+    assert bool(saved(convolution, "input").isnan().all())
+    assert torch.equal(saved(convolution, "weight"), conv.weight)
+    operations = [forward.operations.operation(node) for node in (relu, batch_norm)]
+    assert operations[0] is not None
+    torch.testing.assert_close(operations[0].args["self"], norm(conv(x)))
+    assert operations[1] is not None
+    assert operations[1].args["input"] is None
+    assert operations[0].result is operations[1].result is None
 
 
 # What cannot be shared.
