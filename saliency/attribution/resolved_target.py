@@ -17,17 +17,7 @@ from ..hooks.autograd_graph import forward_hook_ids, tensor_version
 from ..hooks.forward_args import cache_of
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
-from ..targets.targets import (
-    Categories,
-    ClassScore,
-    FunctionTarget,
-    Target,
-    TargetLike,
-    as_target,
-    class_probabilities,
-    class_scores,
-    one_score_each,
-)
+from ..targets.targets import Categories, FunctionTarget, TargetLike, as_target, one_score_each
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -58,12 +48,7 @@ class ResolvedTarget:
         """
         if not self._is_resolved:
             self.target = self.target.resolve_from(output)
-            self.probabilities = self.target.probabilities(output)
-            # Without classes, or with a single number per image, there is no probability.
-            if None not in self.indices and (classes := class_scores(output).shape[1]) > 1:
-                if self.categories is not None and len(self.categories) > classes:
-                    raise TargetError(f"got {len(self.categories)} class names for a model of {classes} classes")
-                self.probabilities = ClassScore(self.indices)(class_probabilities(output).detach().float())
+            self.probabilities = self.target.probabilities(output, self.images, self.categories)
             self._is_resolved = True
         before = _versions(output)
         scores = self.target(output)
@@ -92,9 +77,9 @@ class ResolvedTarget:
             count: The number of passes.
             rows: Returns how the model's output divides into images; called if the target is a function.
         """
-        target: Target = self.target.repeated(image, count)
+        target = self.target.repeated(image, count)
         if isinstance(target, FunctionTarget):
-            target = partial(_repeated_scores, target.function, self.images, image, count, rows())
+            target = FunctionTarget(partial(_repeated_scores, target.function, self.images, image, count, rows()))
         resolved = ResolvedTarget(target, count, self.categories)
         resolved._is_resolved = True
         return resolved
@@ -122,7 +107,9 @@ def _versions(output: Any) -> list[int]:
     return [tensor_version(tensor) for tensor in tree_tensors(output)]
 
 
-def _repeated_scores(function: Target, images: int, image: int, count: int, rows: OutputRows, output: Any) -> Tensor:
+def _repeated_scores(
+    function: Callable[[Any], Tensor], images: int, image: int, count: int, rows: OutputRows, output: Any
+) -> Tensor:
     """Return the scores (k,) of one image, by a function of the whole batch's output, for an output of k passes.
 
     The function may combine the rows of a batch, so for each pass it gets a whole batch of copies.

@@ -67,7 +67,7 @@ class TextSimilarity(_EmbeddingTarget):
         scores = F.linear(F.normalize(own, dim=1), F.normalize(others, dim=1) * self.scale)  # (N, K)
         return scores[:, 0] - scores[:, 1:].logsumexp(1) if self.against else scores[:, 0]
 
-    def probabilities(self, output: Any) -> Tensor | None:
+    def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
         """Return the softmax probabilities (N,) of the text among all texts; None without others."""
         return self(output).detach().sigmoid() if self.against else None
 

@@ -66,9 +66,18 @@ class OutputTarget(ABC):
         """Return what the target reads of an output for one image, in an output for one image."""
         return output_tensor(output)[image : image + 1]
 
-    def probabilities(self, output: Any) -> Tensor | None:
-        """Return the probabilities (N,) that belong to the scores, if the target has them and is not a class."""
-        return None
+    def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
+        """Return the probabilities (N,) of the classes; None without classes, or for a single number per image.
+
+        Raises:
+            TargetError: There are more class names than classes.
+        """
+        indices = self.indices(images)
+        if None in indices or (classes := class_scores(output).shape[1]) == 1:
+            return None
+        if categories is not None and len(categories) > classes:
+            raise TargetError(f"got {len(categories)} class names for a model of {classes} classes")
+        return ClassScore(indices)(class_probabilities(output).detach().float())
 
     def repeated(self, image: int, count: int) -> OutputTarget:
         """Return the resolved target of one image, for an output whose rows are `count` passes of that image."""
