@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from .autograd_graph import (
-    GradAccumulator,
-    Gradients,
-    GradSpec,
-    InputEdge,
-    forward_hooks,
-    next_functions,
-    remove_forward_hook,
-    sequence_nr,
-)
+from . import autograd_graph as graph
 from .pytree import first_tensor, tree_map_tensors
 from .rectifiers import Site
 
@@ -148,7 +139,7 @@ class HookManager(ExitStack[None]):
         # Append before registering, so that the hook is also removed after Ctrl-C in between.
         self._registered.append((layer, kind(hook)))
         layer.register_forward_hook(self._registered[-1][1], prepend=True)
-        hooks = forward_hooks(layer)
+        hooks = graph.forward_hooks(layer)
         overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]
         for key in sorted(overrides, reverse=True):
             with suppress(KeyError):  # another thread may have removed its hook in the meantime
@@ -205,7 +196,7 @@ class HookManager(ExitStack[None]):
         for site in sites:
             self._keep(site.node.register_hook(_node_hook(rule_for(site))))
 
-    def at_node(self, node: Node, callback: Callable[[Gradients, Gradients], None]) -> None:
+    def at_node(self, node: Node, callback: Callable[[graph.Gradients, graph.Gradients], None]) -> None:
         """Call `callback` with the gradients of the operands and results of an operation, in each backward pass."""
         self._keep(node.register_hook(callback))
 
@@ -222,21 +213,21 @@ class HookManager(ExitStack[None]):
 
         self._keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
         if not is_leaf:
-            next_functions(tensor.grad_fn)
+            graph.next_functions(tensor.grad_fn)
 
-    def at_input_edge(self, tensor: Tensor, at: InputEdge, callback: Callable[[Tensor], None]) -> None:
+    def at_input_edge(self, tensor: Tensor, at: graph.InputEdge, callback: Callable[[Tensor], None]) -> None:
         """Call `callback` with the gradient that an operation passes to its operand `tensor`, in each backward pass."""
         # The hook must not hold its node, because the node holds the hook.
-        operands, like = at.operands, GradSpec(tensor.shape, tensor.dtype)
+        operands, like = at.operands, graph.GradSpec(tensor.shape, tensor.dtype)
 
-        def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+        def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> None:
             part = like.sum_of(grad_inputs, operands)
             if part is not None:
                 callback(part)
 
         self._keep(at.node.register_hook(hook))
 
-    def rewrite_input(self, tensor: Tensor, edges: Sequence[InputEdge], rule: _Change) -> None:
+    def rewrite_input(self, tensor: Tensor, edges: Sequence[graph.InputEdge], rule: _Change) -> None:
         """Replace the gradient that one call of a module passes to one of its inputs by what `rule` returns.
 
         Other uses of the same input keep their gradient.
@@ -246,8 +237,8 @@ class HookManager(ExitStack[None]):
             edges: The operations of the call that pass gradient to the input.
             rule: From the sum of their gradients to its replacement; None keeps the sum.
         """
-        accumulator = GradAccumulator(GradSpec(tensor.shape, tensor.dtype), rule)
-        by_age = sorted(edges, key=lambda edge: sequence_nr(edge.node))
+        accumulator = graph.GradAccumulator(graph.GradSpec(tensor.shape, tensor.dtype), rule)
+        by_age = sorted(edges, key=lambda edge: graph.sequence_nr(edge.node))
         for at, edge in enumerate(by_age):
             # A hook holds only operations older than its own. None of them leads back to it, so there is no cycle.
             older = [older.node for older in by_age[:at]]
@@ -278,7 +269,7 @@ def is_hookable(model: nn.Module, name: str, layer: nn.Module) -> bool:
 def _close(scope: HookScope, registered: _Registered, handles: list[RemovableHandle]) -> None:
     scope.closed = True
     for layer, hook in registered:
-        remove_forward_hook(layer, hook)
+        graph.remove_forward_hook(layer, hook)
     while handles:
         handles[-1].remove()
         handles.pop()
@@ -323,8 +314,8 @@ def _callers(frame: FrameType) -> set[int]:
     return callers
 
 
-def _node_hook(rule: Rule) -> Callable[[Gradients, Gradients], Gradients]:
-    def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients:
+def _node_hook(rule: Rule) -> Callable[[graph.Gradients, graph.Gradients], graph.Gradients]:
+    def hook(grad_inputs: graph.Gradients, grad_outputs: graph.Gradients) -> graph.Gradients:
         signal = grad_outputs[0]
         # The operand that carries the network's signal is the one with a gradient; bounds and slopes have none.
         at, operand = next(((i, grad) for i, grad in enumerate(grad_inputs) if grad is not None), (0, None))

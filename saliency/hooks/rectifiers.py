@@ -17,15 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import NotApplicableError, TargetError
-from .autograd_graph import (
-    CHECKPOINT_NODE,
-    hides_operation,
-    is_module_hook,
-    next_functions,
-    result_shape,
-    saved,
-    wrapped_node,
-)
+from . import autograd_graph as graph
 
 _REENTRANT = "a checkpoint with use_reentrant=True hides operations of the model; pass use_reentrant=False"
 _VIEW = "works in place on a view of another tensor, where its gradient cannot be rewritten; use inplace=False"
@@ -87,13 +79,13 @@ def _is_zero(bound: Any) -> bool:
 
 def _tracked(node: Any) -> list[bool]:
     """Return which operands of an operation have a gradient."""
-    return [function is not None for function, _ in next_functions(node)]
+    return [function is not None for function, _ in graph.next_functions(node)]
 
 
 def _constant_operand(node: Any) -> Any:
     """Return the operand without a gradient of an operation on two operands, if it is the only one; else None."""
     tracked = _tracked(node)
-    return saved(node, "other" if tracked[0] else "self") if sorted(tracked) == [False, True] else None
+    return graph.saved(node, "other" if tracked[0] else "self") if sorted(tracked) == [False, True] else None
 
 
 def _is_constant_zero(node: Any) -> bool:
@@ -101,26 +93,26 @@ def _is_constant_zero(node: Any) -> bool:
 
 
 def _is_threshold_zero(node: Any) -> bool:
-    return bool(saved(node, "threshold") == 0)
+    return bool(graph.saved(node, "threshold") == 0)
 
 
 def _is_clamp_from_zero(node: Any) -> bool:
-    return _is_zero(saved(node, "min"))
+    return _is_zero(graph.saved(node, "min"))
 
 
 def _is_clamp_to_zero(node: Any) -> bool:
-    return saved(node, "min") is None and _is_zero(saved(node, "max"))
+    return graph.saved(node, "min") is None and _is_zero(graph.saved(node, "max"))
 
 
 def _is_assignment_by_mask(node: Any) -> bool:
-    masks = [index for index in saved(node, "indices") if index is not None and index.dtype == torch.bool]
+    masks = [index for index in graph.saved(node, "indices") if index is not None and index.dtype == torch.bool]
     return _tracked(node) == [True, False] and bool(masks)
 
 
 def _is_product_with_mask(node: Any) -> bool:
     mask = _constant_operand(node)
     # Unlike a scale or a gate, a mask has the shape of the masked tensor and holds only 0 and 1.
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != result_shape(node) or mask.numel() < 2:
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != graph.result_shape(node) or mask.numel() < 2:
         return False
     zeros, ones = mask == 0, mask == 1
     return mask.dtype == torch.bool or bool((zeros | ones).all() and zeros.any() and ones.any())
@@ -136,7 +128,7 @@ class _Kind(NamedTuple):
 
 _RECTIFIERS = (
     _Kind("relu", torch.relu),
-    _Kind("relu6", F.relu6, lambda node: saved(node, "min_val") == 0),
+    _Kind("relu6", F.relu6, lambda node: graph.saved(node, "min_val") == 0),
     _Kind("threshold", lambda t: F.threshold(t, 0, 0), _is_threshold_zero),
     _Kind("threshold", lambda t: torch.threshold_(t, 0, 0), _is_threshold_zero),
     _Kind("clamp", lambda t: t.clamp(min=0), _is_clamp_from_zero),
@@ -185,17 +177,17 @@ def _kind_of(node: Any) -> _Kind | None:
 
 def output_of(node: Any) -> Tensor:
     """Return the output of a rectifier's node in the forward pass, in the shape of its gradient."""
-    result: Tensor | None = saved(node, "result", None)  # of a ReLU
+    result: Tensor | None = graph.saved(node, "result", None)  # of a ReLU
     if result is not None:
         return result
-    x = saved(node, "self") if next_functions(node)[0][0] is not None else saved(node, "other")
+    x = graph.saved(node, "self") if graph.next_functions(node)[0][0] is not None else graph.saved(node, "other")
     highest: Any = saturation_of(node)
     return torch.clamp(x, min=torch.zeros_like(highest) if isinstance(highest, Tensor) else 0, max=highest)
 
 
 def saturation_of(node: Any) -> Tensor | float | None:
     """Return the level above which a rectifier is flat (6 for a ReLU6), or None."""
-    highest: Tensor | float | None = saved(node, "max_val", saved(node, "max", None))
+    highest: Tensor | float | None = graph.saved(node, "max_val", graph.saved(node, "max", None))
     return highest
 
 
@@ -231,7 +223,7 @@ def _postorder(score: Tensor) -> Iterator[tuple[Node, list[Node]]]:
             yield node, successors
         elif node not in entered:
             entered.add(node)
-            successors = [function for function, _ in next_functions(node) if function is not None]
+            successors = [function for function, _ in graph.next_functions(node) if function is not None]
             stack.append((node, successors))
             stack += [(function, None) for function in successors if function not in entered]
 
@@ -276,7 +268,7 @@ def differentiate(
     try:
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, ends, weights, allow_unused=True, **options)
     except RuntimeError as error:
-        if any(isinstance(node, CHECKPOINT_NODE) for node, _ in _postorder(output)):
+        if any(isinstance(node, graph.CHECKPOINT_NODE) for node, _ in _postorder(output)):
             raise NotApplicableError(_REENTRANT) from error
         raise
     return grads
@@ -290,22 +282,22 @@ def _opaque(node: Any) -> str:
     if type(node) in _transparent:
         return ""
     name = node.name()
-    if isinstance(node, CHECKPOINT_NODE):
+    if isinstance(node, graph.CHECKPOINT_NODE):
         raise NotApplicableError(_REENTRANT)
     if name.startswith("CompiledFunction"):
         raise NotApplicableError(
             "a part of the model is compiled, which hides its ReLUs; pass it without torch.compile"
         )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        known = is_module_hook(node) or "_torchvision_" in name
+        known = graph.is_module_hook(node) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
     if name.startswith("torch::jit"):
         hint = "pass the eager model, or run it under torch.jit.optimized_execution(False) from its first call on"
         raise NotApplicableError(f"TorchScript has fused a part of the model, which hides its ReLUs; {hint}")
-    if hides_operation(node):
+    if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
         raise NotApplicableError(f"an operation, possibly a ReLU, {_VIEW}; {hint}")
-    if wrapped := wrapped_node(node):
+    if wrapped := graph.wrapped_node(node):
         kind = _kind_of(wrapped)
         if kind in (*_RECTIFIERS, *_OTHERS):
             raise NotApplicableError(f"a {kind.name} {_VIEW}")

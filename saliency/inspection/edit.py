@@ -16,17 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, MethodError, NotApplicableError, warn
-from ..hooks.autograd_graph import (
-    current_sequence_nr,
-    edge,
-    forget_empty_hooks,
-    input_edges,
-    is_recorded_since,
-    tensor_hooks,
-    tensor_version,
-    this_backward,
-    view_base,
-)
+from ..hooks import autograd_graph as graph
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -138,14 +128,15 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-    edges = [(tensor, at) for tensor in tree_tensors((args, kwargs)) if (at := edge(tensor)) is not None]
+    edges = [(tensor, at) for tensor in tree_tensors((args, kwargs)) if (at := graph.edge(tensor)) is not None]
     distinct = {(at.node, at.output_nr): (tensor, at) for tensor, at in edges}.values()
     tensors = [tensor for tensor, _ in distinct]
-    return _Inputs(tensors, [at for _, at in distinct], list(map(tensor_version, tensors)), current_sequence_nr())
+    versions = list(map(graph.tensor_version, tensors))
+    return _Inputs(tensors, [at for _, at in distinct], versions, graph.current_sequence_nr())
 
 
 def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, tensor: Tensor) -> Tensor | None:
-    if target.edited_pass == this_backward():
+    if target.edited_pass == graph.this_backward():
         hint = "the rule is part of the graph, so run the second backward pass after the block"
         raise NotApplicableError(f"{target.label} cannot be edited twice with create_graph=True: {hint}")
     changed = apply_rules(rules, tensor, f"the gradient of {target.label}")
@@ -153,7 +144,7 @@ def _edit_gradient(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarg
     if changed is not None and changed.requires_grad:
 
         def note_pass(gradient: Tensor) -> None:
-            target.edited_pass = this_backward()
+            target.edited_pass = graph.this_backward()
 
         # A second backward pass runs this hook before it reaches the operations of the forward pass.
         hooks.at_gradient(changed, note_pass)
@@ -176,14 +167,14 @@ def _attach_to_input(hooks: HookManager, rules: tuple[Rule, ...], target: EditTa
 
 def _edit_inputs(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget, inputs: _Inputs, output: Any) -> Any:
     for tensor, version in zip(inputs.tensors, inputs.versions, strict=True):
-        if view_base(tensor) is not None and tensor_version(tensor) != version:
+        if graph.view_base(tensor) is not None and graph.tensor_version(tensor) != version:
             reason = "it changes a view of another tensor in place"
             hint = 'use inplace=False, or edit at="output" of the layer before'
             raise NotApplicableError(f"{target.label} cannot be edited at its input: {reason}; {hint}")
     changed = _with_copies(output, inputs.since)
     # The layer may change arguments in place, so they count as outputs too.
     results = [*tree_tensors(changed), *inputs.tensors]
-    exits = input_edges(results, inputs.edges, inputs.since)
+    exits = graph.input_edges(results, inputs.edges, inputs.since)
     if not any(exits) and not any(map(_is_differentiable, tree_tensors(output))):
         target.refuse("it returns no floating-point tensor, so no gradient flows through it")
     for tensor, edges in zip(inputs.tensors, exits, strict=True):
@@ -205,7 +196,7 @@ def _attach_to_output(hooks: HookManager, rules: tuple[Rule, ...], target: EditT
             hooks.at_gradient(tensor, partial(_edit_gradient, hooks, rules, target))
         return changed
 
-    hooks.around(target.at, lambda args, kwargs: current_sequence_nr(), end)  # type: ignore[arg-type]
+    hooks.around(target.at, lambda args, kwargs: graph.current_sequence_nr(), end)  # type: ignore[arg-type]
 
 
 def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: EditTarget) -> None:
@@ -219,7 +210,7 @@ def _attach_to_activation(hooks: HookManager, rules: tuple[Rule, ...], target: E
         if not any(map(_is_differentiable, tree_tensors(output))):
             target.refuse("it returns no floating-point tensor")
             return None
-        is_repeated = this_backward() != -1
+        is_repeated = graph.this_backward() != -1
         random = next((rule for rule in rules if isinstance(rule, NamedRule) and rule.restart is not None), None)
         if is_repeated and random is not None:
             hint = "draw the noise once and add it with a function"
@@ -244,7 +235,7 @@ def _with_copies(output: Any, since: int, *, all_tensors: bool = False) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or tensor in _copies:
             return tensor
-        if not all_tensors and view_base(tensor) is None and is_recorded_since(tensor, since):
+        if not all_tensors and graph.view_base(tensor) is None and graph.is_recorded_since(tensor, since):
             return tensor
         result = tensor.clone()
         _copies[result] = None
@@ -272,8 +263,8 @@ class Editing(HookBlock):
     def _register(self, stack: ExitStack) -> None:
         rules = restart_rules(self._rules)
         for tensor in (target.at for target in self._targets if isinstance(target.at, Tensor)):
-            if tensor.is_leaf and tensor_hooks(tensor) is None:
-                stack.callback(forget_empty_hooks, tensor)
+            if tensor.is_leaf and graph.tensor_hooks(tensor) is None:
+                stack.callback(graph.forget_empty_hooks, tensor)
         # Hooks reference the manager weakly, so that it is freed with its block.
         hooks: HookManager = weakref.proxy(stack.enter_context(HookManager(persistent=True)))
         for target in self._targets:

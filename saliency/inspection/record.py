@@ -16,16 +16,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import LayerError, MethodError, did_you_mean
-from ..hooks.autograd_graph import (
-    InputEdge,
-    current_sequence_nr,
-    edge,
-    input_edges,
-    is_recorded_since,
-    tensor_version,
-    this_backward,
-    view_base,
-)
+from ..hooks import autograd_graph as graph
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -143,11 +134,11 @@ class _View(NamedTuple):
     def of(cls, tensor: Tensor, base: Tensor) -> _View:
         offset = int(tensor.storage_offset() - base.storage_offset())
         position = (tensor.size(), tensor.stride(), offset)
-        return cls(weakref.ref(tensor), tensor_version(tensor), position, (base.size(), base.stride()))
+        return cls(weakref.ref(tensor), graph.tensor_version(tensor), position, (base.size(), base.stride()))
 
     def is_overwritten(self) -> bool:
         tensor = self.tensor()
-        return tensor is None or tensor_version(tensor) != self.version
+        return tensor is None or graph.tensor_version(tensor) != self.version
 
     def gradient(self, of_base: Tensor) -> Tensor:
         """Return the part of the base's gradient that belongs to the view."""
@@ -325,9 +316,9 @@ class Recording(HookBlock, Sequence[Call]):
 
     def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenCall | None:
         # Skip calls that checkpointing repeats in the backward pass.
-        if this_backward() != -1:
+        if graph.this_backward() != -1:
             return None
-        since = current_sequence_nr()
+        since = graph.current_sequence_nr()
         (inputs, named), flat = self._keep_all((args, kwargs)) if "inputs" in self._parts else ((None, None), ())
         begun = _OpenCall(self._begun, Call(name, kind, self._counts[name], inputs, named, flat_inputs=flat), since)
         self._begun += 1
@@ -335,9 +326,9 @@ class Recording(HookBlock, Sequence[Call]):
         if not self._has_gradients or not torch.is_grad_enabled():
             return begun
         tensors = list(tree_tensors((args, kwargs)))
-        bases = {at: base for at, tensor in enumerate(tensors) if (base := view_base(tensor)) is not None}
-        views = {at: (_View.of(tensors[at], base), base, edge(base)) for at, base in bases.items()}
-        return begun._replace(tensors=tensors, edges=[edge(tensor) for tensor in tensors], views=views)
+        bases = {at: base for at, tensor in enumerate(tensors) if (base := graph.view_base(tensor)) is not None}
+        views = {at: (_View.of(tensors[at], base), base, graph.edge(base)) for at, base in bases.items()}
+        return begun._replace(tensors=tensors, edges=[graph.edge(tensor) for tensor in tensors], views=views)
 
     def _end(self, hooks: HookManager, begun: _OpenCall | None, output: Any) -> Any:
         if begun is None or begun.number < self._first:
@@ -346,7 +337,7 @@ class Recording(HookBlock, Sequence[Call]):
         backwards: Sequence[Backward] = ()
         returned: set[int] = set()
         if self._has_gradients and torch.is_grad_enabled():
-            older = (t for t in tree_tensors(output) if t.requires_grad and not is_recorded_since(t, begun.since))
+            older = (t for t in tree_tensors(output) if t.requires_grad and not graph.is_recorded_since(t, begun.since))
             returned = {id(tensor) for tensor in older}
             if returned:
                 # The layer returned an argument or a parameter. An alias separates the gradient through this layer from
@@ -372,8 +363,8 @@ class Recording(HookBlock, Sequence[Call]):
         if tensor.is_inference():  # without a version counter
             return self._make(tensor)
         known = self._kept.get(tensor)
-        if known is None or known[0] != tensor_version(tensor):
-            known = self._kept[tensor] = (tensor_version(tensor), self._make(tensor))
+        if known is None or known[0] != graph.tensor_version(tensor):
+            known = self._kept[tensor] = (graph.tensor_version(tensor), self._make(tensor))
         return known[1]
 
     def _keep_gradient(self, gradient: Tensor) -> Any:
@@ -385,12 +376,12 @@ class Recording(HookBlock, Sequence[Call]):
         outputs = list(tree_tensors(output))
         # The layer may change arguments in place, so they count as outputs too.
         results = [*outputs, *begun.tensors]
-        exits = input_edges(results, begun.edges, begun.since)
+        exits = graph.input_edges(results, begun.edges, begun.since)
         sources: list[_Source] = [(tensor, None, edges) for tensor, edges in zip(begun.tensors, exits, strict=True)]
         # A view that was changed in place passes its gradient to its base.
         changed = {at: viewed for at, viewed in begun.views.items() if viewed[0].is_overwritten()}
         base_edges = [base_edge for _, _, base_edge in changed.values()]
-        base_exits = input_edges(results, base_edges, begun.since) if changed else []
+        base_exits = graph.input_edges(results, base_edges, begun.since) if changed else []
         for (at, (base_view, base, _)), edges in zip(changed.items(), base_exits, strict=True):
             if edges:
                 sources[at] = base, base_view, edges
@@ -410,14 +401,14 @@ class Recording(HookBlock, Sequence[Call]):
         return log
 
 
-_Edges = list[InputEdge]
+_Edges = list[graph.InputEdge]
 _Source = tuple[Tensor, _View | None, _Edges]  # tensor with the gradient of an argument, and the view to take from it
 _Running = Callable[[], Backward]
 
 
 def _running(log: list[Backward], new: Callable[[int], Backward]) -> Backward:
     """Return the entry of the backward pass that runs in this thread."""
-    number = this_backward()
+    number = graph.this_backward()
     known = next((entry for entry in reversed(log) if entry.number == number), None)
     if known is None:
         known = new(number)
@@ -437,14 +428,14 @@ def _watch_base(
     hooks: HookManager, running: _Running, index: int, output: Tensor, arguments: Sequence[tuple[Tensor, _Edges]]
 ) -> None:
     """Take the gradient of an output view from its base, if a later in-place operation bypasses the view."""
-    base = view_base(output)
+    base = graph.view_base(output)
     if base is None or base.is_leaf or not base.requires_grad:
         return
     view = _View.of(output, base)
     sources = {
         at: _View.of(tensor, base)
         for at, (tensor, edges) in enumerate(arguments)
-        if (base is tensor or base is view_base(tensor))
+        if (base is tensor or base is graph.view_base(tensor))
         and any(input_edge.node is output.grad_fn for input_edge in edges)
     }
 
