@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageColor
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError, did_you_mean, warn
@@ -250,6 +250,32 @@ def paint(
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
     return as_drawing(Image.fromarray(pixels))
+
+
+def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str) -> Image.Image:
+    """Return the image of a frame where its map is strong, on a plain background.
+
+    Args:
+        frame: The image, and the box that the map covers.
+        scaled: The map.
+        keep: The share of the box to show; None to fade the image by the map.
+        background: A colour as Pillow writes it.
+
+    Raises:
+        RenderError: The background is not a colour.
+    """
+    area = box_pixels(frame)
+    weight = np.abs(resize_to_pixels(scaled.values, frame, area))
+    if keep is not None:
+        hidden = weight.size - max(1, round(weight.size * keep))
+        weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
+    try:
+        color = ImageColor.getcolor(str(background), "RGB")
+    except ValueError as error:
+        raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
+    ground = np.full((frame.picture.height, frame.picture.width, 3), color, np.uint8)
+    ground[area] = blend(ground[area], np.asarray(frame.picture)[area], weight)
+    return as_drawing(Image.fromarray(ground))
 
 
 def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:

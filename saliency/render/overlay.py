@@ -10,27 +10,14 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
-from PIL import Image, ImageColor
+from PIL import Image
 
 from ..attribution.explanation import Explanation, Sign
 from ..errors import RenderError
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike
 from ..validation import check_integer, check_number
-from .blending import (
-    Area,
-    Opacity,
-    Plane,
-    as_drawing,
-    blend,
-    box_pixels,
-    frame_of,
-    paint,
-    require_one,
-    resize_to_pixels,
-    scale_map,
-    shrink,
-)
+from .blending import Opacity, Plane, cut_out, frame_of, paint, require_one, scale_map, shrink
 from .heatmap import SMOOTHING, Percentile, significance, single_images
 
 PICTURE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
@@ -153,23 +140,7 @@ def cutout(
         keep = check_number("keep", keep, above=0, most=1, hint=", a share of the pixels, or None", error=RenderError)
     frame = frame_of(explanation, picture)
     scaled = scale_map(explanation, sign, "auto" if keep is None else None)
-    area = box_pixels(frame)
-    weight = np.abs(resize_to_pixels(scaled.values, frame, area))
-    if keep is not None:
-        hidden = weight.size - max(1, round(weight.size * keep))
-        weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
-    return _on_background(frame.picture, area, weight, background)
-
-
-def _on_background(picture: Image.Image, area: Area, weight: Plane, background: str) -> Image.Image:
-    """Return the image where the weight is 1, the background where it is 0 and outside `area`."""
-    try:
-        color = ImageColor.getcolor(str(background), "RGB")
-    except ValueError as error:
-        raise RenderError(f'background "{background}" is not a colour; write a name or "#rrggbb"') from error
-    ground = np.full((picture.height, picture.width, 3), color, np.uint8)
-    ground[area] = blend(ground[area], np.asarray(picture)[area], weight)
-    return as_drawing(Image.fromarray(ground))
+    return cut_out(frame, scaled, keep, background)
 
 
 def save_picture(picture: Image.Image, path: str | os.PathLike[str]) -> Path:
