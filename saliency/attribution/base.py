@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
 import numpy as np
 import torch
@@ -22,14 +22,7 @@ from torch import Tensor, nn
 from ..errors import MethodError, NonFiniteError, TargetError, did_you_mean
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
-from ..hooks.model_state import (
-    ModelAttribute,
-    model_attribute,
-    prepared_for_attribution,
-    reference_tensor,
-    run_model,
-    unwrap,
-)
+from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
 from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
@@ -127,7 +120,7 @@ class Attribution(HasOptions, ABC):
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store all options. A missing preprocessing or missing class names are taken from the model."""
-        for name in get_args(ModelAttribute):
+        for name in ("preprocess", "categories"):
             if values[name] is None:
                 values[name] = model_attribute(name, values["model"])
         if check_choice("whole", values["whole"], WHOLE):

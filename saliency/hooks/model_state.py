@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,10 @@ def unwrap(model: object) -> nn.Module:
     raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {hint}")
 
 
-ModelAttribute = Literal["preprocess", "categories"]
 _ATTRIBUTES: dict[str, tuple[Any, ...]] = {"preprocess": (Callable, Mapping), "categories": (Sequence, Mapping)}
 
 
-def model_attribute(name: ModelAttribute, model: nn.Module) -> Any:
+def model_attribute(name: str, model: nn.Module) -> Any:
     """Return the preprocessing or the class names of a model, or of the model inside its wrapper; else None.
 
     A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ...
