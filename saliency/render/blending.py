@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -250,6 +250,31 @@ def paint(
         for tone, edge in outline(pixels, area):
             edge[:] = edge // 2 + tone // 2
     return as_drawing(Image.fromarray(pixels))
+
+
+class Thumbnail(NamedTuple):
+    """A small image, and the map of an explanation at its pixels."""
+
+    frame: Frame
+    map: ScaledMap  # divided by the largest value
+    limit: float  # the map value at full colour on its own scale
+
+    @classmethod
+    def of(cls, explanation: Explanation, longest: int, percentile: Percentile, smoothing: float) -> Thumbnail:
+        """Return a thumbnail with a longest edge in pixels. Its limit is that of the values at its pixels."""
+        frame = shrink(frame_of(explanation), longest)
+        rows, columns = area = box_pixels(frame)
+        largest = scale_map(explanation, percentile=None, smoothing=smoothing)
+        values = resize_to_pixels(largest.values, frame, area)
+        share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile))
+        box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
+        return cls(Frame(frame.picture, box), replace(largest, values=values), largest.limit * float(share))
+
+    def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
+        """Return the overlay in which a map value has the full colour."""
+        gain = np.float32(self.map.limit / limit if limit else 1.0)
+        scaled = replace(self.map, values=np.clip(self.map.values * gain, -1, 1))
+        return paint(self.frame, scaled, colormap, opacity)
 
 
 def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str) -> Image.Image:

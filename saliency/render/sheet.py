@@ -5,32 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
-import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
-from ..io.preprocess import Frame
 from ..validation import check_integer
-from .blending import (
-    Opacity,
-    ScaledMap,
-    as_drawing,
-    box_pixels,
-    frame_of,
-    method_titles,
-    paint,
-    probability,
-    require_one,
-    resize_to_pixels,
-    scale_map,
-    shrink,
-)
-from .heatmap import SMOOTHING, Percentile, limits, resolve_percentile
+from .blending import Opacity, Thumbnail, as_drawing, method_titles, probability, require_one
+from .heatmap import SMOOTHING, Percentile
 
 PAPER = "#ffffff"
 INK = "#1d1f23"
@@ -75,14 +57,13 @@ def contact_sheet(
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
     _require_columns(rows)
-    table = [[_small_map(explanation, thumb, percentile, smoothing) for explanation in row] for row in rows]
+    table = [[Thumbnail.of(explanation, thumb, percentile, smoothing) for explanation in row] for row in rows]
     column_limits = [max(cell.limit for cell in column) for column in zip(*table, strict=True)]
     drawn = []
     for explanations, cells in zip(rows, table, strict=True):
         thumbs = [cells[0].frame.picture]
         for cell, limit in zip(cells, column_limits, strict=True):
-            scaled = _rescaled(cell.map, limit if shared else cell.limit)
-            thumbs.append(paint(cell.frame, scaled, colormap, opacity))
+            thumbs.append(cell.painted(limit if shared else cell.limit, colormap, opacity))
         drawn.append(_Row(explanations, thumbs))
     return as_drawing(_Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])]))
 
@@ -100,32 +81,6 @@ def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
         if methods != first:
             differ = f"row {index} has the methods {', '.join(methods) or '(none)'} and row 0 has {', '.join(first)}"
             raise RenderError(f"{differ}; all rows need the same methods")
-
-
-class _SmallMap(NamedTuple):
-    """Map at the pixels of its thumbnail."""
-
-    frame: Frame  # of the thumbnail
-    map: ScaledMap  # divided by the largest value
-    limit: float  # the map value at full colour on its own scale
-
-
-def _small_map(explanation: Explanation, thumb: int, percentile: Percentile, smoothing: float) -> _SmallMap:
-    """Return the map of an explanation. Its limit is that of the values averaged over thumbnail pixels."""
-    frame = shrink(frame_of(explanation), thumb)
-    area = box_pixels(frame)
-    largest = scale_map(explanation, percentile=None, smoothing=smoothing)
-    values = resize_to_pixels(largest.values, frame, area)
-    limit = largest.limit * float(limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile)))
-    rows, columns = area
-    box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
-    return _SmallMap(Frame(frame.picture, box), replace(largest, values=values), limit)
-
-
-def _rescaled(scaled: ScaledMap, limit: float) -> ScaledMap:
-    """Return a map divided by another limit."""
-    gain = scaled.limit / limit if limit else 1.0
-    return replace(scaled, values=np.clip(scaled.values * np.float32(gain), -1, 1))
 
 
 class _Row:
