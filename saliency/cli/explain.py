@@ -174,17 +174,9 @@ def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, 
     complete = [[row[method] for method in methods] for row in rows if row.keys() >= set(methods)]
     if not methods or not complete:
         return
-    style = options.style
+    style = {name: getattr(options.style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        sheet = contact_sheet(
-            complete,
-            thumb=THUMB,
-            opacity=style.opacity,
-            colormap=style.colormap,
-            percentile=style.percentile,
-            smoothing=style.smoothing,
-        )
-        path = save_picture(sheet, out / SHEET)
+        path = save_picture(contact_sheet(complete, thumb=THUMB, **style), out / SHEET)
     screen.say(f"contact sheet: {visible(path)}")
 
 

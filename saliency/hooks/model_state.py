@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelError
+from ..targets.targets import as_categories
 from .autograd_graph import compiler_is_loaded
 from .autograd_graph import unique_modules as unique_modules
 from .forward_args import forward_args
@@ -53,6 +54,12 @@ def model_attribute(name: str, model: nn.Module) -> Any:
         has_names = isinstance(labels, Mapping) and labels != {key: f"LABEL_{key}" for key in labels}
         values.append(labels if has_names else None)
     return next((value for value in values if isinstance(value, _ATTRIBUTES[name])), None)
+
+
+def categories_of(model: nn.Module) -> tuple[str, ...] | None:
+    """Return the class names stored on a model; None without any."""
+    names = model_attribute("categories", model)
+    return None if names is None else as_categories(names)
 
 
 _lock = threading.RLock()

@@ -20,7 +20,6 @@ from ..hooks.model_state import call, model_attribute, prepared_for_attribution,
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
 from ..layers.find import find, named_layers
-from ..targets.targets import Categories, as_categories
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
 """A dotted name, a pattern as in "layer4.*.conv?" (`*` also matches dots), a module, a class of modules, or several."""
@@ -162,12 +161,6 @@ def _moved(tree: Any, like: Tensor | None) -> Any:
     if like is None:
         return tree
     return tree_map_tensors(tree, lambda t: t.to(like) if t.is_floating_point() else t.to(like.device))
-
-
-def categories_of(model: nn.Module) -> Categories:
-    """Return the class names stored on a model; None without any."""
-    names = model_attribute("categories", model)
-    return None if names is None else as_categories(names)
 
 
 class Batches:

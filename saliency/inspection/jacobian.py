@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ..errors import ImageError, LayerError, NotApplicableError, TargetError
 from ..hooks.autograd_graph import PlainAttention
 from ..hooks.manager import HookManager
-from ..hooks.model_state import leaf, prepared_for_attribution, unwrap
+from ..hooks.model_state import categories_of, leaf, prepared_for_attribution, unwrap
 from ..hooks.pytree import tree_map_tensors
 from ..hooks.rectifiers import differentiate
 from ..layers.find import find
 from ..targets.targets import Categories, class_index, output_tensor, per_image, require_class
-from .arguments import categories_of, first_float, model_call, require_hookable
+from .arguments import first_float, model_call, require_hookable
 
 
 def vector_jacobian_product(model: nn.Module, x: Any, vector: Any, layer: str | nn.Module | None = None) -> Tensor:

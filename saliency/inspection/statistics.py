@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from ..errors import ImageError, LayerError, RenderError, TargetError, plural
 from ..hooks.autograd_graph import this_backward
 from ..hooks.manager import HookManager
-from ..hooks.model_state import leaf
+from ..hooks.model_state import categories_of, leaf
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
 from ..layers.layout import Grid, layout_from
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
 from ..validation import check_choice, check_number
-from .arguments import Batches, LayersLike, ModelCall, categories_of
+from .arguments import Batches, LayersLike, ModelCall
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
 from .tables import Column, Table, listed, number, share

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
-from ..hooks.model_state import model_attribute
+from ..hooks.model_state import categories_of, model_attribute
 from ..io.preprocess import PreprocessLike
-from ..targets.targets import as_categories
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
@@ -282,9 +281,7 @@ class PythonModel:
 
     def facts(self, model: nn.Module, _name: str, _weights: str) -> ModelInfo:
         """Return the attributes `preprocess` and `categories` of the model."""
-        categories = model_attribute("categories", model)
-        names = None if categories is None else as_categories(categories)
-        return ModelInfo(model_attribute("preprocess", model), names, None)
+        return ModelInfo(model_attribute("preprocess", model), categories_of(model), None)
 
 
 @contextmanager
