@@ -21,7 +21,7 @@ from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
 from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
-from ..io.preprocess import Box, Frame
+from ..io.preprocess import Frame
 from .options import RunStats
 
 Sign = Literal["positive", "signed", "absolute"]
@@ -197,8 +197,7 @@ def _fields_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str
     plain["ledger_names"] = tuple(plain.get("ledger_names", ()))
     plain["effort"] = tuple(RunStats(**stats) for stats in plain.get("effort", ()))
     plain["frames"] = tuple(
-        None if box is None else Frame(_decode_png(tensors[f"picture.{i}"]), _as_box(*box))
-        for i, box in enumerate(plain["frames"])
+        None if box is None else _frame(tensors[f"picture.{i}"], *box) for i, box in enumerate(plain["frames"])
     )
     stored = {name: tensors.get(name) for name in _TENSORS}
     per_image = [plain["target"], plain["target_names"], plain["frames"], plain["effort"] or None, *stored.values()]
@@ -214,10 +213,7 @@ def _encode_png(picture: Image.Image) -> Tensor:
     return torch.frombuffer(bytearray(encode(picture, "PNG", compress_level=1)), dtype=torch.uint8)
 
 
-def _decode_png(data: Tensor) -> Image.Image:
+def _frame(png: Tensor, left: float, top: float, right: float, bottom: float) -> Frame:
     # Accept any number of pixels: the limit was checked when the original image was read.
-    return decode(io.BytesIO(data.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
-
-
-def _as_box(left: float, top: float, right: float, bottom: float) -> Box:
-    return left, top, right, bottom
+    picture = decode(io.BytesIO(png.numpy().tobytes()), "the image", max_pixels=sys.maxsize)
+    return Frame(picture, (left, top, right, bottom))

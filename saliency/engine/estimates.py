@@ -144,11 +144,9 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 
 def _ranks(values: Tensor) -> Tensor:
     """The rank of each value; ties get their mean rank."""
-    at: Tensor
-    counts: Tensor
     _, at, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).to(precise_type(values))
-    return (last - (counts - 1) / 2)[at]
+    ranks: Tensor = counts.cumsum(0).to(precise_type(values)) - (counts - 1) / 2
+    return ranks[at]
 
 
 def precise_type(tensor: Tensor) -> torch.dtype:

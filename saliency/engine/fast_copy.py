@@ -205,8 +205,7 @@ def private_copy(model: nn.Module) -> nn.Module:
     """
     # Objects in the memo are not copied: a hook may be a method of an object that collects results.
     memo = {id(hook): hook for module in unique_modules(model) for hook in module_hooks(module)}
-    duplicate: nn.Module = copy.deepcopy(model, memo)
-    return duplicate
+    return copy.deepcopy(model, memo)
 
 
 def foldable_pairs(model: nn.Module, x: Tensor) -> Pairs:

@@ -500,9 +500,8 @@ class MultiPassAttribution(Attribution):
 
     def _for_image(self, image: int) -> Self:
         """Return the method with the options of one image; the method itself if all images have the same."""
-        own = {name: value[image] for name, value in vars(self).items() if isinstance(value, PerImage)}
-        method = copy.copy(self) if own else self
-        vars(method).update(own)
+        method = copy.copy(self)
+        vars(method).update({name: own[image] for name, own in vars(self).items() if isinstance(own, PerImage)})
         return method
 
     def limits(self) -> Budget:

@@ -18,7 +18,7 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import find, scan_layers
-from ..targets.targets import ClassScore, class_index, class_probabilities, class_scores
+from ..targets.targets import ClassScore, class_index, class_probabilities, class_scores, require_class
 from ..validation import check_choice, check_number, is_integer
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, weighted_sum
 from .gradient import GuidedBackprop, Smooth
@@ -260,8 +260,7 @@ class FinerCAM(LayerAttribution):
             closest = torch.sort(distance, dim=1, stable=True).indices[:, : min(self.references, classes - 1)]
             shares.scatter_(1, closest, 1)
         else:
-            if max(self._classes) >= classes:
-                raise TargetError(f"reference class {max(self._classes)} is outside 0..{classes - 1}")
+            require_class(max(self._classes), classes, "the classes to compare with")
             shares[:, self._classes] = 1
             shares.scatter_(1, own, 0)
         count = shares.sum(1, keepdim=True)
