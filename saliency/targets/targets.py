@@ -321,9 +321,10 @@ class TargetList(OutputTarget):
         """Return the score of each image (N,) by its own target."""
         return torch.cat([self._score(output, image) for image in range(len(self.targets))])
 
-    def probabilities(self, output: Any) -> Tensor | None:
+    def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
         """Return the probabilities (N,), if each target has one."""
-        parts = [target.probabilities(target.part(output, image)) for image, target in enumerate(self.targets)]
+        own = ((target, target.part(output, image)) for image, target in enumerate(self.targets))
+        parts = [target.probabilities(part, 1, categories) for target, part in own]
         known = [part for part in parts if part is not None]
         return torch.cat(known) if len(known) == len(parts) else None
 

@@ -230,8 +230,7 @@ class HuggingFace:
             processor = _transformers().AutoImageProcessor.from_pretrained(name)
             reads_text = hasattr(model, "get_text_features")
             tokenizer = _transformers().AutoTokenizer.from_pretrained(name) if reads_text else None
-        categories = model_attribute("categories", model)
-        return ModelInfo(processor, None if categories is None else as_categories(categories), None, tokenizer)
+        return ModelInfo(processor, categories_of(model), None, tokenizer)
 
     @staticmethod
     def _architecture(name: str) -> tuple[Any, Any]:
