@@ -261,13 +261,11 @@ class PassRunner(ExitStack):
         return self._passes(make, count, backward=True)
 
     def _passes(self, make: MakeInputs, count: int, *, backward: bool) -> Iterator[ChunkResult]:
-        model, kind = self._model, "gradient" if backward else "forward"
-        if self._method.precision != "exact":
+        model, kind, precision = self._model, "gradient" if backward else "forward", self._method.precision
+        if precision != "exact":
             from .fast_copy import faster_model
 
-            model, self.precisions[f"{kind}s"] = faster_model(
-                self._model, self.x, self._method.precision, backward=backward
-            )
+            model, self.precisions[f"{kind}s"] = faster_model(model, self.x, precision, backward=backward)
 
         def compute(start: int, stop: int) -> ChunkResult:
             inputs = self._inputs(make, start, stop)

@@ -221,8 +221,7 @@ class HuggingFace:
         revision = "main" if weights == "default" else weights
         architecture, _ = self._architecture(name)
         with downloading(name, None):
-            model: nn.Module = architecture.from_pretrained(name, revision=revision, dtype=torch.float32)
-        return model
+            return cast("nn.Module", architecture.from_pretrained(name, revision=revision, dtype=torch.float32))
 
     def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
         """Return the image processor, the class names and, for a model of images and texts, the tokenizer."""
