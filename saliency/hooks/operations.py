@@ -32,6 +32,7 @@ from .manager import HookManager
 from .pytree import tree_map_tensors, tree_tensors
 
 Op = OpOverload
+_LISTS = (list, tuple)  # checked for each argument: a union would be built each time
 
 
 class Keep(IntEnum):
@@ -302,11 +303,11 @@ class OperationRecord(DispatchMode):
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
             return argument.requires_grad and _address(argument) in self._dependent
-        return isinstance(argument, list | tuple) and any(map(self._depends, argument))
+        return isinstance(argument, _LISTS) and any(map(self._depends, argument))
 
     def _constant(self, argument: Any) -> Any:
         """Return an argument without the tensors that depend on the image: None takes their place."""
-        if isinstance(argument, list | tuple):
+        if isinstance(argument, _LISTS):
             return [self._constant(part) for part in argument]
         return None if self._depends(argument) else argument
 
@@ -357,4 +358,4 @@ def _addresses(values: Any) -> list[int]:
     """Return the memory addresses of a tensor, or of the tensors of a list."""
     if isinstance(values, Tensor):
         return [_address(values)]
-    return [address for value in values for address in _addresses(value)] if isinstance(values, list | tuple) else []
+    return [address for value in values for address in _addresses(value)] if isinstance(values, _LISTS) else []

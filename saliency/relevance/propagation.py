@@ -305,7 +305,8 @@ class Propagation:
             visit.absorb("activations", visit.grad * at_zero)
             ratio = (operation.result - at_zero) / x
         if not bool(torch.isfinite(ratio.sum())):
-            ratio = torch.where(x == 0, derivative(operation, x), ratio)
+            slope = derivative(operation, torch.zeros_like(at_zero))
+            ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
         return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))
 
     def _mul(self, visit: Visit) -> Gradients:

@@ -80,8 +80,8 @@ class LinearOperation:
 
     @property
     def unbiased(self) -> Tensor:
-        """W a."""
-        return self.output if self.bias is None else self.output - self.bias
+        """W a. It is computed again, since the difference of output and bias has larger rounding errors."""
+        return self.output if self.bias is None else self.run(self.input, self.weight)
 
     @property
     def root_mean_square(self) -> Tensor:
@@ -101,10 +101,15 @@ class LinearOperation:
         """Whether all inputs are at least zero, as after a ReLU."""
         return bool(self.input.amin() >= 0)
 
-    @property
-    def magnitudes(self) -> Tensor:
-        """|W| |a|, as a new tensor."""
-        return self.run(self.input if self.is_nonnegative else self.input.abs(), self.weight.abs())
+    @cached_property
+    def absolute_weight(self) -> Tensor:
+        """|W|."""
+        return self.weight.abs()
+
+    def magnitudes(self, bias: Tensor | None) -> Tensor:
+        """Return |W| |a| + |bias| as a new tensor."""
+        inputs = self.input if self.is_nonnegative else self.input.abs()
+        return self.run(inputs, self.absolute_weight, None if bias is None else bias.abs())
 
     def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
         """Return shares times a bias, summed at least over the channels."""
@@ -116,7 +121,7 @@ class LinearOperation:
 
     def spread(self, shares: Tensor, signed: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
         """Pass shares of the parts a w, and other shares of their magnitudes |a w|, to inputs and bias."""
-        magnitudes = self.transposed(signed, self.weight.abs())
+        magnitudes = self.transposed(signed, self.absolute_weight)
         passed = self.back(shares).add_(magnitudes if self.is_nonnegative else magnitudes.mul_(self.input.sign()))
         if bias is None:
             return Passed(passed, lost=lost)
@@ -244,9 +249,9 @@ class Gamma(_GradientRule):
             shares, _ = _divide(z * grad, op.run(op.input, weight, bias))
             biases = None if bias is None else op.bias_share(shares, bias)
             return Passed(op.transposed(shares, weight), biases=biases)
-        sums = op.magnitudes if op.bias is None else op.magnitudes.add_(op.bias.abs())
         # The sum of both parts of which the one with the sign of z counts more.
-        sums = sums.mul_(self.gamma / 2).add_(z.abs(), alpha=1 + self.gamma / 2).clamp_(min=torch.finfo(z.dtype).tiny)
+        sums = op.magnitudes(op.bias).mul_(self.gamma / 2).add_(z.abs(), alpha=1 + self.gamma / 2)
+        sums.clamp_(min=torch.finfo(z.dtype).tiny)
         signed = torch.div(z, sums, out=sums).mul_(grad)
         shares = signed * z.sign()
         return op.spread(shares.mul_(1 + self.gamma / 2), signed.mul_(self.gamma / 2), op.bias)
@@ -294,11 +299,12 @@ class AlphaBeta(_GradientRule):
             lost = None if dead is None else torch.where(dead, relevance, 0)
             biases = None if bias is None else op.bias_share(shares, bias)
             return Passed(op.transposed(shares, weight), biases=biases, lost=lost)
-        sums = op.magnitudes if bias is None else op.magnitudes.add_(bias.abs())
-        sums.clamp_(min=torch.finfo(sums.dtype).tiny)
+        sums = op.magnitudes(bias)
         relevance = op.output * grad
-        balance = torch.div(op.output if self.bias else op.unbiased, sums)  # from -1, only negative parts, to 1
-        shares = torch.div(relevance, sums, out=sums)
+        shares = relevance / sums
+        sums.clamp_(min=torch.finfo(sums.dtype).tiny)
+        # From -1, where all parts are negative, to 1.
+        balance = torch.div(op.output if self.bias else op.unbiased, sums, out=sums)
         up, lost = self._part(self.alpha, relevance, shares, 1 + balance)
         if not self.beta:
             return op.spread(up, up, bias, lost)
