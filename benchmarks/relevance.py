@@ -6,15 +6,17 @@ zennit runs in the same rounds, if it is installed and has a canoniser for the n
 from __future__ import annotations
 
 import argparse
-import resource
+import gc
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import saliency
+from benchmarks.memory import status
 from benchmarks.speed import Contender
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 
@@ -104,15 +106,17 @@ def measure(name: str, batch: int, rounds: int) -> None:
 
 
 def peak_growth(name: str, batch: int, method: str) -> float:
-    """Return by how much a call raises the peak memory of this process, in MiB."""
+    """Return the peak of the resident set during a call, minus the resident set before it, in MiB."""
     model = network(name)
     x = torch.randn(batch, 3, 224, 224)
     with torch.no_grad():
         model(x[:1])
     contender = plain(model, x) if method == "plain" else ours(model, x, method)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gc.collect()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     contender()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (status("VmHWM") - before) / 1024
 
 
 def measure_memory(name: str, batch: int) -> None:

@@ -180,11 +180,9 @@ class TargetGradients:
         grad = self._attention_gradients[self.attention.index(call)]
         return cast("Tensor", grad)
 
-    def last_attention_gradient(self) -> Tensor:
-        """Return the gradient at the result of the last attention call, by a backward pass through the head alone."""
-        if self._attention_gradients:
-            return cast("Tensor", self._attention_gradients[-1])
-        (grad,) = self._gradients([GradientEdge(self.attention[-1].node, 0)])
+    def gradient_at(self, node: Node) -> Tensor:
+        """Return the gradient of the scores at the first result of a node, by a backward pass of its own."""
+        (grad,) = self._gradients([GradientEdge(node, 0)])
         return cast("Tensor", grad)
 
     def _backward_to_layers(self) -> None:

@@ -87,25 +87,6 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     return layout
 
 
-def token_layout(model: nn.Module, tokens: int, x: Tensor) -> Layout:
-    """Return the layout of the tokens of a transformer: the grid of patches, and the tokens without a position.
-
-    Args:
-        model: The model, inside `prepared_for_attribution`.
-        tokens: The number of tokens.
-        x: (N, C, H, W) the batch.
-
-    Raises:
-        LayerError: The tokens are not a grid of patches after a few tokens without a position.
-    """
-    size = (int(x.shape[-2]), int(x.shape[-1]))
-    layout = layout_from((len(x), tokens, 1), len(x), size, scan_layers(model, x).grids)
-    if layout is None:
-        problem = f"the {tokens} tokens of {type(model).__name__} are not a grid of patches"
-        raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; pass layout=...")
-    return layout
-
-
 _Score = Callable[[Any], Tensor]
 
 # Centres of the patches that are changed, as fractions of height and width: no two in the same row, column or quadrant.

@@ -6,6 +6,7 @@ A new method is a subclass of `AttentionMap` with a `name` and `relevance`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import takewhile
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -15,9 +16,10 @@ from ..attribution.base import BatchAttribution, TracedAttribution
 from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..attribution.options import Option
-from ..errors import NotApplicableError
+from ..errors import LayerError, NotApplicableError
 from ..hooks.attention import AttentionCall
-from ..layers.find import token_layout
+from ..hooks.autograd_graph import result_shape
+from ..layers.layout import Layout, layout_from
 from ..validation import check_choice, check_number
 
 HeadFusion = Literal["mean", "max", "min"]
@@ -59,6 +61,24 @@ class TokenAttention:
             problem = f"the attention of {model} is not among all tokens in each block (windows, stages, channels)"
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
 
+    def layout(self) -> Layout:
+        """Return the layout of the tokens: the grid of patches, and the number of tokens without a position.
+
+        Raises:
+            LayerError: The tokens are not a grid of patches after a few tokens without a position.
+        """
+        x = self.grads.x
+        size = (int(x.shape[-2]), int(x.shape[-1]))
+        # The patches have the grid of a convolution, such as the patch embedding, if there is one.
+        shapes = [result_shape(node) for node in self.grads.nodes if node.name() == "ConvolutionBackward0"]
+        grids = [(shape[2], shape[3]) for shape in shapes if len(shape) == 4]
+        layout = layout_from((len(x), self.tokens, 1), len(x), size, grids)
+        if layout is None:
+            model = type(self.grads.forward.model).__name__
+            problem = f"the {self.tokens} tokens of {model} are not a grid of patches"
+            raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; pass layout=...")
+        return layout
+
     def gradient(self, call: AttentionCall) -> Tensor:
         """Return the gradient at the probabilities of a call (N, heads, queries, keys)."""
         return call.gradient(self.grads.attention_gradient(call))
@@ -68,9 +88,15 @@ class TokenAttention:
 
         These are the class token, the two of a distilled network, all patches under a mean, or those of a pooling head.
         """
-        grad = (self.pooling or self.blocks[-1]).by_head(self.grads.last_attention_gradient())
-        is_read = (grad != 0).any(-1).any(1, keepdim=True).to(at_least_float32(self.grads.x).dtype)
-        return is_read / is_read.sum(-1, keepdim=True).clamp(min=1)
+        last = self.pooling or self.blocks[-1]
+        images, _, queries, _ = last.shape
+        after = takewhile(lambda node: node is not last.node, self.grads.nodes)
+        # The end of the last block, if it has a row for each query: the backward pass is then that of the head alone.
+        ends = [node for node in after if result_shape(node)[:2] == (images, queries) and len(result_shape(node)) == 3]
+        grad = self.grads.gradient_at(ends[0] if ends else last.node)
+        is_read = (grad != 0).any(-1) if ends else (last.by_head(grad) != 0).any(-1).any(1)
+        shares = is_read[:, None].to(at_least_float32(self.grads.x).dtype)
+        return shares / shares.sum(-1, keepdim=True).clamp(min=1)
 
 
 class AttentionMap(TracedAttribution):
@@ -89,7 +115,7 @@ class AttentionMap(TracedAttribution):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""
         attention = TokenAttention(grads, self.name)
-        layout = token_layout(self.model, attention.tokens, grads.x)
+        layout = attention.layout()
         return BatchAttribution(layout(self.relevance(attention)[:, :, None]), grads.scores)
 
     @abstractmethod

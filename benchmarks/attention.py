@@ -1,0 +1,103 @@
+"""Measure time and memory of attention methods against a forward pass, and against one forward and one backward pass.
+
+The ratios of methods without a backward pass are to a forward pass without gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.relevance import network, ours, plain
+from benchmarks.speed import Contender
+from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
+
+NETWORKS = ("vit_b_16", "timm/vit_small_patch16_224")
+FORWARD_ONLY = ("attention_rollout",)
+LIMITS = {"attention_rollout": 1.05, "chefer_attention": 1.2, "le_grad": 1.6, "all together": 1.5}
+MANY_PASSES = ("tis", "vit_cx", "grad_eclip")
+MEMORY_LIMIT = 1.15
+
+
+def methods() -> list[str]:
+    """Return the attention methods of one forward."""
+    return [name for name, cls in saliency.METHODS.items() if cls.needs_attention and name not in MANY_PASSES]
+
+
+def forward(model: nn.Module, x: Tensor) -> Contender:
+    """Return a function that runs one forward pass without gradients."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            scores: Tensor = model(x)
+            return scores
+
+    return run
+
+
+def together(model: nn.Module, x: Tensor) -> Contender:
+    """Return a function that runs all attention methods on one forward."""
+    explainers = [saliency.METHODS[name](model) for name in methods()]
+    return lambda: saliency.explain_together(explainers, x, 3)
+
+
+def measure(name: str, batch: int, rounds: int) -> None:
+    """Print the time ratios of all methods on one network."""
+    model = network(name)
+    torch.manual_seed(0)
+    x = torch.randn(batch, 3, 224, 224)
+    contenders: dict[str, Contender] = {"forward": forward(model, x), "plain": plain(model, x)}
+    contenders |= {method: ours(model, x, method) for method in methods()}
+    contenders["all together"] = together(model, x)
+    times = interleaved(contenders, rounds)
+    bases = {True: times.pop("forward"), False: times.pop("plain")}
+    for contender, timing in times.items():
+        base = bases[contender in FORWARD_ONLY]
+        value = ratio(timing, base)
+        aim = verdict(value, LIMITS.get(contender))
+        print(f"| {name} | {batch} | {contender} | {value:.2f} | {wall_ratio(timing, base):.2f} | {aim} |", flush=True)
+
+
+def peak(name: str, batch: int, method: str) -> float:
+    """Return by how much a call raises the peak memory of a new process, in MiB."""
+    code = f"from benchmarks.relevance import peak_growth; print(peak_growth({name!r}, {batch}, {method!r}))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    return float(run.stdout.split()[-1])
+
+
+def measure_memory(name: str, batch: int) -> None:
+    """Print the peak memory of all methods on one network, each in its own process."""
+    size = partial(peak, name, batch)
+    base = size("plain")
+    for method in methods():
+        value = size(method) / base
+        print(f"| {name} | {batch} | {method} | {value:.2f} | {verdict(value, MEMORY_LIMIT)} |", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("networks", nargs="*", default=list(NETWORKS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    print("Time:\n\n| network | batch | method | CPU ratio | wall ratio | target |\n|---|---|---|---|---|---|")
+    for batch in arguments.batches:
+        for name in arguments.networks:
+            measure(name, batch, arguments.rounds if batch == 1 else 3)
+    print("\nPeak memory:\n\n| network | batch | method | ratio | target |\n|---|---|---|---|---|")
+    for name in arguments.networks:
+        measure_memory(name, 4)
+
+
+if __name__ == "__main__":
+    main()
