@@ -35,7 +35,7 @@ $(if $(2),$(PIP) install --no-deps $(2))
 @touch $@
 endef
 
-.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo benchmarks dist release-notes clean help
+.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo benchmarks dist release-notes fixtures clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
@@ -46,6 +46,7 @@ help:
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures (slow; re-run to resume)"
+	@echo "  make fixtures     train the networks of saliency.testbed again (five minutes)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
 demo: $(VENV)/.installed
@@ -83,6 +84,9 @@ notebooks: $(VENV)/.installed-test
 
 zoo: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.zoo
+
+fixtures: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_testbed
 
 benchmarks: $(VENV)/.installed-benchmark
 	$(BIN)/python -m benchmarks

@@ -1,5 +1,6 @@
 from . import inspection as inspection
 from . import relevance as relevance
+from . import testbed as testbed
 from ._version import __version__ as __version__
 from .attribution.base import Attribution as Attribution
 from .attribution.base import BatchAttribution as BatchAttribution

@@ -36,6 +36,8 @@ for method in (saliency.GradCAM, saliency.GuidedBackprop, saliency.IntegratedGra
     explanation = method(network, preprocess=preprocess).attribute(photo, 1)
     drawn = saliency.overlay(explanation)
     assert drawn.size == photo.size and drawn.tobytes() != photo.tobytes()
+scenes = saliency.testbed.draw_scenes(1)
+explanation = saliency.AttnLRP(saliency.load("shapes_vit")).attribute(scenes.images, int(scenes.labels[0]))
 explanation.save("map.safetensors")
 assert torch.equal(saliency.Explanation.load("map.safetensors").values, explanation.values)
 try:
@@ -76,7 +78,8 @@ def main(folder: Path) -> None:
     """Install and use the wheel in a folder."""
     (wheel,) = folder.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    missing = {"saliency/py.typed", "saliency/__init__.pyi", "saliency/batch/report/page.html"} - names
+    data = {"saliency/py.typed", "saliency/__init__.pyi", "saliency/batch/report/page.html"}
+    missing = (data | {f"saliency/testbed/shapes_{name}.pt" for name in ("vit", "window", "two_tower")}) - names
     if missing:
         sys.exit(f"{wheel} has no {', '.join(sorted(missing))}")
     with tempfile.TemporaryDirectory() as home:

@@ -24,7 +24,7 @@ _RELATIONS = (("left of", "right of"), ("above", "below"))  # by axis: the small
 class Scenes:
     """Images of two shapes each: first the named object, then the other one. Both have the same area."""
 
-    images: Tensor  # (N, 3, 64, 64), from 0 to 1
+    images: Tensor  # (N, 3, 64, 64), uint8
     masks: Tensor  # (N, 2, 64, 64), bool
     shapes: Tensor  # (N, 2), indices into CLASSES + DISTRACTORS
     colours: Tensor  # (N, 2), indices into COLOURS; the two differ
@@ -72,7 +72,8 @@ def draw_scenes(count: int, *, seed: int = 0, two_classes: bool = False) -> Scen
     for each in range(2):
         images = torch.where(masks[:, each, None], palette[hues[:, each], :, None, None], images)
     grain = torch.randn(count, 3, SIZE, SIZE, generator=random, device="cpu", dtype=torch.float32)
-    return Scenes((images + 0.08 * grain).clamp(0, 1), masks, kinds, hues, axes, first)
+    images = (255 * (images + 0.08 * grain)).round().clamp(0, 255).to(torch.uint8)
+    return Scenes(images, masks, kinds, hues, axes, first)
 
 
 def _draw_pairs(count: int, choices: int, random: torch.Generator) -> Tensor:

