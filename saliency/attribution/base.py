@@ -27,6 +27,7 @@ from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
+from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import TargetLike, as_categories
 from ..validation import check_choice
 from .explanation import Explanation, Setting, Sign
@@ -76,6 +77,9 @@ class Attribution(HasOptions, ABC):
             a Hugging Face model.
         whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
             keeps its aspect ratio, for models that take any size. Float tensors are used as they are.
+        layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
+            such as (N, tokens, K), to maps (N, K, h, w). It only selects and rearranges. By default `model.layout`. The
+            outputs of convolutions need none.
     """
 
     name: ClassVar[str] = ""
@@ -102,6 +106,7 @@ class Attribution(HasOptions, ABC):
         None, lambda name, like: as_categories(like)
     )
     whole: Option[Whole] = Option(False)
+    layout: Option[LayoutFunction | None] = Option(None, as_layout)
 
     if TYPE_CHECKING:  # METHODS[name] takes options that this class does not declare
 
@@ -119,8 +124,8 @@ class Attribution(HasOptions, ABC):
         METHODS[name] = cls
 
     def set_options(self, values: dict[str, Any]) -> None:
-        """Store all options. A missing preprocessing or missing class names are taken from the model."""
-        for name in ("preprocess", "categories"):
+        """Store all options. Preprocessing, class names and layout are taken from the model if not given."""
+        for name in ("preprocess", "categories", "layout"):
             if values[name] is None:
                 values[name] = model_attribute(name, values["model"])
         if check_choice("whole", values["whole"], WHOLE):
@@ -129,14 +134,17 @@ class Attribution(HasOptions, ABC):
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """Options of this method: the arguments of its constructor except those about the model, and `whole` if set."""
-        names = [*type(self).options(), *(["whole"] if self.whole else [])]
+        """Options of this method: the arguments of its constructor, without those about the model.
+
+        Of these, `whole` and `layout` are included if set.
+        """
+        names = [*type(self).options(), *(name for name in ("whole", "layout") if getattr(self, name))]
         return {name: _to_json(getattr(self, name)) for name in names}
 
     @classmethod
     def options(cls) -> list[str]:
         """Return the names of the options, in the order of the constructor."""
-        about_the_model = ("model", "layer", "layers", "preprocess", "categories", "whole")
+        about_the_model = ("model", "layer", "layers", "preprocess", "categories", "whole", "layout")
         return [name for name in cls.parameters() if name not in about_the_model]
 
     @classmethod
@@ -203,7 +211,8 @@ class Attribution(HasOptions, ABC):
         batch = self.read(inputs)
         images = len(batch.tensor)
         method = self if baselines is None else self._with_baselines(baselines, images)
-        with prepared_for_attribution(self.model), bind_forward_args(forward_args, images):
+        bound = bind_forward_args(forward_args, images)
+        with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
             resolved = [self.explained_target(self.resolve(target, images)) for target in targets]
             results = method.explain_targets(batch.tensor, resolved)
         return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
@@ -391,17 +400,20 @@ def explain_together(
         One explanation per method, in their order.
 
     Raises:
-        MethodError: The list is empty, or the methods differ in model, preprocessing or class names.
+        MethodError: The list is empty, or the methods differ in model, preprocessing, class names or layout.
     """
     methods = list(methods) if isinstance(methods, list | tuple) else []
     if not methods or not all(isinstance(method, Attribution) for method in methods):
         raise MethodError("expected a list of methods as the first argument, such as [GradCAM(model), LayerCAM(model)]")
     first = methods[0]
-    expected = (first.model, first.preprocess, first.categories)
-    if any((method.model, method.preprocess, method.categories) != expected for method in methods):
-        raise MethodError("the methods of explain_together must have the same model, preprocessing and class names")
+    expected = (first.model, first.preprocess, first.categories, first.layout)
+    if any((each.model, each.preprocess, each.categories, each.layout) != expected for each in methods):
+        raise MethodError(
+            "explain_together: the methods must have the same model, preprocessing, class names and layout"
+        )
     batch = first.read(inputs)
-    with prepared_for_attribution(first.model), bind_forward_args(forward_args, len(batch.tensor)):
+    bound = bind_forward_args(forward_args, len(batch.tensor))
+    with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
         resolved = first.resolve(target, len(batch.tensor))
         pairs = [(method, method.explained_target(resolved)) for method in methods]
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]

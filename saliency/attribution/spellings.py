@@ -34,19 +34,20 @@ _OPTIONS = {
     "chunk": "batch_size internal_batch_size nt_samples_batch_size perturbations_per_eval",
     "progress": "show_progress",
     "seed": "random_state",
+    "layout": "reshape_transform",
     "inputs": "image images input input_tensor",
     "forward_args": "additional_forward_args",
     "target": "targets class_idx class_index target_category attr_output",
 }
 _REMARKS = {
     " and is a share of the range of the image": "stdevs",
+    ", and only needed where the layout is not recognised": "reshape_transform",
     ", without the channels": "sliding_window_shapes strides",
     ' and takes a name, such as "grad_cam"': "base_method attribution_method",
 }
 _INSTEAD = {
     "pass the target to attribute": "target targets class_idx class_index target_category attr_output",
     "move the model to the device; images follow it": "use_cuda device device_ids",
-    "it is not needed: the layouts of tokens and channels are recognised": "reshape_transform",
     "it is not needed: the values are detached, and hooks last for one call": "create_graph retain_graph enable_hooks",
     "the values include the factor (image - baseline)": "multiply_by_inputs",
     "explanation.residual is this difference, with the opposite sign": "return_convergence_delta",

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,11 +41,15 @@ def unwrap(model: object) -> nn.Module:
     raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {hint}")
 
 
-_ATTRIBUTES: dict[str, tuple[Any, ...]] = {"preprocess": (Callable, Mapping), "categories": (Sequence, Mapping)}
+_ATTRIBUTES: dict[str, tuple[Any, ...]] = {
+    "preprocess": (Callable, Mapping),
+    "categories": (Sequence, Mapping),
+    "layout": (FunctionType,),
+}
 
 
 def model_attribute(name: str, model: nn.Module) -> Any:
-    """Return the preprocessing or the class names of a model, or of the model inside its wrapper; else None.
+    """Return the preprocessing, the class names or the layout of a model or of the model in its wrapper; else None.
 
     A model of Hugging Face has its class names in `config.id2label`, unless they are "LABEL_0", "LABEL_1", ...
     """

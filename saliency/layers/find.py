@@ -18,7 +18,16 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
 from ..targets.targets import output_tensor
-from .layout import Grid, Layout, fits_channels_first, is_channels_first, is_channels_first_map, layout_from
+from .layout import (
+    GIVE_LAYOUT,
+    Grid,
+    Layout,
+    fits_channels_first,
+    given_layout,
+    is_channels_first,
+    is_channels_first_map,
+    layout_from,
+)
 
 LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the default layer."""
@@ -57,7 +66,7 @@ def find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
 
 
 def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
-    """Return the layout of a layer's output.
+    """Return the layout of a layer's output: that of the user's function, or the recognised one.
 
     Args:
         model: The model, inside `prepared_for_attribution`.
@@ -73,6 +82,8 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     """
     shape, size = tuple(tensor.shape), (int(x.shape[-2]), int(x.shape[-1]))
     known = is_channels_first(model.get_submodule(name))
+    if not known and (given := given_layout(tensor.detach())) is not None:
+        return given
     scan = None if known or fits_channels_first(shape, size) else scan_layers(model, x)
     layout = layout_from(shape, len(x), size, scan.grids if scan else (), channels_first=known)
     if scan is not None:
@@ -81,7 +92,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     if layout is None:
         problem = f"has shape {shape}, which has no spatial extent for an input of {size[0]}x{size[1]}"
         hint = "choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"
-        raise LayerError(f'the output of layer "{name}" {problem}; {hint}')
+        raise LayerError(f'the output of layer "{name}" {problem}; {hint}, or {GIVE_LAYOUT}')
     if scan is not None and name in scan.scrambled_layers:
         warn(f'the cells of layer "{name}" are not in the order of the image, so the map may be scrambled')
     return layout

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..errors import LayerError, MethodError
+
 Grid = tuple[int, int]
+LayoutFunction = Callable[[Tensor], Tensor]
+"""A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
 _CONVOLUTIONS_AND_NORMS = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d)
 _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
@@ -18,22 +24,64 @@ _POOLING = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool
 class Layout:
     """Layout of a layer's output in memory, and its conversion to maps.
 
-    `kind` is "NCHW", "NHWC" or "NTC" (tokens); `prefix` is the number of tokens without a position (class, distillation
-    and register tokens).
+    `kind` is "NCHW", "NHWC", "NTC" (tokens) or "given", with the user's `function`; `prefix` is the number of tokens
+    without a position (class, distillation and register tokens).
     """
 
     kind: str
     grid: Grid
     prefix: int = 0
+    function: LayoutFunction | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the tensor as maps (N, K, h, w)."""
+        if self.function is not None:
+            return self.function(tensor)
         if self.kind == "NCHW":
             return tensor
         if self.kind == "NHWC":
             return tensor.permute(0, 3, 1, 2)
         cells = tensor[:, self.prefix :].transpose(1, 2)  # (N, K, h * w)
         return cells.reshape(*cells.shape[:2], *self.grid)
+
+
+GIVE_LAYOUT = "pass layout=, a function from this output to maps (N, K, h, w)"
+"""What to do about an output without a recognised layout."""
+_given: ContextVar[LayoutFunction | None] = ContextVar("layout", default=None)
+
+
+def as_layout(option: str, function: object) -> LayoutFunction:
+    """Return a function as a layout. Raises MethodError if it is not a function."""
+    if not callable(function):
+        raise MethodError(f"{option}={function!r}: expected a function from a layer's output to maps (N, K, h, w)")
+    return function
+
+
+@contextmanager
+def bind_layout(function: LayoutFunction | None) -> Iterator[None]:
+    """Read all layers by the user's function in a block; None recognises their layouts."""
+    token = _given.set(function)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def given_layout(tensor: Tensor) -> Layout | None:
+    """Return the layout of a layer's output by the user's function; None without one.
+
+    Raises:
+        LayerError: The function does not return maps.
+    """
+    function = _given.get()
+    if function is None:
+        return None
+    maps = function(tensor)
+    if maps.dim() != 4 or len(maps) != len(tensor):
+        raise LayerError(
+            f"layout: expected maps ({len(tensor)}, K, h, w) of {tuple(tensor.shape)}, got {tuple(maps.shape)}"
+        )
+    return Layout("given", (maps.shape[2], maps.shape[3]), function=function)
 
 
 def layout_from(
@@ -84,12 +132,16 @@ def is_channels_first_map(shape: tuple[int, ...], size: Grid) -> bool:
 def _token_layout(tokens: int, size: Grid, grids: Iterable[Grid]) -> Layout | None:
     """Return the layout of a number of tokens: a grid of cells after a short prefix.
 
-    The grid of another layer is preferred; otherwise the cells are square and the prefix is the shortest possible.
+    The grid of another layer is preferred; otherwise the cells are square and the prefix is the shortest possible. More
+    tokens than the finest grid has, such as those of objects, have no layout.
     """
-    known = [(tokens - h * w, (h, w)) for h, w in grids if 0 <= tokens - h * w <= 16]
+    sizes = [(tokens - h * w, (h, w)) for h, w in grids]
+    known = [(prefix, grid) for prefix, grid in sizes if 0 <= prefix <= 16]
     if known:
         prefix, grid = min(known)
         return Layout("NTC", grid, prefix)
+    if sizes and min(sizes)[0] > 16:
+        return None
     for prefix in range(min(17, tokens)):
         cells = tokens - prefix
         divisors = [h for h in range(1, math.isqrt(cells) + 1) if cells % h == 0]

@@ -54,7 +54,7 @@ class NoisyAttribution(SampledAttribution):
         if not isinstance(inner_options, Mapping):
             raise MethodError(f"inner_options={inner_options!r} is not a mapping of names to options")
         if not isinstance(wrapped, Attribution):
-            about_the_model = {name: values[name] for name in ("preprocess", "categories", "whole")}
+            about_the_model = {name: values[name] for name in ("preprocess", "categories", "whole", "layout")}
             wrapped = get_method(inner)(wrapped, **{**about_the_model, **inner_options})
         elif inner_options or inner not in (VanillaGradient.name, _name_of(wrapped)):
             raise MethodError(
@@ -62,7 +62,7 @@ class NoisyAttribution(SampledAttribution):
                 f"{inner_options!r}; pass either a method, or inner and inner_options"
             )
         else:
-            values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories") if values[n] is None}
+            values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories", "layout") if values[n] is None}
         values["whole"] = values["whole"] or wrapped.whole
         self._wrapped: Attribution = wrapped
         values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}

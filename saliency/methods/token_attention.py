@@ -19,7 +19,7 @@ from ..attribution.options import Option
 from ..errors import LayerError, NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import result_shape
-from ..layers.layout import Layout, layout_from
+from ..layers.layout import GIVE_LAYOUT, Layout, given_layout, layout_from
 from ..validation import check_choice, check_number
 
 HeadFusion = Literal["mean", "max", "min"]
@@ -68,6 +68,8 @@ class TokenAttention:
             LayerError: The tokens are not a grid of patches after a few tokens without a position.
         """
         x = self.grads.x
+        if (given := given_layout(x.new_zeros(len(x), self.tokens, 1))) is not None:
+            return given
         size = (int(x.shape[-2]), int(x.shape[-1]))
         # The patches have the grid of a convolution, such as the patch embedding, if there is one.
         shapes = [result_shape(node) for node in self.grads.nodes if node.name() == "ConvolutionBackward0"]
@@ -76,7 +78,7 @@ class TokenAttention:
         if layout is None:
             model = type(self.grads.forward.model).__name__
             problem = f"the {self.tokens} tokens of {model} are not a grid of patches"
-            raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; pass layout=...")
+            raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; {GIVE_LAYOUT}")
         return layout
 
     def gradient(self, call: AttentionCall) -> Tensor:

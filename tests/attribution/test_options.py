@@ -146,7 +146,7 @@ class Written(Shifted):
 
 
 def test_declared_options_are_the_keywords_of_the_constructor() -> None:
-    about_the_model = "preprocess=None, categories=None, whole=False"
+    about_the_model = "preprocess=None, categories=None, whole=False, layout=None"
     assert str(inspect.signature(Shifted)) == f"(model, *, shift=2, limit=None, {about_the_model})"
     assert str(inspect.signature(saliency.SmoothGrad.__init__)).startswith("(self, model, *, inner=")
     assert Shifted.options() == ["shift", "limit"]

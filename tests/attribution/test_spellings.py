@@ -37,7 +37,7 @@ X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         ("fused_cam", "target_layers", "it is called layers here"),
         ("grad_cam", "targets", "pass the target to attribute"),
         ("grad_cam", "use_cuda", "move the model to the device"),
-        ("grad_cam", "reshape_transform", "it is not needed"),
+        ("grad_cam", "reshape_transform", "it is called layout here, and only needed"),
         ("grad_cam", "n_steps", "the options are model, layer, preprocess, categories"),
     ],
 )
