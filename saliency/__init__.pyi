@@ -88,6 +88,8 @@ from .methods.smoothing import SmoothGradSquared as SmoothGradSquared
 from .methods.smoothing import VarGrad as VarGrad
 from .methods.sobol_hsic import HSIC as HSIC
 from .methods.sobol_hsic import Sobol as Sobol
+from .methods.text_tokens import TextExplanation as TextExplanation
+from .methods.text_tokens import explain_text as explain_text
 from .methods.token_attention import AttentionMap as AttentionMap
 from .methods.token_attention import AttentionRollout as AttentionRollout
 from .methods.token_attention import CheferAttention as CheferAttention

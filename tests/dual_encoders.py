@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from saliency import DualEncoder, Preprocess
 from tests.relevance.vision_transformers import drawn
 
-WORDS = ["<pad>", "<start>", "a", "photo", "of", "cat", "dog", "red", "bus", "<end>"]
+# More words than the image towers have positions, as in the models that people use.
+WORDS = ["<pad>", "<start>", "a", "photo", "of", "cat", "dog", "red", "bus", *map(str, range(20)), "<end>"]
 END = len(WORDS) - 1
 TEXT = {"context_length": 8, "vocab_size": len(WORDS), "width": 16, "heads": 2, "layers": 2}
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

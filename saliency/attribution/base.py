@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError, TargetError, did_you_mean
-from ..hooks.dual_encoder import DualEncoder
+from ..errors import MethodError, NonFiniteError, did_you_mean
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
-from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, run_model, unwrap
+from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage
 from ..io.inputs import Batch, ImagesLike, Prepare, read
@@ -245,18 +244,8 @@ class Attribution(HasOptions, ABC):
     def resolve(self, target: TargetLike, images: int) -> ResolvedTarget:
         """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
         resolved = ResolvedTarget(target, images, self.categories)
-        resolved.target = resolved.target.bind(self._encode_text, self._encode_image)
+        resolved.bind(self.model, lambda image: self.read(image).tensor)
         return resolved
-
-    def _encode_text(self, prompts: Sequence[str]) -> tuple[Tensor, float]:
-        if not isinstance(self.model, DualEncoder):
-            hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
-            raise TargetError(f"{type(self.model).__name__} has no text encoder, so it cannot explain a text; {hint}")
-        return self.model.encode_text(prompts), self.model.logit_scale
-
-    def _encode_image(self, image: Any) -> Any:
-        with bind_forward_args((), 1), torch.no_grad():
-            return run_model(self.model, self.read(image).tensor)
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the target that the method explains. Methods that do not explain the given target override this."""

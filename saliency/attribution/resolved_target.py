@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteError, TargetError, warn
 from ..hooks.autograd_graph import forward_hook_ids, tensor_version
-from ..hooks.forward_args import cache_of
+from ..hooks.dual_encoder import DualEncoder
+from ..hooks.forward_args import bind_forward_args, cache_of
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
 from ..targets.targets import Categories, FunctionTarget, TargetLike, as_target, one_score_each
@@ -38,6 +39,26 @@ class ResolvedTarget:
         self.target = as_target(target, images, categories)
         self.probabilities: Tensor | None = None
         self._is_resolved = False
+
+    def bind(self, model: nn.Module, read: Callable[[Any], Tensor]) -> None:
+        """Encode the texts and reference images of the target, if it has any.
+
+        Args:
+            model: The model, in `prepared_for_attribution`.
+            read: Returns a reference image as the model's input (1, C, H, W).
+        """
+
+        def encode_text(texts: Sequence[str]) -> tuple[Tensor, float]:
+            if not isinstance(model, DualEncoder):
+                hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
+                raise TargetError(f"{type(model).__name__} has no text encoder, so it cannot explain a text; {hint}")
+            return model.encode_text(texts), model.logit_scale
+
+        def encode_image(image: Any) -> Any:
+            with bind_forward_args((), 1), torch.no_grad():
+                return run_model(model, read(image))
+
+        self.target = self.target.bind(encode_text, encode_image)
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.

@@ -146,6 +146,11 @@ files:
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
   an earlier run are replaced.
 
+texts:
+  For a model of images and texts, --text draws one map per text. A text is
+  explained against the others (the log-odds among them), a single text by its
+  cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
+
 {_EXIT_CODES}""",
     ),
     "batch": Command(

@@ -40,18 +40,21 @@ class DualEncoder(nn.Module):
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.tokenizer = tokenizer
-        self._is_of_transformers = hasattr(model, "get_text_features")
-        if not self._is_of_transformers and not hasattr(model, "encode_text"):
-            hint = "expected encode_image and encode_text, or get_image_features and get_text_features"
-            raise ModelError(f"{type(model).__name__} has no text encoder; {hint}")
+        if not hasattr(model, "get_text_features") and not hasattr(model, "encode_text"):
+            raise ModelError(f"{type(model).__name__} has no text encoder: neither encode_text nor get_text_features")
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Return the embeddings of images."""
-        model: Any = self.model
-        output = model.get_image_features(pixel_values=x) if self._is_of_transformers else model.encode_image(x)
-        return {"image_embeds": getattr(output, "pooler_output", output)}
+        return {"image_embeds": self._encoded("image", x)}
+
+    def _encoded(self, kind: str, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Return the embeddings of an image or a text, by the function of transformers or else of open_clip."""
+        encode = getattr(self.model, f"get_{kind}_features", None) or getattr(self.model, f"encode_{kind}")
+        output = encode(*args, **kwargs)
+        embeddings: Tensor = getattr(output, "pooler_output", output)
+        return embeddings
 
     @property
     def logit_scale(self) -> float:
@@ -60,11 +63,11 @@ class DualEncoder(nn.Module):
 
     def tokenize(self, prompt: str) -> dict[str, Tensor]:
         """Return the arguments of the text tower for one prompt; the first is its token ids (1, L)."""
-        if not self._is_of_transformers:
+        if not hasattr(self.model, "get_text_features"):
             tokens = {"text": self.tokenizer([prompt])}
         else:
-            config: Any = self.model.config
-            length = config.text_config.max_position_embeddings  # SigLIP was trained with padding to this length
+            # SigLIP was trained with padding to this length; in CLIP, padding has no influence.
+            length = self.model.config.text_config.max_position_embeddings
             options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
             tokens = dict(self.tokenizer([prompt], **options))
         device = next(self.model.parameters()).device
@@ -72,10 +75,7 @@ class DualEncoder(nn.Module):
 
     def encode_tokens(self, tokens: dict[str, Tensor]) -> Tensor:
         """Return the embedding (K, D) of tokens, not normalised."""
-        model: Any = self.model
-        output = model.get_text_features(**tokens) if self._is_of_transformers else model.encode_text(**tokens)
-        embeddings: Tensor = getattr(output, "pooler_output", output)
-        return embeddings
+        return self._encoded("text", **tokens)
 
     def encode_text(self, prompts: Sequence[str]) -> Tensor:
         """Return the embeddings (K, D) of prompts, not normalised, without gradient.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,8 +30,7 @@ class _EmbeddingTarget(OutputTarget):
         """Return the target unchanged. Raises TargetError unless all embeddings have one length."""
         own, others = self.pair(output)
         if own.shape[1] != others.shape[1]:
-            lengths = f"the embedding to compare with has {others.shape[1]} numbers, that of the model {own.shape[1]}"
-            raise TargetError(f"{lengths}; take both from one model")
+            raise TargetError(f"the reference has {others.shape[1]} numbers; the model's embedding has {own.shape[1]}")
         return self
 
     def pair(self, output: Any) -> tuple[Tensor, Tensor]:
@@ -54,17 +52,16 @@ class TextSimilarity(_EmbeddingTarget):
 
     prompt: str
     against: tuple[str, ...] = ()
-    scale: float = 1.0
 
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> TextSimilarity:
-        """Return the target with the embeddings of its texts, and the model's factor from similarities to logits."""
+        """Return the target with the embeddings of its texts: of unit length, or scaled to give logits."""
         embeddings, scale = encode_text([self.prompt, *self.against])
-        return replace(self, embeddings=embeddings.detach(), scale=scale if self.against else 1.0)
+        return replace(self, embeddings=F.normalize(embeddings, dim=1) * (scale if self.against else 1))
 
     def __call__(self, output: Any) -> Tensor:
         """Return the cosine similarities (N,), or the log-odds."""
         own, others = self.pair(output)
-        scores = F.linear(F.normalize(own, dim=1), F.normalize(others, dim=1) * self.scale)  # (N, K)
+        scores = F.linear(F.normalize(own, dim=1), others)  # (N, K)
         return scores[:, 0] - scores[:, 1:].logsumexp(1) if self.against else scores[:, 0]
 
     def probabilities(self, output: Any, images: int, categories: Categories) -> Tensor | None:
@@ -88,7 +85,7 @@ class Similarity(_EmbeddingTarget):
     def bind(self, encode_text: EncodeText, encode_image: EncodeImage) -> Similarity:
         """Return the target with the embeddings of its references."""
         rows = [
-            torch.as_tensor(one, device="cpu")[None] if _is_embedding(one) else embedding(encode_image(one))
+            torch.as_tensor(one, device="cpu")[None] if getattr(one, "ndim", 0) == 1 else embedding(encode_image(one))
             for one in self.references
         ]
         return replace(self, embeddings=torch.cat([row.detach().to(rows[0]) for row in rows]))
@@ -106,7 +103,8 @@ class Similarity(_EmbeddingTarget):
 
     def names(self, images: int, categories: Categories) -> tuple[str, ...]:
         """Return names such as `similarity to cat.jpg rather than dog.jpg`."""
-        return (f"similarity to {' rather than '.join(map(_reference_name, self.references))}",) * images
+        names = [Path(one).name if isinstance(one, str | os.PathLike) else "a reference" for one in self.references]
+        return (f"similarity to {' rather than '.join(names)}",) * images
 
 
 def text(prompt: str, against: str | Sequence[str] = ()) -> Target:
@@ -145,14 +143,3 @@ def similarity(reference: Any, against: Any = None, by: Measure = "cosine") -> T
     """
     check_choice("by", by, get_args(Measure), error=TargetError)
     return Similarity((reference,) if against is None else (reference, against), by)
-
-
-def _is_embedding(reference: Any) -> bool:
-    """Return whether a reference is an embedding and not an image."""
-    return isinstance(reference, Tensor | np.ndarray) and reference.ndim == 1
-
-
-def _reference_name(reference: Any) -> str:
-    if isinstance(reference, str | os.PathLike):
-        return Path(reference).name
-    return "an embedding" if _is_embedding(reference) else "an image"

@@ -19,7 +19,6 @@ from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision, WeightsLocation
 
 _LIBRARIES = (Bundled(), Shapes(), Torchvision(), Timm())  # in the order in which a bare name is looked up
-_BY_PREFIX: dict[str, OpenClip | HuggingFace] = {"open_clip": OpenClip(), "hf": HuggingFace()}
 _SEED = 0
 _RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; the user's code may call `load`
 
@@ -127,12 +126,13 @@ def _find(name: str) -> tuple[Shapes | Torchvision | Timm | OpenClip | HuggingFa
     if ":" in name or name.endswith(".py"):
         return PythonModel(), name
     source, slash, bare = name.partition("/")
-    if slash and source in _BY_PREFIX:
-        return _BY_PREFIX[source], bare
-    for library in _LIBRARIES:
+    if slash and source == "hf":
+        return HuggingFace(), bare
+    libraries = (OpenClip(),) if slash and source == "open_clip" else _LIBRARIES
+    for library in libraries:
         sought = bare if slash and source == library.source else name
         if sought in library.names(tags=True):
             return library, sought
     bare = name.rpartition("/")[2]
-    known = [known for library in _LIBRARIES for known in library.names(tags="." in bare)]
+    known = [known for library in libraries for known in library.names(tags="." in bare)]
     raise ModelError(f'no model "{name}"{did_you_mean(bare, known) or "; `saliency models` lists them"}')

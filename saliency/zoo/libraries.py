@@ -206,11 +206,12 @@ class OpenClip:
 
     source: Source = "open_clip"
 
+    def names(self, *, tags: bool = False) -> list[str]:
+        """Return all architectures."""
+        return list(_open_clip().list_models())
+
     def build(self, name: str, classes: int | None = None) -> nn.Module:
-        """Return the model with random weights. Raises ModelError if it does not exist."""
-        known = _open_clip().list_models()
-        if name not in known:
-            raise ModelError(f'open_clip has no model "{name}"{did_you_mean(name, known)}')
+        """Return the model with random weights."""
         model: nn.Module = _open_clip().create_model(name, pretrained_text=False)  # otherwise some texts download one
         return model
 
@@ -273,8 +274,9 @@ class HuggingFace:
             config = transformers.AutoConfig.from_pretrained(name)
         architecture = getattr(transformers, next(iter(config.architectures or ()), ""), None)
         if architecture is None:
-            hint = 'such as "architectures": ["ViTForImageClassification"]; or build the model yourself'
-            raise ModelError(f"config.json of {name} names no class of transformers, {hint}")
+            raise ModelError(
+                f'config.json of {name} names no class of transformers as "architectures"; build the model'
+            )
         return architecture, config
 
 

@@ -114,7 +114,7 @@ def test_a_batch_of_a_folder_of_transformers_resumes(classifier: str, tmp_path: 
 
 
 def test_what_cannot_be_loaded_names_the_cause(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match='open_clip has no model "ViT-B-33"; did you mean "ViT-B-32"'):
+    with pytest.raises(ModelError, match='no model "open_clip/ViT-B-33"; did you mean "ViT-B-32"'):
         saliency.load("open_clip/ViT-B-33", weights=None)
     with pytest.raises(ModelError, match=r'no weights "laion" for ViT-B-32; did you mean .*laion'):
         saliency.load("open_clip/ViT-B-32", weights="laion")

@@ -1,0 +1,123 @@
+"""Importance of the tokens of a text for its similarity to an image."""
+
+from __future__ import annotations
+
+import html
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attribution.base import get_method
+from ..errors import ModelError
+from ..hooks.dual_encoder import DualEncoder
+from ..hooks.manager import HookManager
+from ..hooks.model_state import prepared_for_attribution, run_model
+from ..io.atomic_write import atomic_write
+from ..io.inputs import ImageLike
+from ..targets.embedding import similarity
+from ..validation import check_choice
+
+TEXT_METHODS = ("input_x_gradient", "integrated_gradients", "deep_lift", "attn_lrp", "cp_lrp")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextExplanation:
+    """Importance of each token of a text; a notebook shows it as coloured words.
+
+    Attributes:
+        text: The text.
+        tokens: Its L tokens. Padding is one token, and is left out if it has no influence.
+        values: (L,) the importance of each token, signed, in units of the score.
+        score: The cosine similarity of the text and the image.
+        method: The method's name in the registry.
+    """
+
+    text: str
+    tokens: tuple[str, ...]
+    values: Tensor
+    score: float
+    method: str
+
+    def __str__(self) -> str:
+        """Return one line per token: its value and its text."""
+        return "\n".join(f"{value:+9.4f}  {token}" for token, value in zip(self.tokens, self.values, strict=True))
+
+    def _repr_html_(self) -> str:
+        """Return the tokens as HTML: red for positive values, blue for negative ones."""
+        largest = float(self.values.abs().max()) or 1.0
+        words = [
+            f'<span title="{value:+.4f}" style="background: hsla({0 if value > 0 else 210}, 80%, 50%, '
+            f'{abs(value) / largest:.2f})">{html.escape(token)}</span>'
+            for token, value in zip(self.tokens, self.values.tolist(), strict=True)
+        ]
+        return f'<meta charset="utf-8"><p>{" ".join(words)}</p>'
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the coloured words to a file of HTML, atomically, and return the path."""
+        with atomic_write(path) as temporary:
+            temporary.write_text(self._repr_html_(), "utf-8")
+        return Path(path)
+
+
+class _TextTower(nn.Module):
+    """Text tower of a model for one text, as a function of the embeddings of its tokens (N, 1, L, D)."""
+
+    def __init__(self, encoder: DualEncoder, text: str) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.tokens = encoder.tokenize(text)
+        tables = [module for module in encoder.modules() if isinstance(module, nn.Embedding)]
+        self.table = max(tables, key=lambda table: table.num_embeddings)  # others are for positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = {name: values.expand(len(x), -1) for name, values in self.tokens.items()}
+        with HookManager() as hooks:
+            hooks.revise(self.table, lambda _: x[:, 0])
+            return self.encoder.encode_tokens(tokens)
+
+
+def explain_text(
+    model: nn.Module, image: ImageLike, text: str, method: str = "input_x_gradient", **options: Any
+) -> TextExplanation:
+    """Explain the cosine similarity of an image and a text by the tokens of the text.
+
+    The method explains the text tower as a function of the token embeddings. The value of a token is the sum over its
+    embedding. Baselines are by default embeddings of zero.
+
+    Args:
+        model: A `DualEncoder`.
+        image: The image, as for `Attribution.attribute`.
+        text: The text.
+        method: One of "input_x_gradient", "integrated_gradients", "deep_lift", "attn_lrp" and "cp_lrp".
+        options: Options of the method, such as `steps`.
+
+    Raises:
+        ModelError: The model has no text encoder.
+        MethodError: The method is not one of these, or an option is invalid.
+        ImageError: The image cannot be read.
+
+    Source: as for the method. Input x gradient: Simonyan et al., "Deep Inside Convolutional Networks" (2013),
+        https://arxiv.org/abs/1312.6034.
+    """
+    if not isinstance(model, DualEncoder):
+        raise ModelError(f"{type(model).__name__} has no text encoder; expected a saliency.DualEncoder")
+    cls = get_method(check_choice("method", method, TEXT_METHODS))
+    with prepared_for_attribution(model), torch.no_grad():
+        reference = run_model(model, cls(model).read(image).tensor)["image_embeds"][0]
+        tower = _TextTower(model, text)
+        ids = next(iter(tower.tokens.values()))[0]  # (L,)
+        x = tower.table(ids)[None, None]  # (1, 1, L, D)
+    found = cls(tower, **options).attribute(x, similarity(reference))
+    return TextExplanation(text, *_tokens(model, ids, found.values.sum((0, 1, 3))), float(found.scores), method)
+
+
+def _tokens(model: DualEncoder, ids: Tensor, values: Tensor) -> tuple[tuple[str, ...], Tensor]:
+    """Return the tokens and their values, with the padding as one token, or without it if its value is zero."""
+    padding = int((ids == ids[-1]).logical_not().nonzero().max()) + 1
+    values = torch.cat([values[:padding], values[padding:].sum()[None]])
+    values = values if values[-1] else values[:-1]
+    return tuple(model.tokenizer.decode([token]).strip() for token in ids[: len(values)].tolist()), values
