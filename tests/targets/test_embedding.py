@@ -131,12 +131,13 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     model, x = MODELS[name]()
     cls = saliency.METHODS[method]
     options = {**cls.quick_options, **({"progress": False} if "progress" in cls.options() else {})}
-    of_attention = {name for name, cls in saliency.METHODS.items() if "attention" in cls.__module__}
-    refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else of_attention)
+    refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else set())
+    if "attention" in cls.__module__ and name == "open_clip ResNet":
+        pytest.skip("the image has a single patch there")
     targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]
     for target in targets:
         if method in refused:
-            with pytest.raises((saliency.NotApplicableError, saliency.LayerError)):
+            with pytest.raises(saliency.NotApplicableError):
                 cls(model, **options).attribute(x[0], target)
         else:
             found = cls(model, **options).attribute(x[0], target)
