@@ -184,12 +184,6 @@ def is_batch_norm(op: Op) -> bool:
     return "running_var" in _schema(op)
 
 
-def has_constant_statistics(op: Op, args: Sequence[Any]) -> bool:
-    """Return whether an operation is a batch norm with running statistics."""
-    named = named_arguments(op, args, {})
-    return named.get("running_var") is not None and not named.get("training")
-
-
 @cache
 def _kept(op: Op, keep: Keep) -> bool:
     """Return whether a record keeps the operands of an operation."""
@@ -277,12 +271,12 @@ class OperationRecord(DispatchMode):
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
         """Return the part of a result that rules read: of a normalisation, only its statistics."""
-        if operation.name in LINEAR and self.keep == Keep.CONSTANTS:
-            return None
-        is_norm = operation.name in NORMS or is_batch_norm(operation.op)
-        if self.keep == Keep.CHANGES and not is_norm:
-            return None
-        return (None, *result[1:]) if is_norm and self.keep != Keep.ALL else result
+        if self.keep == Keep.ALL:
+            return result
+        if operation.name in NORMS or is_batch_norm(operation.op):
+            return (None, *result[1:])
+        is_read = self.keep == Keep.LINEAR or (self.keep == Keep.CONSTANTS and operation.name not in LINEAR)
+        return result if is_read else None
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
         """Return a context in which the graph saves no values that depend on the image, if none is to be kept."""
@@ -296,8 +290,10 @@ class OperationRecord(DispatchMode):
     def _is_linear(self, op: Op, args: Sequence[Any]) -> bool:
         """Return whether an operation is linear in the only operand that depends on the image."""
         name, dependent = operator_name(op), [self._depends(value) for value in args]
-        is_linear = name in LINEAR | {"mul"} or (name == "div" and dependent[0])
-        return (is_linear or has_constant_statistics(op, args)) and sum(dependent) == 1
+        named = named_arguments(op, args, {})
+        is_constant_norm = named.get("running_var") is not None and not named.get("training")
+        is_linear = name in LINEAR | {"mul"} or (name == "div" and dependent[0]) or is_constant_norm
+        return is_linear and sum(dependent) == 1
 
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""

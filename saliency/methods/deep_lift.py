@@ -178,10 +178,7 @@ class DeepSHAP(DeepLIFT):
         """Return the baselines (K, N, C, H, W) of a batch."""
         if self.baseline != "colours":
             return super().references(x)
-        draws = [_colour(x.shape[1], generator(self.seed, i)) for i in range(self.samples)]
-        return torch.stack(draws)[:, None].to(x).expand(-1, *x.shape)
-
-
-def _colour(channels: int, random: torch.Generator) -> Tensor:
-    """Draw a colour (C, 1, 1) of the normalised input."""
-    return torch.randn(channels, 1, 1, generator=random, dtype=torch.float64, device="cpu")
+        shape = (1, x.shape[1], 1, 1)
+        randoms = [generator(self.seed, i) for i in range(self.samples)]
+        draws = [torch.randn(shape, generator=random, dtype=torch.float64, device="cpu") for random in randoms]
+        return torch.stack(draws).to(x).expand(-1, *x.shape)

@@ -69,10 +69,6 @@ class Step(NamedTuple):
         """The multipliers of the first result that has any, in at least float32."""
         return at_least_float32(self.visit.grad)
 
-    def result(self) -> Pair:
-        """Compute the first result."""
-        return Pair(*(at_least_float32(_floats(operation.repeat())[0]) for operation in self[1:]))
-
     def pair(self, name: str) -> Pair:
         """Return an operand by its name."""
         return Pair(*(at_least_float32(operation.args[name]) for operation in self[1:]))
@@ -124,7 +120,7 @@ class Multipliers:
             operation.args.clear()
             base.args.clear()
         if self.lost is not None:
-            self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)
+            self.lost[operation.name] = self.lost.get(operation.name, 0) + _lost(step, passed)[0]
         return passed
 
 
@@ -189,16 +185,16 @@ def _pointwise(step: Step) -> Gradients:
 
 def _winners(step: Step) -> Gradients:
     """Pass what a window gains to its winner for the image, and what it loses to its winner for the baseline."""
-    change = step.result().change
+    x, x0 = _floats(step.operation.args), _floats(step.base.args)
+    change = _floats(step.operation.repeat())[0] - _floats(step.base.repeat())[0]
     share = step.grad * change
     is_gain = change < 0 if "min" in step.operation.name else change > 0
-    gains = _gradients(step, step.operation.args, (torch.where(is_gain, share, 0),))
-    losses = _gradients(step, step.base.args, (torch.where(is_gain, 0, share),))
-    passed: list[Tensor | None] = []
-    for gain, loss, x, x0 in zip(gains, losses, _floats(step.operation.args), _floats(step.base.args), strict=True):
-        both = None if gain is None or loss is None else gain.add_(loss).div_(x - x0).masked_fill_(x == x0, 0)
-        passed.append(both)
-    return tuple(passed)
+    gains = _gradients(step, x, (torch.where(is_gain, share, 0),))
+    losses = _gradients(step, x0, (torch.where(is_gain, 0, share),))
+    return tuple(
+        gain.add_(loss).div_(a - b).masked_fill_(a == b, 0)
+        for gain, loss, a, b in zip(gains, losses, x, x0, strict=True)
+    )
 
 
 def _mul(step: Step) -> Gradients:
@@ -251,48 +247,34 @@ def _integrated(step: Step) -> Gradients:
 
     It has as many nodes as a complete result needs; one is exact for products.
     """
+    pairs = list(zip(_floats(step.operation.args), _floats(step.base.args), strict=True))
+    rounding = torch.finfo(step.grad.dtype).eps ** 0.5 / 100
     passed: Gradients = ()
     for count in _NODES:
         at, weights = np.polynomial.legendre.leggauss(count)
-        parts = [_gradients_between(step, (1 + float(point)) / 2) for point in at]
+        points = ([torch.lerp(x0, x, (1 + float(point)) / 2) for x, x0 in pairs] for point in at)
+        grads = zip(*(_gradients(step, point, step.visit.grads) for point in points), strict=True)
         passed = tuple(
-            None if each[0] is None else sum(w / 2 * g for w, g in zip(weights.tolist(), each, strict=True))
-            for each in zip(*parts, strict=True)
+            sum(w / 2 * grad for w, grad in zip(weights.tolist(), each, strict=True)) if on_path else None
+            for each, on_path in zip(grads, step.visit.on_path, strict=False)
         )
-        if _is_complete(step, passed):
+        lost, size = _lost(step, passed)
+        if lost <= rounding * size:
             break
     return passed
 
 
-def _gradients_between(step: Step, at: float) -> list[Tensor | None]:
-    """Return the gradients of an operation at a point between the baseline, 0, and the image, 1."""
-    starts = iter(list(tree_tensors(step.base.args)))
+def _gradients(step: Step, operands: list[Tensor], grads: Gradients) -> list[Tensor]:
+    """Return the gradients of an operation at other floating-point operands, for given ones at its results."""
 
-    def between(point: Tensor) -> Tensor:
-        start = next(starts)
-        return torch.lerp(start, point, at) if point.is_floating_point() else point
+    def run(*operands: Tensor) -> list[Tensor]:
+        left = iter(operands)
+        args = tree_map_tensors(step.operation.args, lambda arg: next(left) if arg.is_floating_point() else arg)
+        return _floats(step.operation.repeat(**args))
 
-    return _gradients(step, tree_map_tensors(step.operation.args, between), step.visit.grads)
-
-
-def _gradients(step: Step, args: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
-    """Return the gradients of an operation of other arguments, for given ones at its results."""
-    leaves: list[Tensor] = []
-    on_path = iter(step.visit.on_path)
-
-    def leaf(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        leaves.append(tensor.detach().requires_grad_(next(on_path, False)))
-        return leaves[-1]
-
-    with torch.enable_grad():
-        result = step.operation.repeat(**tree_map_tensors(args, leaf))
-    pairs = [(y, grad.to(y.dtype)) for y, grad in zip(_floats(result), grads, strict=False) if grad is not None]
-    results, given = zip(*pairs, strict=True)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+    results, back, *_ = torch.func.vjp(run, *operands)
+    given = zip(results, grads, strict=False)
+    return list(back([torch.zeros_like(y) if grad is None else grad.to(y.dtype) for y, grad in given]))
 
 
 def _floats(tree: Any) -> list[Tensor]:
@@ -300,18 +282,11 @@ def _floats(tree: Any) -> list[Tensor]:
     return [tensor for tensor in tree_tensors(tree) if tensor.is_floating_point()]
 
 
-def _is_complete(step: Step, passed: Gradients) -> bool:
-    """Return whether the operands get the share of the results, except for rounding."""
-    size = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat()).abs().sum()
-    rounding: float = torch.finfo(size.dtype).eps ** 0.5 / 100
-    return _lost(step, passed) <= rounding * float(size)
-
-
-def _lost(step: Step, passed: Gradients) -> float:
-    """Return the share of the results that the operands of an operation do not get."""
+def _lost(step: Step, passed: Gradients) -> tuple[float, float]:
+    """Return the share of the results that the operands of an operation do not get, and the size of all shares."""
     given = _shares(step.visit.grads, step.operation.repeat(), step.base.repeat())
     kept = _shares(passed, step.operation.args, step.base.args)
-    return abs(float(given.sum() - kept.sum()))
+    return abs(float(given.sum() - kept.sum())), float(given.abs().sum())
 
 
 def _shares(grads: Gradients, values: Any, base: Any) -> Tensor:
