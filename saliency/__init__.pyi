@@ -93,6 +93,7 @@ from .methods.text_tokens import explain_text as explain_text
 from .methods.token_attention import AttentionMap as AttentionMap
 from .methods.token_attention import AttentionRollout as AttentionRollout
 from .methods.token_attention import CheferAttention as CheferAttention
+from .methods.token_attention import GradECLIP as GradECLIP
 from .methods.token_attention import GradientRollout as GradientRollout
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import ClassVar, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attribution.base import BatchAttribution, TracedAttribution
@@ -250,6 +251,46 @@ class CheferAttention(AttentionMap):
     def weighted(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return the positive part of attention times gradient, averaged over the heads (N, queries, keys)."""
         return call.probabilities().mul_(attention.gradient(call)).clamp_(min=0).mean(1)
+
+
+class GradECLIP(AttentionMap):
+    """Values of the last attention, weighted by the gradient at its result and by how similar query and key are.
+
+    The relevance of a patch is the gradient at the result of the tokens that the head reads, times the value of the
+    patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine takes the place of the
+    softmax, which is too sparse in CLIP.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), at least 0, in score units up to the scale of the cosine.
+
+    Raises:
+        NotApplicableError: The network has no fused attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        TargetError: The target does not fit the model's output.
+
+    Source: Zhao et al., "Gradient-based Visual Explanation for Transformer-based CLIP" (2024),
+        https://proceedings.mlr.press/v235/zhao24p.html.
+    """
+
+    name = "grad_eclip"
+    cost = "1 forward, 1 backward"
+    units = "relevance"
+    backwards = 2
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the weighted values of all tokens."""
+        call = attention.grads.attention[-1]
+        if call.query is None or call.key is None:
+            raise NotApplicableError(f"{self.name}: the last attention is not fused, so its queries cannot be read")
+        queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in (call.query, call.key))
+        cosines = at_least_float32(queries @ keys.mT)  # (N, queries, keys)
+        low, high = cosines[..., attention.layout().prefix :].aminmax(dim=-1, keepdim=True)
+        similar = (cosines - low) / (high - low)
+        weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries() > 0).mT
+        return weighted.sum(1).clamp(min=0)
 
 
 def _discard_smallest(fused: Tensor, ratio: float) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import AttentionRollout, CheferAttention, GradientRollout, NotApplicableError, explain_together
+from saliency import AttentionRollout, CheferAttention, GradECLIP, GradientRollout, NotApplicableError, explain_together
 from saliency.testing import images, tiny_transformer
 
 timm: Any = pytest.importorskip("timm")
@@ -98,6 +98,42 @@ def test_chefer_is_the_sum_over_blocks_of_attention_times_gradient() -> None:
     torch.testing.assert_close(found.values.flatten(1), relevance[:, 0, 1:])
 
 
+def last_attention(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Query, key, value (N, tokens, heads * d) and the result of the last attention of a timm model, and its scores."""
+    kept: list[Tensor] = []
+    block = model.blocks[-1].attn
+    handles = [
+        block.qkv.register_forward_hook(lambda module, args, out: kept.extend(out.chunk(3, -1))),
+        block.proj.register_forward_pre_hook(lambda module, args: kept.append(args[0])),
+    ]
+    kept.append(model(x.clone().requires_grad_()))
+    for handle in handles:
+        handle.remove()
+    return tuple(kept)
+
+
+def test_grad_eclip_weighs_values_by_gradient_and_cosine() -> None:
+    model = tiny_timm()
+    query, key, value, result, scores = last_attention(model, X)
+    (grad,) = torch.autograd.grad(scores[:, 1].sum(), result)
+    cosine = torch.cosine_similarity(query[:, :1], key[:, 1:], dim=-1)
+    low, high = cosine.amin(1, keepdim=True), cosine.amax(1, keepdim=True)
+    wanted = ((grad[:, :1] * value[:, 1:]).sum(-1) * (cosine - low) / (high - low)).clamp(min=0)
+    torch.testing.assert_close(GradECLIP(model).attribute(X, 1).values.flatten(1), wanted.detach())
+
+
+def test_grad_eclip_reads_a_text_by_the_image_tower() -> None:
+    open_clip = pytest.importorskip("open_clip")
+    torch.manual_seed(0)
+    tower = {"image_size": 64, "layers": 2, "width": 64, "patch_size": 16}
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    network = open_clip.CLIP(embed_dim=32, vision_cfg=tower, text_cfg=text).eval()
+    model = saliency.DualEncoder(network, open_clip.SimpleTokenizer(context_length=16))
+    found = GradECLIP(model).attribute(X, saliency.text("a cat"))
+    assert found.values.shape == (2, 1, 4, 4)
+    assert bool((found.values.flatten(1).amax(1) > 0).all())
+
+
 def test_registers_are_not_patches() -> None:
     model = tiny_timm("vit_small_patch14_reg4_dinov2", img_size=56)
     assert AttentionRollout(model).attribute(images(1, (56, 56)), 0).values.shape == (1, 1, 4, 4)
@@ -111,7 +147,7 @@ def test_registers_are_not_patches() -> None:
         ("resnet18", {}, "has no attention that can be read"),
     ],
 )
-@pytest.mark.parametrize("method", [AttentionRollout, GradientRollout, CheferAttention])
+@pytest.mark.parametrize("method", [AttentionRollout, GradientRollout, CheferAttention, GradECLIP])
 def test_a_network_for_which_it_is_not_defined_is_refused(
     method: Any, name: str, options: dict[str, Any], problem: str
 ) -> None:
