@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..io.preprocess import PreprocessLike, Whole
+    from ..targets.targets import Target
 
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
@@ -49,7 +50,7 @@ def batch(
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,
-    target: int | str | None = None,
+    target: int | str | Target | None = None,
     targets: str | os.PathLike[str] | None = None,
     columns: Mapping[str, str] | None = None,
     recursive: bool = False,
@@ -86,7 +87,8 @@ def batch(
         layer: Layer for the methods that read one.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
-        target: Class index or name for all images without their own target; None for the top class of each image.
+        target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
+            None for the top class of each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
         columns: Names of the columns "path" and "target" of lists and `targets`; by default the usual ones.
         recursive: Whether subfolders are searched.

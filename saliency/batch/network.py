@@ -128,7 +128,8 @@ class Network:
             raise BatchError(f"{options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
         self.preprocess = preprocess
         self.categories = self.methods[0].categories
-        self._target = None if options.target is None else class_index(options.target, self.categories)
+        own = options.target
+        self._target = own if own is None or callable(own) else class_index(own, self.categories)
         self._named = None if options.categories is None else len(options.categories)
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
@@ -143,7 +144,7 @@ class Network:
             kept = picture if picture.width * picture.height <= most_pixels else None
             return LoadedImage(None, target, self.preprocess(picture), self.preprocess.box(picture.size), kept)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-            return LoadedImage(error)
+            return LoadedImage(error, self._target)
 
     def explain(self, batch: Sequence[LoadedImage], *, may_split: bool = True) -> list[Results]:
         """Run all methods on a batch, and return the results of each image, in order.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..io.preprocess import PreprocessLike, Whole
+    from ..targets.targets import Target
 
 Format = Literal["png", "jpg", "webp"]
 Sign = Literal["positive", "signed", "absolute"]
@@ -130,7 +131,8 @@ class RunOptions:
         layer: Layer for the methods that read one; None for their default.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image, as for every method: False, True or "aspect".
-        target: Class index or name for all images without their own target; None for the top class of each image.
+        target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
+            None for the top class of each image.
         style: How overlays are drawn.
         maps: Whether the values are saved.
         batch_size: Number of images per batch; None for the default of the device.
@@ -152,7 +154,7 @@ class RunOptions:
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     whole: Whole = False
-    target: int | str | None = None
+    target: int | str | Target | None = None
     style: OverlayStyle = field(default_factory=OverlayStyle)
     maps: bool = False
     batch_size: int | None = None
@@ -241,4 +243,4 @@ def _describe(value: object) -> str:
     """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 
-    return _digest({"": value}) if isinstance(value, torch.Tensor) else str(value)
+    return _digest({"": value}) if isinstance(value, torch.Tensor) else re.sub(r" at 0x\w+", "", str(value))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import saliency
 from saliency import MethodError, ModelError, explain_text, text
 from saliency.methods.gradient import VanillaGradient
 from saliency.methods.text_tokens import TEXT_METHODS, TextExplanation
@@ -60,19 +61,33 @@ def test_complete_methods_sum_to_the_change_of_the_score_from_embeddings_of_zero
 @BY_NAME
 def test_input_x_gradient_is_the_slope_of_the_score_in_the_embeddings(name: str) -> None:
     model, x = MODELS[name]()
-    found = explain_text(model.double(), x[0].double(), PROMPT)
+    found = explain_text(model.double(), x[0].double(), PROMPT, "input_x_gradient")
     model.float()
     step = 1e-2
     slope = score_without_tokens(model, x[0], 1 + step) - score_without_tokens(model, x[0], 1 - step)
     assert float(found.values.sum()) == pytest.approx(slope / (2 * step), abs=1e-3)
 
 
+@pytest.mark.parametrize("method", ["integrated_gradients", "deep_lift"])
+def test_on_drawn_shapes_the_name_of_the_shape_matters_more_than_the_article(method: str) -> None:
+    scenes = saliency.testbed.draw_scenes(12, seed=1_000_000)
+    model = saliency.load("shapes_two_tower")
+    values: dict[int, list[float]] = {1: [], 3: []}
+    for image, captions in zip(scenes.images, scenes.captions(), strict=True):
+        found = explain_text(model, image, captions[0], method)
+        assert found.tokens == ("<start>", *captions[0].split(), "<end>")
+        for place, own in values.items():
+            own.append(float(found.values[place]))
+    difference = torch.tensor(values[3]) - torch.tensor(values[1])
+    assert difference.mean() > 2 * difference.std() / len(difference) ** 0.5
+
+
 def test_the_model_is_unchanged_also_after_an_error() -> None:
     model, x = MODELS["open_clip ViT"]()
     before = Snapshot(model=model, x=x)
-    explain_text(model, x[0], PROMPT, "integrated_gradients", steps=2)
+    explain_text(model, x[0], PROMPT, steps=2)
     with pytest.raises(MethodError, match="steps"):
-        explain_text(model, x[0], PROMPT, "integrated_gradients", steps=0)
+        explain_text(model, x[0], PROMPT, steps=0)
     assert not before.changes()
 
 
@@ -89,5 +104,5 @@ def test_what_cannot_be_explained_is_refused() -> None:
     model, x = MODELS["open_clip ViT"]()
     with pytest.raises(ModelError, match="PooledNet has no text encoder"):
         explain_text(PooledNet(), x[0], PROMPT)
-    with pytest.raises(MethodError, match="'rise' is not one of 'input_x_gradient'"):
+    with pytest.raises(MethodError, match="'rise' is not one of 'integrated_gradients'"):
         explain_text(model, x[0], PROMPT, "rise")

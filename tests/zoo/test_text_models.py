@@ -15,7 +15,7 @@ from PIL import Image
 
 import saliency
 from saliency import DependencyError, DualEncoder, ModelError
-from saliency.batch import batch
+from saliency.batch import BatchError, batch
 from tests.dual_encoders import TOWER, tokenizer
 from tests.dual_encoders import config as clip_config
 
@@ -111,6 +111,23 @@ def test_a_batch_of_a_folder_of_transformers_resumes(classifier: str, tmp_path: 
     PHOTO.save(tmp_path / "photo.png")
     run = [batch(tmp_path / "photo.png", tmp_path / "out", model=classifier) for _ in range(2)]
     assert [summary.fresh for summary in run] == [1, 0]
+
+
+def test_a_batch_explains_a_text_and_resumes_for_the_same_text_only(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        PHOTO.save(tmp_path / f"{name}.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    sources, out = sorted(tmp_path.glob("*.png")), tmp_path / "out"
+    options: dict[str, Any] = {"model": "tests.dual_encoders:for_photos", "methods": ["grad_cam", "attn_lrp"]}
+    target = saliency.text("a cat", against="a dog")
+    assert batch(sources, out, target=target, **options).failed == 1
+    rows = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
+    explained = [row for row in rows if row["error"] is None]
+    assert {row["name"] for row in explained} == {"a cat rather than a dog"}
+    assert all(0 < row["probability"] < 1 for row in explained)
+    assert batch(sources, out, target=saliency.text("a cat", against="a dog"), **options).fresh == 0
+    with pytest.raises(BatchError, match="target was"):
+        batch(sources, out, target=saliency.text("a bus", against="a dog"), **options)
 
 
 def test_what_cannot_be_loaded_names_the_cause(tiny: str, tmp_path: Path) -> None:
