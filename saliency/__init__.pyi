@@ -95,6 +95,7 @@ from .methods.token_attention import AttentionRollout as AttentionRollout
 from .methods.token_attention import CheferAttention as CheferAttention
 from .methods.token_attention import GradECLIP as GradECLIP
 from .methods.token_attention import GradientRollout as GradientRollout
+from .methods.token_attention_lrp import CheferLRP as CheferLRP
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure
 from .render.heatmap import heatmap as heatmap

@@ -6,6 +6,7 @@ A new method is a subclass of `AttentionMap` with a `name` and `relevance`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from itertools import takewhile
 from typing import ClassVar, Literal, get_args
 
@@ -240,17 +241,21 @@ class CheferAttention(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens to those that the head reads."""
-        read = attention.read_queries()
+        shares, read = self.shares(attention), attention.read_queries()
+
+        def weighted(call: AttentionCall) -> Tensor:  # (N, queries, keys)
+            return shares(call).mul_(attention.gradient(call)).clamp_(min=0).mean(1)
+
         if attention.pooling is not None:
-            read = read @ self.weighted(attention, attention.pooling)
+            read = read @ weighted(attention.pooling)
         relevance = read
         for call in attention.blocks[::-1]:
-            relevance = torch.baddbmm(relevance, relevance, self.weighted(attention, call))
+            relevance = torch.baddbmm(relevance, relevance, weighted(call))
         return (relevance if attention.pooling is not None else relevance - read)[:, 0]
 
-    def weighted(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
-        """Return the positive part of attention times gradient, averaged over the heads (N, queries, keys)."""
-        return call.probabilities().mul_(attention.gradient(call)).clamp_(min=0).mean(1)
+    def shares(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
+        """Return what the gradient weights, as a function of the call: (N, heads, queries, keys), a new tensor."""
+        return AttentionCall.probabilities
 
 
 class GradECLIP(AttentionMap):

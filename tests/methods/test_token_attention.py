@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import AttentionRollout, CheferAttention, GradECLIP, GradientRollout, NotApplicableError, explain_together
+from saliency import (
+    AttentionRollout,
+    CheferAttention,
+    CheferLRP,
+    GradECLIP,
+    GradientRollout,
+    NotApplicableError,
+    explain_together,
+)
 from saliency.testing import images, tiny_transformer
 
 timm: Any = pytest.importorskip("timm")
@@ -147,7 +155,7 @@ def test_registers_are_not_patches() -> None:
         ("resnet18", {}, "has no attention that can be read"),
     ],
 )
-@pytest.mark.parametrize("method", [AttentionRollout, GradientRollout, CheferAttention, GradECLIP])
+@pytest.mark.parametrize("method", [AttentionRollout, GradientRollout, CheferLRP, CheferAttention, GradECLIP])
 def test_a_network_for_which_it_is_not_defined_is_refused(
     method: Any, name: str, options: dict[str, Any], problem: str
 ) -> None:
