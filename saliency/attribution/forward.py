@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from ..errors import LayerError, TargetError
-from ..hooks.attention import AttentionCall, find_attention
+from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.manager import HookManager, Rule
 from ..hooks.model_state import leaf, run_model
 from ..hooks.operations import Keep, OperationRecord
@@ -139,7 +139,7 @@ class TargetGradients:
         self.scores = self.scores_in_graph.detach()  # (N,)
         self.walks: list[tuple[Any, Any]] = []
         self._layer_gradients: dict[str, Tensor] = {}
-        self._attention_gradients: list[Tensor | None] = []
+        self._node_gradients: dict[Node, Tensor | None] = {}
         self._input_gradient: Tensor | None = None
         self._sites: Sites | None = None
         self.attention: list[AttentionCall] = []
@@ -152,6 +152,13 @@ class TargetGradients:
         """The nodes of the autograd graph between the scores and the input, in the order of a backward pass."""
         self.require_gradient()
         return nodes_between(self.scores_in_graph, self.forward.x)
+
+    @cached_property
+    def token_nodes(self) -> list[Node]:
+        """The operation whose result is the tokens before the block of each attention call."""
+        order = {node: at for at, node in enumerate(self.nodes)}
+        passages = find_passages(self.nodes)
+        return [next(node for node in passages if order[node] > order[call.node]) for call in self.attention]
 
     def on(self, x: Tensor) -> TargetGradients:
         """Return the scores of another batch for the same target."""
@@ -175,10 +182,13 @@ class TargetGradients:
 
     def attention_gradient(self, call: AttentionCall) -> Tensor:
         """Return the gradient of the scores at the result of an attention call, of the kernel's shape."""
-        if not self._attention_gradients:
+        return self.node_gradient(call.node)
+
+    def node_gradient(self, node: Node) -> Tensor:
+        """Return the gradient at the result of an attention call, or at its `token_nodes` if all values are kept."""
+        if not self._node_gradients:
             self._backward_to_layers()
-        grad = self._attention_gradients[self.attention.index(call)]
-        return cast("Tensor", grad)
+        return cast("Tensor", self._node_gradients[node])
 
     def gradient_at(self, node: Node) -> Tensor:
         """Return the gradient of the scores at the first result of a node, by a backward pass of its own."""
@@ -188,15 +198,16 @@ class TargetGradients:
     def _backward_to_layers(self) -> None:
         """Compute the gradients at all kept layers and attention calls in one backward pass."""
         kept = self.forward.layers
-        edges = [GradientEdge(call.node, 0) for call in self.attention]
-        gradients = self._gradients([*kept.values(), *edges])
+        tokens = self.token_nodes if self.forward.operations.keep == Keep.ALL else []
+        nodes = list(dict.fromkeys([*(call.node for call in self.attention), *tokens]))
+        gradients = self._gradients([*kept.values(), *(GradientEdge(node, 0) for node in nodes)])
         if all(gradient is None for gradient in gradients):
             raise LayerError(no_gradient_message(*kept))
         self._layer_gradients = {
             name: torch.zeros_like(kept[name]) if gradient is None else gradient
             for name, gradient in zip(kept, gradients, strict=False)
         }
-        self._attention_gradients = gradients[len(kept) :]
+        self._node_gradients = dict(zip(nodes, gradients[len(kept) :], strict=True))
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""

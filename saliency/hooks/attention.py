@@ -82,6 +82,10 @@ class AttentionCall:
         """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
         return self.by_head(_precise(grad) @ _grouped(self.value, grad).mT)
 
+    def values_of_queries(self) -> Tensor:
+        """Return what the node's result would be if each token attended to itself alone."""
+        return self.value if self.query is None else _grouped(self.value, self.query)
+
     def by_head(self, values: Tensor) -> Tensor:
         """Return values of all heads (..., a, b) as (N, heads, a, b)."""
         return values.reshape(*self.shape[:2], *values.shape[-2:])
@@ -107,6 +111,20 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         elif node.name() in _SOFTMAX and node not in softmaxes and calls:
             others.append(node)
     return calls[::-1], others
+
+
+def find_passages(nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes through which every path of a graph leads, in the order of the nodes: that of the backward pass.
+
+    Between two blocks of a transformer, it is the sum of the tokens and the last branch.
+    """
+    inside, open_paths, passages = {*nodes}, set[Node](), list[Node]()
+    for node in nodes:
+        open_paths.discard(node)
+        if not open_paths:
+            passages.append(node)
+        open_paths.update(operand for operand, _ in next_functions(node) if operand in inside)
+    return passages
 
 
 def _fused(node: Node, images: int) -> AttentionCall:

@@ -112,7 +112,7 @@ class AttentionMap(TracedAttribution):
     """
 
     needs_attention = True
-    backwards = 1
+    backwards: ClassVar[int | None] = 1
     sign: ClassVar[Sign] = "positive"
     is_complete = False
 

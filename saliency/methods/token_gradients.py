@@ -1,0 +1,398 @@
+"""Maps from the gradients at the attention and the tokens of a vision transformer, with one value per patch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import ClassVar, Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from ..attribution.explanation import Sign
+from ..attribution.forward import at_least_float32
+from ..attribution.options import Option
+from ..errors import NotApplicableError
+from ..hooks.attention import AttentionCall, find_attention, find_passages
+from ..hooks.autograd_graph import next_functions
+from ..hooks.model_state import leaf
+from ..hooks.operations import SOFTMAX, Keep, Operation
+from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..hooks.rectifiers import differentiate, nodes_between
+from ..validation import check_choice
+from .token_attention import AttentionMap, TokenAttention
+
+ScoreOf = Literal["layer", "layer_mean", "final"]
+
+
+class TokenStream:
+    """The tokens between the blocks of one forward, and its operations, which can be run again on others.
+
+    Args:
+        attention: The attention of a forward that keeps all values.
+        method: The name of the method, for errors.
+
+    Attributes:
+        nodes: The operations in the order of a backward pass. The first one returns the scores.
+        inputs: For each block, the operation whose result is the tokens before it.
+    """
+
+    def __init__(self, attention: TokenAttention, method: str) -> None:
+        self._attention, self._method = attention, method
+        self.nodes = attention.grads.nodes
+        self._order = {node: at for at, node in enumerate(self.nodes)}
+        self._passages = find_passages(self.nodes)
+        self.inputs = attention.grads.token_nodes[: len(attention.blocks)]
+
+    @cached_property
+    def outputs(self) -> list[Node]:
+        """For each block, the operation whose result is the tokens after it.
+
+        The tokens after a block are those before the next one. Those after the last block are as many operations after
+        its attention as in the block before it.
+
+        Raises:
+            NotApplicableError: The last two blocks differ, or there is only one.
+        """
+        blocks = dict(zip(self.inputs, self._attention.blocks, strict=True))  # with the last call of each
+        if len(blocks) == 1:
+            raise self._unlike()
+        (_, before), (between, last) = list(blocks.items())[-2:]
+        end = self._order[last.node]
+        start = max(end - self._order[before.node] + self._order[between], 0)
+        known, similar = self.nodes[self._order[between] : self._order[before.node]], self.nodes[start:end]
+        if [node.name() for node in known] != [node.name() for node in similar] or similar[0] not in self._passages:
+            raise self._unlike()
+        after = dict(zip(blocks, [*list(blocks)[1:], similar[0]], strict=True))
+        return [after[node] for node in self.inputs]
+
+    def _unlike(self) -> NotApplicableError:
+        model = type(self._attention.grads.forward.model).__name__
+        problem = f"{model} has not two blocks that are alike at its end, so the tokens after the last one are unknown"
+        return NotApplicableError(f'{self._method}: {problem}; le_grad with score="final" does not need them')
+
+    def after_attention(self, call: AttentionCall) -> Node:
+        """Return the operation whose result is the tokens to which the result of a call is added."""
+        return [node for node in self._passages if self._order[node] < self._order[call.node]][-1]
+
+    @cached_property
+    def _results(self) -> dict[Node, Tensor]:
+        """The results of the operations that others read."""
+        read = (pair for node in self.nodes for pair in self._operands(node))
+        return {node: value for node, number, value in read if number == 0}
+
+    def result(self, node: Node) -> Tensor:
+        """Return the tokens that are the result of an operation, in the shape of the model."""
+        return self._results[node]
+
+    def tokens(self, node: Node) -> Tensor:
+        """Return the tokens that are the result of an operation (N, tokens, channels)."""
+        return self.batch_first(self._results[node].detach())
+
+    def token_gradient(self, node: Node) -> Tensor:
+        """Return the gradient of the scores at the tokens before a block (N, tokens, channels)."""
+        return self.batch_first(self._attention.grads.node_gradient(node))
+
+    def batch_first(self, tokens: Tensor) -> Tensor:
+        """Return tokens in the shape of the model as (N, tokens, channels)."""
+        return at_least_float32(tokens if self._token_dim(tokens) else tokens.transpose(0, 1))
+
+    def mean(self, tokens: Tensor) -> Tensor:
+        """Return the mean of all tokens in place of each, in the shape of the model."""
+        return torch.zeros_like(tokens) + tokens.mean(self._token_dim(tokens), keepdim=True)
+
+    def _token_dim(self, tokens: Tensor) -> int:
+        return int(len(tokens) == len(self._attention.grads.x))
+
+    def run_again(self, start: Node, result: Tensor, end: Node) -> Tensor:
+        """Return the result of an operation if that of an earlier one were another.
+
+        Raises:
+            NotApplicableError: An operation between both is a function in Python, or writes to a part of a tensor.
+        """
+        results: dict[Node, tuple[Tensor, ...]] = {start: (result,)}
+        for node in reversed(self.nodes[self._order[end] : self._order[start]]):
+            if any(other in results for other, _ in next_functions(node)):
+                results[node] = self._repeat(node, results)
+        return results[end][0]
+
+    def _repeat(self, node: Node, results: dict[Node, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the results of an operation with other operands."""
+        operation = self._operation(node)
+        if operation is None:
+            raise NotApplicableError(f"{self._method}: {node.name()} of the model's head cannot be run again")
+        changed = {
+            id(value): results[other][number] for other, number, value in self._operands(node) if other in results
+        }
+        args = tree_map_tensors(operation.args, lambda value: changed.get(id(value), value))
+        result = operation.repeat(**args)
+        return result if isinstance(result, tuple) else tuple(result) if isinstance(result, list) else (result,)
+
+    def _operands(self, node: Node) -> list[tuple[Node, int, Tensor]]:
+        """Return the operands of an operation that depend on others: these, the number of their result, its value."""
+        operation = self._operation(node)
+        values = (value for value in tree_tensors(operation and operation.args) if value.is_floating_point())
+        edges = zip(next_functions(node), values, strict=False)
+        return [(other, number, value) for (other, number), value in edges if other is not None]
+
+    def _operation(self, node: Node) -> Operation | None:
+        """Return an operation; None if it was not recorded, or writes to a part of a tensor."""
+        is_part = node.name() == "CopySlices"
+        return None if is_part else self._attention.grads.forward.operations.operation(node)
+
+
+class LeGrad(AttentionMap):
+    """Sensitivity of each layer's own score to its attention, averaged over the layers.
+
+    The score of a layer is that of the tokens after it, read by the model's own pooling, norm and head. Its positive
+    gradient at the attention is averaged over heads and queries. The attention itself is not a factor. In a network
+    with a pooling head, the attention of the head is used for each layer.
+
+    Args:
+        model: As for every method.
+        score: "layer" is the layer's own score. "layer_mean" gives the head the mean of all tokens of the layer in
+            place of each token, like the authors' code; a pooling head reads the tokens themselves. "final" is the
+            model's score, which costs less.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), at least 0, in score units per unit of attention.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block. For layers' own scores
+            also: its last two blocks differ, or its head contains a function in Python.
+        LayerError: The tokens are not a grid of patches.
+        MethodError: An option is out of range.
+        TargetError: The target does not fit the model's output.
+
+    Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
+        Sensitivity" (2024), https://arxiv.org/abs/2404.03214.
+    """
+
+    name = "le_grad"
+    cost = "1 forward, 1 backward"
+    units = "score per attention"
+    backwards = None
+
+    score: Option[ScoreOf] = Option("layer", check_choice, get_args(ScoreOf))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keep = Keep.NOTHING if self.score == "final" else Keep.ALL
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the mean over the layers of the positive gradient at all tokens."""
+        gradients = self._of_final_score if self.score == "final" else self._of_layer_scores
+        maps = [gradient.clamp_(min=0).mean((1, 2)) for gradient in gradients(attention)]
+        return torch.stack(maps).mean(0)
+
+    def _of_final_score(self, attention: TokenAttention) -> Iterator[Tensor]:
+        calls = attention.blocks if attention.pooling is None else [attention.pooling]
+        return map(attention.gradient, calls)
+
+    def _of_layer_scores(self, attention: TokenAttention) -> Iterator[Tensor]:
+        """Yield the gradient of each layer's own score at its attention (N, heads, queries, keys)."""
+        stream = TokenStream(attention, self.name)
+        for call, node in zip(attention.blocks, stream.outputs, strict=True):
+            tokens = stream.result(node)
+            source = leaf(tokens)
+            read = source if self.score == "layer" or attention.pooling is not None else stream.mean(source)
+            score = stream.run_again(stream.outputs[-1], read, stream.nodes[0]).sum()
+            if attention.pooling is not None:
+                (pooling,) = find_attention(nodes_between(score, source), len(attention.grads.x))[0]
+                (grad,) = differentiate(score, [GradientEdge(pooling.node, 0)])
+                yield pooling.gradient(cast("Tensor", grad))
+            else:
+                (at_tokens,) = differentiate(score, [source])
+                (grad,) = differentiate(tokens, [GradientEdge(call.node, 0)], at_tokens, retain_graph=True)
+                yield call.gradient(cast("Tensor", grad))
+
+
+class AttentionGradCAM(AttentionMap):
+    """Attention of the last block, with each head weighted by its mean gradient.
+
+    The attention is that of the tokens that the head reads, such as the class token, or that of a pooling head. The
+    mean gradient is over the patches. Negative sums over the heads count as 0.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), at least 0, in score units.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        TargetError: The target does not fit the model's output.
+
+    Source: Chefer et al., "Transformer Interpretability Beyond Attention Visualization" (2021),
+        https://arxiv.org/abs/2012.09838.
+    """
+
+    name = "attention_grad_cam"
+    cost = "1 forward, 1 backward to the last attention"
+    backwards = 2
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the weighted attention to all tokens."""
+        call = attention.pooling or attention.blocks[-1]
+        read = attention.read_queries()[:, None]  # (N, 1, 1, queries)
+        gradient = (read @ call.gradient(attention.grads.gradient_at(call.node)))[:, :, 0]  # (N, heads, tokens)
+        weights = attention.layout()(gradient.mT).mean((2, 3))  # (N, heads)
+        heads = (read @ call.probabilities())[:, :, 0]
+        return (heads * weights[:, :, None]).mean(1).clamp(min=0)
+
+
+class AGCAM(AttentionMap):
+    """Positive gradient at the attention times the sigmoid of the attention logits, summed over heads and blocks.
+
+    The sum is that of the tokens that the head reads, such as the class token. With a pooling head, it is the mean over
+    all tokens, plus that of the pooling head.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), at least 0, in score units.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        TargetError: The target does not fit the model's output.
+
+    Source: Leem and Seo, "Attention Guided CAM: Visual Explanations of Vision Transformer Guided by Self-Attention"
+        (2024), https://arxiv.org/abs/2402.04563.
+    """
+
+    name = "ag_cam"
+    cost = "1 forward, 1 backward"
+    backwards = 2
+    keep = Keep.CONSTANTS
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the sum over the blocks of the gated gradient at all tokens."""
+        read = attention.read_queries()
+        maps = self._gated(attention, attention.pooling or attention.blocks[-1], read)
+        if attention.pooling is not None:
+            read = maps.new_full((1, 1, attention.tokens), 1 / attention.tokens)
+        others = attention.blocks if attention.pooling is not None else attention.blocks[:-1]
+        return sum((self._gated(attention, call, read) for call in others), maps)
+
+    def _gated(self, attention: TokenAttention, call: AttentionCall, read: Tensor) -> Tensor:
+        """Return the mean over the queries that are read, and the sum over the heads, of the gated gradient."""
+        gates = _logits(attention, call).sigmoid()
+        return (read @ gates.mul_(attention.gradient(call).clamp_(min=0)).sum(1))[:, 0]
+
+
+class AttCAT(AttentionMap):
+    """Gradient times the tokens before each block, weighted by the mean attention to each token.
+
+    The attention is averaged over heads and queries, and the products are summed over channels and blocks. The tokens
+    before a block have a gradient also if the head reads the class token alone.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), signed, in score units.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        LayerError: The tokens are not a grid of patches.
+        TargetError: The target does not fit the model's output.
+
+    Source: Qiang et al., "AttCAT: Explaining Transformers via Attentive Class Activation Tokens" (2022),
+        https://openreview.net/forum?id=cA8Zor8wFr5.
+    """
+
+    name = "att_cat"
+    cost = "1 forward, 1 backward"
+    sign: ClassVar[Sign] = "signed"
+    keep = Keep.ALL
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the sum over the blocks of gradient times tokens times attention."""
+        stream = TokenStream(attention, self.name)
+        relevance = attention.grads.scores.new_zeros(())
+        for call, node in zip(attention.blocks, stream.inputs, strict=True):
+            products = (stream.token_gradient(node) * stream.tokens(node)).sum(-1)
+            relevance = relevance + products * call.probabilities().mean((1, 2))
+        return relevance
+
+
+class TokenTM(AttentionMap):
+    """Relevance that flows through attention times its gradient, weighted by how each block transforms the tokens.
+
+    A block passes R = (I + W_mlp)(I + (A W) * gradient+) R, from the lengths of the first block's tokens. The weight W
+    of a token E is |T(E)| / |E| times the softmax over the tokens of cos(E, T(E)). T(E) is the token's value after the
+    output projection for the attention, and what the rest of the block adds to it for W_mlp. A and the positive
+    gradient are averaged over the heads. The map is the row of the tokens that the head reads, without their own share.
+
+    Args:
+        model: As for every method.
+        **options: As for `saliency.Attribution`.
+
+    Values: (N, 1, h, w), at least 0, in no unit of their own.
+
+    Raises:
+        NotApplicableError: The network has no attention, or not among all tokens in each block; or its last two blocks
+            differ.
+        LayerError: The tokens are not a grid of patches.
+        TargetError: The target does not fit the model's output.
+
+    Source: Wu et al., "Token Transformation Matters: Towards Faithful Post-hoc Explanation for Vision Transformer"
+        (2024), https://arxiv.org/abs/2403.14552.
+    """
+
+    name = "token_tm"
+    cost = "1 forward, 1 backward"
+    units = "relevance"
+    backwards = 2
+    keep = Keep.ALL
+
+    def relevance(self, attention: TokenAttention) -> Tensor:
+        """Return the relevance of all tokens to those that the head reads."""
+        stream = TokenStream(attention, self.name)
+        own = attention.read_queries()  # (N, 1, queries)
+        relevance = torch.zeros_like(own)
+        if attention.pooling is not None:
+            relevance = own @ _mean_flow(attention, attention.pooling)
+            own = torch.zeros_like(relevance)
+        for call, before, after in zip(attention.blocks[::-1], stream.inputs[::-1], stream.outputs[::-1], strict=True):
+            between = stream.after_attention(call)
+            tokens, attended = stream.tokens(before), stream.tokens(between)
+            growth = 1 + _transformation(attended, stream.tokens(after) - attended)[:, None]
+            relevance, own = relevance * growth, own * growth
+            alone = torch.empty_like(stream.result(call.node)).copy_(call.values_of_queries())
+            with torch.no_grad():
+                added = stream.batch_first(stream.run_again(call.node, alone, between)) - tokens
+            weights = _transformation(tokens, added)
+            mixing = _mean_flow(attention, call) * weights[:, None]
+            relevance = torch.baddbmm(relevance, relevance + own, mixing)
+        lengths: Tensor = stream.tokens(stream.inputs[0]).norm(dim=-1)
+        return relevance[:, 0] * lengths
+
+
+def _mean_flow(attention: TokenAttention, call: AttentionCall) -> Tensor:
+    """Return the mean attention times the mean positive gradient of the heads (N, queries, keys)."""
+    return call.probabilities().mean(1).mul_(attention.gradient(call).clamp_(min=0).mean(1))
+
+
+def _transformation(tokens: Tensor, transformed: Tensor) -> Tensor:
+    """Return how long tokens (N, tokens, channels) are after a transformation, times how far they keep direction."""
+    lengths = tokens.norm(dim=-1).clamp(min=torch.finfo(tokens.dtype).tiny)
+    growth: Tensor = transformed.norm(dim=-1) / lengths
+    return growth * F.cosine_similarity(tokens, transformed, -1).softmax(-1)
+
+
+def _logits(attention: TokenAttention, call: AttentionCall) -> Tensor:
+    """Return the logits of a call (N, heads, queries, keys), also where a softmax of the model computed its weights."""
+    if call.weights is None:
+        return call.logits()
+    record = attention.grads.forward.operations
+    operations = (record.operation(node) for node in attention.grads.nodes)
+    softmaxes = (operation for operation in operations if operation is not None and operation.name in SOFTMAX)
+    address = call.weights.data_ptr()
+    softmax = next(operation for operation in softmaxes if operation.result.data_ptr() == address)
+    return at_least_float32(call.by_head(softmax.args["self"].detach()))

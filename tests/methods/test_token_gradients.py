@@ -1,0 +1,294 @@
+"""Maps from gradients at attention and tokens equal the papers' formulas, spelled out on timm's unfused attention."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+
+import saliency
+from saliency import (
+    AGCAM,
+    AttCAT,
+    AttentionGradCAM,
+    CheferAttention,
+    LeGrad,
+    NotApplicableError,
+    TokenTM,
+    explain_together,
+)
+from saliency.attribution.forward import TargetGradients
+from saliency.testing import images, tiny_transformer
+
+timm: Any = pytest.importorskip("timm")
+
+METHODS = [LeGrad, AttentionGradCAM, AGCAM, AttCAT, TokenTM]
+TARGETS = [1, 3]
+# The model, the number of tokens before the patches, and those that the head reads.
+MODELS: dict[str, tuple[str, dict[str, Any], int, slice]] = {
+    "class token": ("vit_tiny_patch16_224", {"img_size": (64, 96)}, 1, slice(0, 1)),
+    "mean of the patches": ("vit_tiny_patch16_224", {"img_size": (64, 96), "global_pool": "avg"}, 1, slice(1, None)),
+    "distilled": ("deit_tiny_distilled_patch16_224", {"img_size": (64, 96)}, 2, slice(0, 2)),
+    "registers": ("vit_small_patch14_reg4_dinov2", {"img_size": (56, 84)}, 5, slice(0, 1)),
+}
+
+
+def timm_model(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return trained(timm.create_model(name, **{"depth": 3, "num_classes": 5, **options}))
+
+
+def trained(model: Any) -> Any:
+    with torch.no_grad():
+        for weight in model.parameters():  # else, random blocks hardly change the tokens
+            weight.add_(torch.randn_like(weight), alpha=0.05)
+    return model.eval()
+
+
+class Unfused:
+    """A timm model without fused attention: its tokens, its attention with gradients, and what its methods need."""
+
+    def __init__(self, kind: str) -> None:
+        name, options, self.prefix, self.rows = MODELS[kind]
+        self.model: Any = timm_model(name, **options)
+        self.x = images(2, options["img_size"])
+        self.inputs: list[Tensor] = []
+        self.attention: list[Tensor] = []
+        handles = []
+        for block in self.model.blocks:
+            handles.append(block.register_forward_pre_hook(lambda _, args: self.inputs.append(args[0])))
+            handles.append(block.attn.attn_drop.register_forward_pre_hook(self._keep))
+            block.attn.fused_attn = False
+        handles.append(self.model.norm.register_forward_pre_hook(lambda _, args: self.inputs.append(args[0])))
+        self.x.requires_grad_()
+        self.scores = self.model(self.x)[[0, 1], TARGETS].sum()
+        for handle in handles:
+            handle.remove()
+        for block in self.model.blocks:
+            block.attn.fused_attn = True
+
+    def _keep(self, module: nn.Module, args: tuple[Tensor]) -> None:
+        self.attention.append(args[0])
+
+    def gradients(self, score: Tensor, at: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(score, at, retain_graph=True)
+
+    def qkv(self, block: Any, tokens: Tensor) -> Any:
+        attn = block.attn
+        qkv = attn.qkv(block.norm1(tokens))
+        return qkv.reshape(*tokens.shape[:2], 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+
+    def read(self, maps: Tensor) -> Tensor:
+        """The mean over the queries that the head reads."""
+        return maps[..., self.rows, :].mean(-2)
+
+    def patches(self, relevance: Tensor) -> Tensor:
+        return relevance[:, self.prefix :].detach()
+
+    def map_by(self, method: type[saliency.Attribution], **options: Any) -> Tensor:
+        found = method(self.model, **options).attribute(self.x.detach(), TARGETS)
+        assert found.values.shape == (2, 1, 4, 6)
+        return found.values.flatten(1)
+
+
+@pytest.fixture(params=MODELS)
+def unfused(request: pytest.FixtureRequest) -> Unfused:
+    return Unfused(request.param)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5 * float(wanted.abs().max()))
+
+
+def head_of(model: Any, tokens: Tensor) -> Tensor:
+    return cast("Tensor", model.forward_head(model.norm(tokens))[[0, 1], TARGETS].sum())
+
+
+@pytest.mark.parametrize("score", ["layer", "layer_mean", "final"])
+def test_le_grad_is_the_positive_gradient_of_each_layers_own_score(unfused: Unfused, score: Any) -> None:
+    maps = []
+    for attention, after in zip(unfused.attention, unfused.inputs[1:], strict=True):
+        read = after.mean(1, keepdim=True).expand_as(after) if score == "layer_mean" else after
+        own = unfused.scores if score == "final" else head_of(unfused.model, read)
+        maps.append(unfused.gradients(own, [attention])[0].clamp(min=0).mean((1, 2)))
+    close(unfused.map_by(LeGrad, score=score), unfused.patches(torch.stack(maps).mean(0)))
+
+
+def test_attention_grad_cam_weights_each_head_by_its_mean_gradient(unfused: Unfused) -> None:
+    last = unfused.attention[-1]
+    (gradient,) = unfused.gradients(unfused.scores, [last])
+    weights = unfused.read(gradient)[..., unfused.prefix :].mean(-1, keepdim=True)
+    close(unfused.map_by(AttentionGradCAM), unfused.patches((unfused.read(last) * weights).mean(1).clamp(min=0)))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_ag_cam_gates_the_positive_gradient_by_the_logits(unfused: Unfused, fused: bool) -> None:
+    """Also where a softmax of the model computed the probabilities, from which the logits cannot be computed."""
+    total = torch.zeros(())
+    gradients = unfused.gradients(unfused.scores, unfused.attention)
+    for block, tokens, gradient in zip(unfused.model.blocks, unfused.inputs, gradients, strict=False):
+        query, key, _ = unfused.qkv(block, tokens)
+        gates = (query @ key.mT * block.attn.scale).sigmoid()
+        total = total + unfused.read(gradient.clamp(min=0) * gates).sum(1)
+        block.attn.fused_attn = fused
+    close(unfused.map_by(AGCAM), unfused.patches(total))
+
+
+def test_att_cat_is_gradient_times_tokens_times_mean_attention(unfused: Unfused) -> None:
+    inputs = unfused.inputs[:-1]
+    gradients = unfused.gradients(unfused.scores, inputs)
+    products = [(gradient * tokens).sum(-1) for gradient, tokens in zip(gradients, inputs, strict=True)]
+    total = torch.stack([p * a.mean((1, 2)) for p, a in zip(products, unfused.attention, strict=True)]).sum(0)
+    close(unfused.map_by(AttCAT), unfused.patches(total))
+    assert unfused.patches(products[-1]).abs().sum() > 0  # the tokens after the last block may have no gradient
+
+
+def transformation(before: Tensor, after: Tensor) -> Any:
+    return after.norm(dim=-1) / before.norm(dim=-1) * F.cosine_similarity(before, after, dim=-1).softmax(-1)
+
+
+def test_token_tm_is_the_product_over_attention_and_mlp(unfused: Unfused) -> None:
+    identity = torch.eye(unfused.inputs[0].shape[1], dtype=torch.float64)
+    relevance = own = torch.diag_embed(unfused.inputs[0].double().norm(dim=-1))
+    gradients = unfused.gradients(unfused.scores, unfused.attention)
+    for block, tokens, attention, gradient in zip(
+        unfused.model.blocks, unfused.inputs, unfused.attention, gradients, strict=False
+    ):
+        value = unfused.qkv(block, tokens)[2].transpose(1, 2).flatten(2)
+        weights = transformation(tokens, block.ls1(block.attn.proj(value)))
+        mixing = attention.mean(1) @ torch.diag_embed(weights) * gradient.clamp(min=0).mean(1)
+        between = tokens + block.ls1(block.attn(block.norm1(tokens)))
+        growth = identity + torch.diag_embed(transformation(between, block.ls2(block.mlp(block.norm2(between)))))
+        relevance, own = growth @ (identity + mixing) @ relevance, growth @ own
+    close(unfused.map_by(TokenTM), unfused.patches(unfused.read(relevance - own)).float())
+
+
+# Own scores of layers, on any model: those of the model without the blocks after the layer.
+
+
+class PostNorm(nn.Module):
+    """Blocks of PyTorch that normalise after each sum, with tokens in the first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, stride=8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32) for _ in range(3))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).permute(2, 0, 1)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return cast("Tensor", self.head(tokens.mean(0)))
+
+
+def from_torchvision() -> tuple[Any, Any, str]:
+    model: Any = trained(torchvision.models.VisionTransformer(32, 8, 3, 2, 16, 32, num_classes=5))
+    return model, model.encoder, "layers"
+
+
+def from_transformers() -> tuple[Any, Any, str]:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    model: Any = trained(
+        transformers.ViTForImageClassification(
+            transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+        )
+    )
+    return model, model.vit, "layers"
+
+
+def with_pooling_head() -> tuple[Any, Any, str]:
+    model = timm_model("vit_base_patch16_siglip_224", img_size=32, patch_size=8, embed_dim=24, num_heads=2)
+    return model, model, "blocks"
+
+
+def post_norm() -> tuple[Any, Any, str]:
+    model = trained(PostNorm())
+    return model, model, "blocks"
+
+
+@pytest.mark.parametrize("build", [from_torchvision, from_transformers, with_pooling_head, post_norm])
+def test_the_own_score_of_a_layer_is_that_of_the_model_without_later_blocks(build: Any) -> None:
+    torch.manual_seed(0)
+    model, parent, name = build()
+    x = images(2, (32, 32))
+    found = LeGrad(model).attribute(x, TARGETS).values.flatten(1)
+    blocks, maps = getattr(parent, name), []
+    for count in (1, 2, 3):
+        setattr(parent, name, blocks[:count])
+        maps.append(saliency.attention(model, x, TARGETS)[-1].gradient.clamp(min=0).mean((1, 2)))
+    close(found, torch.stack(maps).mean(0)[:, -16:])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pooling_head_and_tokens_in_the_first_dimension_are_read(method: Any) -> None:
+    for build in (with_pooling_head, post_norm):
+        values = method(build()[0]).attribute(images(2, (32, 32)), TARGETS).values
+        assert values.shape == (2, 1, 4, 4)
+        assert values.abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_windows_and_stages_are_refused(method: Any) -> None:
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=3).eval()
+    with pytest.raises(NotApplicableError, match=r"not among all tokens in each block.*attn_lrp"):
+        method(model).attribute(images(1, (224, 224)), 0)
+
+
+def test_own_scores_need_two_blocks_that_are_alike() -> None:
+    model: Any = trained(PostNorm())
+    model.blocks[-1] = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True)
+    x = images(1, (32, 32))
+    for blocks in (model.blocks, model.blocks[:1]):
+        model.blocks = blocks
+        with pytest.raises(NotApplicableError, match="two blocks that are alike"):
+            LeGrad(model.eval()).attribute(x, 0)
+        assert LeGrad(model, score="final").attribute(x, 0).values.shape == (1, 1, 4, 4)
+
+
+class Doubled(torch.autograd.Function):
+    """A function in Python, which cannot be run again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0]
+
+
+def test_a_head_that_cannot_be_run_again_is_an_error() -> None:
+    def write_to_part(scores: Tensor) -> Tensor:
+        scores[:, :2] *= 2
+        return scores
+
+    for change in (Doubled.apply, write_to_part):
+        model: Any = trained(PostNorm())
+        model.register_forward_hook(lambda module, args, out, change=change: change(out))
+        with pytest.raises(NotApplicableError, match="head cannot be run again"):
+            LeGrad(model).attribute(images(1, (32, 32)), 0)
+
+
+def test_all_share_one_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = tiny_transformer(), images(2)
+    methods = [method(model) for method in (CheferAttention, *METHODS)]
+    separate = [method.attribute(x, 1).values for method in methods]
+    calls = list[str]()
+    backward = TargetGradients._backward_to_layers
+
+    def counted(grads: TargetGradients) -> None:
+        calls.append("backward")
+        backward(grads)
+
+    monkeypatch.setattr(TargetGradients, "_backward_to_layers", counted)
+    model.register_forward_hook(lambda *_: calls.append("forward"))
+    together = explain_together(methods, x, 1)
+    assert sorted(calls) == ["backward", "forward"]
+    for found, wanted in zip(together, separate, strict=True):
+        close(found.values, wanted)
