@@ -30,7 +30,7 @@ class TextExplanation:
 
     Attributes:
         text: The text.
-        tokens: Its L tokens. Padding is one token, and is left out if it has no influence.
+        tokens: Its L tokens. Padding is one token ("!" in open_clip), and is left out if it has no influence.
         values: (L,) the importance of each token, signed, in units of the score.
         score: The cosine similarity of the text and the image.
         method: The method's name in the registry.

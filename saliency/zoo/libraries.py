@@ -235,7 +235,9 @@ class OpenClip:
         size = config["size"] if isinstance(config["size"], Sequence) else (config["size"],) * 2
         mode = {"shortest": "center"}.get(config["resize_mode"], config["resize_mode"])
         preprocess = {**config, "input_size": size, "crop_pct": 1.0, "crop_mode": mode}
-        return ModelInfo(preprocess, None, None, _open_clip().get_tokenizer(name))
+        with downloading(name, None):  # some tokenizers are on the hub
+            tokenizer = _open_clip().get_tokenizer(name)
+        return ModelInfo(preprocess, None, None, tokenizer)
 
 
 class HuggingFace:

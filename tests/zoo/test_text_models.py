@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -137,6 +138,10 @@ def test_what_cannot_be_loaded_names_the_cause(tiny: str, tmp_path: Path) -> Non
         saliency.load("open_clip/ViT-B-32", weights="laion")
     with pytest.raises(ModelError, match='no weights "default" for tiny-clip'):
         saliency.load(tiny)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("open_clip.get_tokenizer", Mock(side_effect=OSError("no tokenizer here")))
+        with pytest.raises(ModelError, match="no tokenizer here"):
+            saliency.load(tiny, weights=None)
     clip_config().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="names no class of transformers"):
         saliency.load(f"hf/{tmp_path}", weights=None)
