@@ -132,7 +132,7 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     cls = saliency.METHODS[method]
     options = {**cls.quick_options, **({"progress": False} if "progress" in cls.options() else {})}
     refused = NEED_CLASSES | (NEED_RELU if name == "transformers CLIP" else set())
-    if "attention" in cls.__module__ and name == "open_clip ResNet":
+    if cls.needs_attention and name == "open_clip ResNet":
         pytest.skip("the image has a single patch there")
     targets: list[Any] = [text("a cat", against=OTHERS), similarity(x[1], by="distance")]
     for target in targets:
