@@ -101,6 +101,8 @@ from .methods.token_gradients import AttCAT as AttCAT
 from .methods.token_gradients import AttentionGradCAM as AttentionGradCAM
 from .methods.token_gradients import LeGrad as LeGrad
 from .methods.token_gradients import TokenTM as TokenTM
+from .methods.token_sampling import TIS as TIS
+from .methods.token_sampling import ViTCX as ViTCX
 from .methods.xrai import XRAI as XRAI
 from .render.figure import figure as figure
 from .render.heatmap import heatmap as heatmap

@@ -16,13 +16,13 @@ from saliency import DependencyError
 from saliency.cli import main
 from saliency.errors import optional_import, require_own_folder
 from saliency.inspection.tables import Table
-from saliency.testing import tiny_model
+from saliency.testing import tiny_model_for
 
 ROOT = Path(__file__).parent.parent
 
 
 def explain(method: str, **options: object) -> Callable[[], object]:
-    model = tiny_model()
+    model = tiny_model_for(getattr(saliency, method))()
     return lambda: getattr(saliency, method)(model, **options).attribute(torch.rand(1, 3, 24, 24), 1)
 
 
@@ -32,6 +32,8 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("skimage", "perturbation", explain("LIME")),
         ("skimage", "perturbation", explain("XRAI")),
         ("scipy", "perturbation", explain("Sobol")),
+        ("scipy", "perturbation", explain("TIS")),
+        ("scipy", "perturbation", explain("ViTCX")),
         ("cv2", "inpaint", explain("Occlusion", fill="inpaint")),
         ("torchvision", "models", lambda: saliency.load("shapes_window")),
         ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),

@@ -127,6 +127,16 @@ class HookManager(ExitStack[None]):
         """
         self._register_first(layer, change, OutputOverride)
 
+    def revise_input(self, layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the first argument of each call of `layer` by `change(argument)`."""
+        scope = self._scope
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            return (change(args[0]), *args[1:]) if scope.acts() else None
+
+        self._registered.append((layer, ModuleHook(hook)))
+        layer.register_forward_pre_hook(self._registered[-1][1])
+
     def _register_first(self, layer: nn.Module, callback: Callable[[Any], Any], kind: type[ModuleHook]) -> None:
         """Register a hook that runs before the user's own hooks, so that outputs that those keep have a gradient."""
         if not takes_hooks(layer):

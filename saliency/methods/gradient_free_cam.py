@@ -114,6 +114,12 @@ def strongest(strength: Tensor, limit: int | None) -> Tensor:
     return torch.sort(strength, descending=True, stable=True).indices[:limit]
 
 
+def stretched(maps: Tensor) -> Tensor:
+    """Return maps (..., H, W), each stretched to 0..1; constant ones become 0."""
+    low, high = maps.amin((-2, -1), keepdim=True), maps.amax((-2, -1), keepdim=True)
+    return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)
+
+
 class ChannelMasks:
     """Masks (H, W) for an image, 0 to 1, from the channels of a layer, and the CAM for the scores of the masked images.
 
@@ -155,9 +161,7 @@ class ChannelMasks:
         if bool(shown.any()):
             maps = self.varied_maps[numbers[shown]][:, None]  # (k, 1, h, w)
             large = F.interpolate(maps, size, mode="bilinear", align_corners=self._align)
-            low, high = large.amin((2, 3), keepdim=True), large.amax((2, 3), keepdim=True)
-            span = torch.where(high == low, torch.ones_like(high), high - low)
-            masks[shown] = ((large - low) / span).to(masks)
+            masks[shown] = stretched(large).to(masks)
         return masks
 
     def shares(self, scores: Tensor) -> Tensor:

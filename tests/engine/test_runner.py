@@ -35,7 +35,7 @@ from saliency.engine.multi_pass import (
 )
 from saliency.errors import SaliencyWarning
 from saliency.hooks.model_state import is_out_of_memory, prepared_for_attribution
-from saliency.testing import images, tiny_model
+from saliency.testing import images, tiny_model, tiny_model_for
 from tests.models import Interrupting, Packed
 
 named: dict[str, Any] = {**METHODS}
@@ -178,7 +178,7 @@ class Ticking(nn.Module):
 
 
 TIMED = [name for name, cls in METHODS.items() if "seconds" in cls.options() and name != "recipro_cam"]
-COUNTED = ("passes", "steps", "channels")
+COUNTED = ("passes", "steps", "channels", "masks")
 SMALL: dict[str, dict[str, Any]] = {"occlusion": {"window": 8, "stride": 2}, "sobol": {"grid": 8}}
 
 
@@ -189,7 +189,11 @@ def timed(
     clock = Clock()
     monkeypatch.setattr(multi_pass, "time", clock)
     quick = {key: each for key, each in METHODS[name].quick_options.items() if key not in COUNTED}
-    method = METHODS[name](Ticking(clock, 0.02, inner), **quick | SMALL.get(name, {}) | options, seconds=2)
+    method = METHODS[name](
+        Ticking(clock, 0.02, inner or tiny_model_for(METHODS[name])()),
+        **quick | SMALL.get(name, {}) | options,
+        seconds=2,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaliencyWarning)
         return method.attribute(images(1, (32, 32)), 0), clock
@@ -202,7 +206,8 @@ def test_seconds_are_kept_and_used(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert effort.seconds == pytest.approx(clock.now)
     assert clock.now <= 2.4
     if effort.stopped == "complete":
-        assert name in ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap")  # all that they need fits
+        complete = ("ablation_cam", "score_cam", "gscore_cam", "is_cam", "kernel_shap", "tis", "vit_cx")
+        assert name in complete  # all that they need fits
     else:
         assert effort.stopped == "seconds"
         assert clock.now > 1.2
@@ -639,7 +644,7 @@ def many_pass_methods() -> Sequence[str]:
 def test_what_was_spent_stands_in_the_explanation(name: str) -> None:
     cls = METHODS[name]
     with _quiet():
-        found = cls(tiny_model(), **cls.quick_options).attribute(images(2), [0, 1])
+        found = cls(tiny_model_for(cls)(), **cls.quick_options).attribute(images(2), [0, 1])
     assert len(found.effort) == 2
     for each in found.effort:
         assert each.passes >= 1
