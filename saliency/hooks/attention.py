@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class AttentionCall:
         bias: What a fused kernel adds to the logits, or a mask of bool; None if nothing.
         scale: The factor of a fused kernel's logits.
         is_causal: Whether a query of a fused kernel sees only keys up to its own position.
+        reads_image: Whether the queries depend on the image; those that a decoder has learned do not.
     """
 
     node: Node
@@ -47,6 +48,7 @@ class AttentionCall:
     bias: Tensor | None = None
     scale: float = 1.0
     is_causal: bool = False
+    reads_image: bool = True
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -102,12 +104,16 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         The calls in the order of the forward, and the softmaxes before the last of them that are none of theirs.
     """
     calls, softmaxes, others = list[AttentionCall](), set[Node](), list[Node]()
+    nodes = dict.fromkeys(nodes)
     for node in nodes:
         if saved(node, "query", None) is not None:
-            calls.append(_fused(node, images))
-        elif node.name() == "BmmBackward0" and (softmax := _softmax_of(node)) is not None:
+            calls.append(replace(_fused(node, images), reads_image=next_functions(node)[0][0] in nodes))
+        elif node.name() == "BmmBackward0" and (found := _softmax_of(node)) is not None:
+            softmax, product = found
             softmaxes.add(softmax)
-            calls.append(AttentionCall(node, images, _read(node, "mat2"), _read(softmax, "result")))
+            query = next_functions(product)[-2][0]  # the operand before it, if any, is a bias
+            weights = _read(softmax, "result")
+            calls.append(AttentionCall(node, images, _read(node, "mat2"), weights, reads_image=query in nodes))
         elif node.name() in _SOFTMAX and node not in softmaxes and calls:
             others.append(node)
     return calls[::-1], others
@@ -147,29 +153,30 @@ def _read(node: Node, name: str) -> Tensor:
     return values.detach()
 
 
-def _softmax_of(product: Node) -> Node | None:
-    """Return the softmax over keys whose result is the first factor of a matrix product; None if there is none."""
+def _softmax_of(product: Node) -> tuple[Node, Node] | None:
+    """Return the softmax over keys whose result is the first factor of a matrix product, and the product before it."""
     node = next_functions(product)[0][0]
     while node is not None and node.name() not in _SOFTMAX:
         operands = [operand for operand, _ in next_functions(node) if operand is not None]
         node = operands[0] if len(operands) == 1 else None
-    if node is None or not _is_of_products(node):
+    logits = None if node is None else _product_before(node)
+    if node is None or logits is None:
         return None
     weights, factor = saved(node, "result"), saved(product, "self")
     is_last = saved(node, "dim") in (weights.dim() - 1, 2**64 - 1)  # -1, as an unsigned number
-    return node if is_last and torch.equal(weights.reshape(-1), factor.reshape(-1)) else None
+    return (node, logits) if is_last and torch.equal(weights.reshape(-1), factor.reshape(-1)) else None
 
 
-def _is_of_products(softmax: Node) -> bool:
-    """Return whether the logits of a softmax come from a product of two signals, perhaps with a bias."""
+def _product_before(softmax: Node) -> Node | None:
+    """Return the product of two signals from which the logits of a softmax come, perhaps with a bias; else None."""
     above = [softmax]
     while above:
         for operand, _ in next_functions(above.pop()):
             if operand is not None and operand.name() in _PRODUCTS:
-                return True
+                return operand
             if operand is not None and operand.name() not in _WEIGHTED:
                 above.append(operand)
-    return False
+    return None
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -35,19 +35,22 @@ class TokenAttention:
     Args:
         grads: The scores and gradients of one forward that reads attention.
         method: The name of the method, for errors.
+        decoders: Whether queries other than the tokens may also attend to each other, and to the tokens several times.
 
     Attributes:
         grads: The scores and gradients.
+        calls: All calls of attention, in order.
         blocks: The calls of self-attention, in order.
-        pooling: The call after them whose queries are not the tokens, in a pooling head; None without one.
+        crosses: The calls whose queries are not the tokens, in order.
+        pooling: The only one of these, in a pooling head after the blocks; else None.
         tokens: The number of tokens.
 
     Raises:
         NotApplicableError: The network has no attention, or another one.
     """
 
-    def __init__(self, grads: TargetGradients, method: str) -> None:
-        self.grads = grads
+    def __init__(self, grads: TargetGradients, method: str, *, decoders: bool = False) -> None:
+        self.grads, self.calls = grads, grads.attention
         model, calls = type(grads.forward.model).__name__, grads.attention
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; {_INSTEAD}")
@@ -56,12 +59,26 @@ class TokenAttention:
             raise NotApplicableError(f"{method}: {parts} by a formula of their own; {_INSTEAD}")
         images, _, _, self.tokens = calls[0].shape
         self.blocks = [call for call in calls if call.shape[2] == call.shape[3]]
-        others = [call for call in calls if call.shape[2] != call.shape[3]]
-        self.pooling = others[0] if others == calls[-1:] else None
-        is_uniform = all(call.shape[3] == self.tokens for call in calls)
-        if images != len(grads.x) or not is_uniform or not self.blocks or (others and not self.pooling):
+        self.crosses = [call for call in calls if call.shape[2] != call.shape[3]]
+        self.pooling = self.crosses[0] if self.crosses == calls[-1:] else None
+        if not all(call.reads_image for call in self.blocks):
+            problem = f"{model} has {self.tokens} tokens and as many queries, which cannot be told apart"
+            raise NotApplicableError(f"{method}: {problem}; {_INSTEAD}")
+        is_encoder = all(call.shape[3] == self.tokens for call in calls) and self.crosses in ([], [self.pooling])
+        if images != len(grads.x) or not self.blocks or not (is_encoder or (decoders and self._has_decoder())):
             problem = f"the attention of {model} is not among all tokens in each block (windows, stages, channels)"
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
+
+    def _has_decoder(self) -> bool:
+        """Return whether all attention is among the tokens, among queries that were learned, or from these to those."""
+        known = {self.tokens}
+        for call in self.calls:
+            images, _, queries, keys = call.shape
+            is_new = queries not in known
+            if images != len(self.grads.x) or keys not in (queries, self.tokens) or (is_new and call.reads_image):
+                return False
+            known.add(queries)
+        return True
 
     def layout(self) -> Layout:
         """Return the layout of the tokens: the grid of patches, and the number of tokens without a position.
@@ -92,7 +109,7 @@ class TokenAttention:
 
         These are the class token, the two of a distilled network, all patches under a mean, or those of a pooling head.
         """
-        last = self.pooling or self.blocks[-1]
+        last = self.calls[-1]
         images, _, queries, _ = last.shape
         after = takewhile(lambda node: node is not last.node, self.grads.nodes)
         # The end of the last block, if it has a row for each query: the backward pass is then that of the head alone.
@@ -115,10 +132,12 @@ class AttentionMap(TracedAttribution):
     backwards: ClassVar[int | None] = 1
     sign: ClassVar[Sign] = "positive"
     is_complete = False
+    reads_decoders: ClassVar[bool] = False
+    """Whether the method is defined for decoders, such as those of detectors, whose queries attend to the tokens."""
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""
-        attention = TokenAttention(grads, self.name)
+        attention = TokenAttention(grads, self.name, decoders=self.reads_decoders)
         layout = attention.layout()
         return BatchAttribution(layout(self.relevance(attention)[:, :, None]), grads.scores)
 
@@ -219,6 +238,12 @@ class CheferAttention(AttentionMap):
     R = R + mean((A * gradient)+) R, from the identity. The map is the row of the tokens that the head reads, without
     their own share.
 
+    In a decoder, queries that were learned attend to the tokens, as in DETR and in pooling heads. Their relevance to
+    the tokens grows by S' mean((A * gradient)+) T at each such block, where S and T are the relevance among queries and
+    among tokens; each row of S and T is first scaled to a sum of 1 without its identity. The map is the row of the
+    queries that the score reads. Attention that does not depend on the image, as in the first block of a decoder among
+    its queries, does not count.
+
     Args:
         model: As for every method.
         **options: As for `saliency.Attribution`.
@@ -226,7 +251,8 @@ class CheferAttention(AttentionMap):
     Values: (N, 1, h, w), at least 0, in no unit of their own.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        NotApplicableError: The network has no attention, or not among all tokens in each block; or a decoder has as
+            many queries as tokens.
         LayerError: The tokens are not a grid of patches.
         TargetError: The target does not fit the model's output.
 
@@ -238,6 +264,7 @@ class CheferAttention(AttentionMap):
     cost = "1 forward, 1 backward"
     units = "relevance"
     backwards = 2
+    reads_decoders = True
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens to those that the head reads."""
@@ -246,12 +273,12 @@ class CheferAttention(AttentionMap):
         def weighted(call: AttentionCall) -> Tensor:  # (N, queries, keys)
             return shares(call).mul_(attention.gradient(call)).clamp_(min=0).mean(1)
 
-        if attention.pooling is not None:
-            read = read @ weighted(attention.pooling)
+        if attention.crosses:
+            return (read @ _decoded(attention, weighted))[:, 0]
         relevance = read
         for call in attention.blocks[::-1]:
             relevance = torch.baddbmm(relevance, relevance, weighted(call))
-        return (relevance if attention.pooling is not None else relevance - read)[:, 0]
+        return (relevance - read)[:, 0]
 
     def shares(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return what the gradient weights, as a function of the call: (N, heads, queries, keys), a new tensor."""
@@ -296,6 +323,32 @@ class GradECLIP(AttentionMap):
         similar = (cosines - low) / (high - low)
         weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries() > 0).mT
         return weighted.sum(1).clamp(min=0)
+
+
+def _decoded(attention: TokenAttention, weighted: Callable[[AttentionCall], Tensor]) -> Tensor:
+    """Return the relevance of the tokens to the queries of the last call (N, queries, tokens)."""
+    relevance: dict[tuple[int, int], Tensor] = {}  # by the numbers of queries and tokens
+    for call in attention.calls:
+        weights, (images, _, queries, keys) = weighted(call), call.shape
+        for count in (queries, keys):
+            own = torch.eye(count, dtype=weights.dtype, device=weights.device).expand(images, -1, -1)
+            relevance.setdefault((count, count), own)
+        if queries == keys:
+            changed = {
+                pair: torch.baddbmm(known, weights, known) for pair, known in relevance.items() if pair[0] == keys
+            }
+            relevance |= changed
+        else:
+            added = _normalised(relevance[queries, queries]).mT @ weights @ _normalised(relevance[keys, keys])
+            relevance[queries, keys] = added + relevance.get((queries, keys), 0)
+    return relevance[queries, attention.tokens]
+
+
+def _normalised(relevance: Tensor) -> Tensor:
+    """Return relevance (N, tokens, tokens) whose rows sum to 1 without the identity, plus the identity."""
+    own = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
+    others = relevance - own
+    return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(others.dtype).tiny) + own
 
 
 def _discard_smallest(fused: Tensor, ratio: float) -> None:
