@@ -329,6 +329,8 @@ class TokenTM(AttentionMap):
     output projection for the attention, and what the rest of the block adds to it for W_mlp. A and the positive
     gradient are averaged over the heads. The map is the row of the tokens that the head reads, without their own share.
 
+    This reading of the paper has not been compared with the authors' code.
+
     Args:
         model: As for every method.
         **options: As for `saliency.Attribution`.
