@@ -60,6 +60,7 @@ class BatchAttribution(NamedTuple):
     effort: tuple[RunStats, ...] = ()
     ledger: Tensor | None = None  # (N, K)
     ledger_names: tuple[str, ...] = ()  # K
+    outliers: Tensor | None = None  # (N, h, w) of bool
 
 
 class Attribution(HasOptions, ABC):

@@ -28,7 +28,7 @@ Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 _FORMAT = "saliency explanation 1"
-_TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement", "ledger")
+_TENSORS = ("values", "scores", "probabilities", "residual", "error", "agreement", "ledger", "outliers")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +62,9 @@ class Explanation:
         ledger: (N, K) the shares of the score, in score units, if the method gives them. An image's shares and its
             residual sum to its score.
         ledger_names: The names of the K shares, such as "input" and "biases".
+        outliers: (N, h, w) of bool, for methods of attention: the patches whose tokens have an outlying norm. Such
+            tokens hold what concerns the whole image, so their values are not evidence for their place. None if the
+            tokens are not known.
     """
 
     values: Tensor
@@ -82,6 +85,7 @@ class Explanation:
     effort: tuple[RunStats, ...] = ()
     ledger: Tensor | None = None
     ledger_names: tuple[str, ...] = ()
+    outliers: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""

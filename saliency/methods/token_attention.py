@@ -20,7 +20,8 @@ from ..attribution.forward import TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..errors import LayerError, NotApplicableError
 from ..hooks.attention import AttentionCall
-from ..hooks.autograd_graph import result_shape
+from ..hooks.autograd_graph import result_shape, saved
+from ..hooks.rectifiers import Coverage
 from ..layers.layout import GIVE_LAYOUT, Layout, given_layout, layout_from
 from ..validation import check_choice, check_number
 
@@ -100,6 +101,25 @@ class TokenAttention:
             raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; {GIVE_LAYOUT}")
         return layout
 
+    def outliers(self) -> Tensor | None:
+        """Return the patches (N, h, w) whose norm before the last layer norm exceeds the median by 5 deviations.
+
+        The deviation is the median of absolute deviations in the image, at least a thousandth of the median. None if no
+        layer norm reads all tokens.
+
+        Source: Darcet et al., "Vision Transformers Need Registers" (2023), https://arxiv.org/abs/2309.16588.
+        """
+        norms = (node for node in self.grads.nodes if node.name() == "NativeLayerNormBackward0")
+        inputs = (at_least_float32(saved(node, "input").detach()) for node in norms)
+        shape = (len(self.grads.x), self.tokens)
+        tokens = next((values for values in inputs if values.dim() == 3 and values.shape[:2] == shape), None)
+        if tokens is None:
+            return None
+        lengths = self.layout()(tokens.norm(dim=-1, keepdim=True))[:, 0]  # (N, h, w)
+        median = lengths.flatten(1).median(1).values[:, None, None]
+        deviation = (lengths - median).abs().flatten(1).median(1).values[:, None, None]
+        return lengths > median + 5 * torch.maximum(deviation, median / 1000)
+
     def gradient(self, call: AttentionCall) -> Tensor:
         """Return the gradient at the probabilities of a call (N, heads, queries, keys)."""
         return call.gradient(self.grads.attention_gradient(call))
@@ -139,7 +159,11 @@ class AttentionMap(TracedAttribution):
         """Return the relevance of the patches."""
         attention = TokenAttention(grads, self.name, decoders=self.reads_decoders)
         layout = attention.layout()
-        return BatchAttribution(layout(self.relevance(attention)[:, :, None]), grads.scores)
+        outliers = attention.outliers()
+        count = 0 if outliers is None else int(outliers.sum())
+        values = layout(self.relevance(attention)[:, :, None])
+        coverage = Coverage(treated={"outlier tokens": count}) if count else None
+        return BatchAttribution(values, grads.scores, coverage, outliers=outliers)
 
     @abstractmethod
     def relevance(self, attention: TokenAttention) -> Tensor:
