@@ -45,7 +45,7 @@ help:
 	@echo "  make dist         build, check and try the wheel and the sdist"
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
-	@echo "  make zoo          check methods on 178 architectures (slow; re-run to resume)"
+	@echo "  make zoo          check methods on 178 architectures, and attention on 82 (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (five minutes)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
@@ -83,6 +83,7 @@ notebooks: $(VENV)/.installed-test
 	$(BIN)/python -m notebooks
 
 zoo: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.zoo_attention
 	$(BIN)/python -m benchmarks.zoo
 
 fixtures: $(VENV)/.installed-test

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .autograd_graph import next_functions, saved
+from .autograd_graph import next_functions, saved, sequence_nr
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
 _PRODUCTS = frozenset({"BmmBackward0", "BaddbmmBackward0"})
@@ -116,7 +117,22 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
             calls.append(AttentionCall(node, images, _read(node, "mat2"), weights, reads_image=query in nodes))
         elif node.name() in _SOFTMAX and node not in softmaxes and calls:
             others.append(node)
-    return calls[::-1], others
+    return sorted(calls, key=lambda call: sequence_nr(call.node)), others
+
+
+def is_chain(calls: Iterable[AttentionCall]) -> bool:
+    """Return whether each call depends on the one before it, as in a network without parallel branches."""
+    return all(_depends_on(later.node, earlier.node) for earlier, later in pairwise(calls))
+
+
+def _depends_on(node: Node, earlier: Node) -> bool:
+    above, seen, oldest = [node], set[Node](), sequence_nr(earlier)
+    while above and earlier not in seen:
+        for operand, _ in next_functions(above.pop()):
+            if operand is not None and operand not in seen and sequence_nr(operand) >= oldest:
+                seen.add(operand)
+                above.append(operand)
+    return earlier in seen
 
 
 def find_passages(nodes: Iterable[Node]) -> list[Node]:

@@ -73,6 +73,9 @@ def attention(
     with masks, biases and rotary positions; their gradient follows from the values and the gradient at the kernel's
     result. Each item computes its own when it is read, so that one layer at a time takes memory.
 
+    Attention that changes its probabilities by a formula of its own (talking heads, outlook attention) or that divides
+    each key by its sum over the tokens (factorised attention) is not read.
+
     Args:
         model: A transformer: fused attention of any kernel, `nn.MultiheadAttention`, or a softmax between two matrix
             products.
@@ -85,7 +88,7 @@ def attention(
         One item per call of attention on which the scores depend, in their order.
 
     Raises:
-        NotApplicableError: No attention was found, or a softmax before the last one could not be read as attention.
+        NotApplicableError: No attention was found.
         MethodError: `reduce` is unknown.
         ImageError: The image cannot be read or is not what the model takes.
         TargetError: The target does not fit the model's output.

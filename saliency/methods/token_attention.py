@@ -19,7 +19,7 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..errors import LayerError, NotApplicableError
-from ..hooks.attention import AttentionCall
+from ..hooks.attention import AttentionCall, is_chain
 from ..hooks.autograd_graph import result_shape, saved
 from ..hooks.rectifiers import Coverage
 from ..layers.layout import GIVE_LAYOUT, Layout, given_layout, layout_from
@@ -66,8 +66,10 @@ class TokenAttention:
             problem = f"{model} has {self.tokens} tokens and as many queries, which cannot be told apart"
             raise NotApplicableError(f"{method}: {problem}; {_INSTEAD}")
         is_encoder = all(call.shape[3] == self.tokens for call in calls) and self.crosses in ([], [self.pooling])
-        if images != len(grads.x) or not self.blocks or not (is_encoder or (decoders and self._has_decoder())):
-            problem = f"the attention of {model} is not among all tokens in each block (windows, stages, channels)"
+        is_known = is_encoder or (decoders and self._has_decoder())
+        if images != len(grads.x) or not self.blocks or not is_known or not is_chain(calls):
+            kinds = "windows, stages, channels, parallel branches"
+            problem = f"the attention of {model} is not among all tokens in each block ({kinds})"
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
 
     def _has_decoder(self) -> bool:

@@ -47,6 +47,7 @@ TIMM = {
     "eva02_tiny_patch14_224": {"img_size": 56},
     "beit_base_patch16_224": {"depth": 2},
     "vit_base_patch16_siglip_224": {"depth": 2},
+    "vit_small_patch16_18x2_224": {"depth": 2, "img_size": 32},  # two attentions side by side in each block
 }
 
 

@@ -32,3 +32,27 @@ def test_guided_backprop_is_exact_or_refused_and_the_layer_found_by_itself_serve
         warnings.simplefilter("ignore")
         row = judge(name)
     assert row.passed, row
+
+
+# Class and register tokens, rotary positions, relative biases and pooling heads, on rectangular images; windows,
+# stages and channels; attention that mixes heads.
+TRANSFORMERS = (
+    "timm/cait_xxs24_224",
+    "timm/eva02_tiny_patch14_224",
+    "timm/levit_128s",
+    "timm/vit_little_patch16_reg4_gap_256",
+    "timm/vit_pe_core_tiny_patch16_384",
+    "timm/vit_srelpos_small_patch16_224",
+    "timm/xcit_nano_12_p16_224",
+    "transformers/Dinov2WithRegisters",
+    "open_clip/coca_ViT-B-32",
+)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.slow
+def test_attention_is_exact_and_its_methods_are_right_or_refused(name: str) -> None:
+    zoo_attention = pytest.importorskip("benchmarks.zoo_attention", exc_type=ImportError)
+    row = zoo_attention.judge(name, zoo_attention.builders()[name])
+    assert row.passed, row
+    assert "exact" in row.attention

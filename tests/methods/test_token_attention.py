@@ -151,6 +151,8 @@ def test_registers_are_not_patches() -> None:
     ("name", "options", "problem"),
     [
         ("swin_tiny_patch4_window7_224", {"img_size": 224}, "not among all tokens in each block"),
+        ("vit_small_patch16_18x2_224", {"depth": 2, "img_size": 64}, "parallel branches"),
+        ("vit_dpwee_patch16_reg1_gap_256", {"depth": 2, "img_size": 64}, "parallel branches"),  # a difference of two
         ("cait_xxs24_224", {"img_size": 64}, "cannot be read, because they mix heads"),
         ("resnet18", {}, "has no attention that can be read"),
     ],
