@@ -180,12 +180,11 @@ class TargetGradients:
             self._backward_to_layers()
         return self._layer_gradients[layer]
 
-    def attention_gradient(self, call: AttentionCall) -> Tensor:
-        """Return the gradient of the scores at the result of an attention call, of the kernel's shape."""
-        return self.node_gradient(call.node)
-
     def node_gradient(self, node: Node) -> Tensor:
-        """Return the gradient at the result of an attention call, or at its `token_nodes` if all values are kept."""
+        """Return the gradient at the result of an attention call, or at its `token_nodes` if all values are kept.
+
+        It has the shape of the result.
+        """
         if not self._node_gradients:
             self._backward_to_layers()
         return cast("Tensor", self._node_gradients[node])

@@ -31,7 +31,8 @@ class AttentionCall:
         node: The operation that multiplies by the values.
         images: The number of images.
         value: The values (..., keys, d).
-        weights: The probabilities where a softmax of the model computed them, else None.
+        softmax: The softmax of the model that computed the probabilities; None for a fused kernel.
+        weights: Its result.
         query: The queries (N, heads, queries, d) of a fused kernel.
         key: The keys (N, heads, keys, d) of a fused kernel; with grouped keys, fewer heads.
         bias: What a fused kernel adds to the logits, or a mask of bool; None if nothing.
@@ -43,6 +44,7 @@ class AttentionCall:
     node: Node
     images: int
     value: Tensor
+    softmax: Node | None = None
     weights: Tensor | None = None
     query: Tensor | None = None
     key: Tensor | None = None
@@ -94,6 +96,11 @@ class AttentionCall:
         return values.reshape(*self.shape[:2], *values.shape[-2:])
 
 
+def fuse_heads(maps: Tensor, how: str) -> Tensor:
+    """Return the "mean", "max" or "min" over the heads (N, queries, keys) of maps (N, heads, queries, keys)."""
+    return maps.mean(1) if how == "mean" else getattr(maps, f"a{how}")(1)
+
+
 def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCall], list[Node]]:
     """Find the attention calls of a forward, before a backward pass frees its graph.
 
@@ -113,8 +120,8 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
             softmax, product = found
             softmaxes.add(softmax)
             query = next_functions(product)[-2][0]  # the operand before it, if any, is a bias
-            weights = _read(softmax, "result")
-            calls.append(AttentionCall(node, images, _read(node, "mat2"), weights, reads_image=query in nodes))
+            values, weights = _read(node, "mat2"), _read(softmax, "result")
+            calls.append(AttentionCall(node, images, values, softmax, weights, reads_image=query in nodes))
         elif node.name() in _SOFTMAX and node not in softmaxes and calls:
             others.append(node)
     return sorted(calls, key=lambda call: sequence_nr(call.node)), others

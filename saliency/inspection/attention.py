@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..attribution.forward import SharedForward, TargetGradients
 from ..attribution.resolved_target import ResolvedTarget
 from ..errors import NotApplicableError, TargetError
-from ..hooks.attention import AttentionCall
+from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import is_hookable
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
@@ -48,11 +48,7 @@ class LayerAttention:
         return self._reduced(self._call.gradient(self._grad))
 
     def _reduced(self, maps: Tensor) -> Tensor:
-        if self._reduce is None:
-            return maps
-        if self._reduce == "mean_heads":
-            return maps.mean(1)
-        return maps.amax(1) if self._reduce == "max_heads" else maps.amin(1)
+        return maps if self._reduce is None else fuse_heads(maps, self._reduce.removesuffix("_heads"))
 
     def __repr__(self) -> str:
         """Return the layer and the shape."""
@@ -109,6 +105,6 @@ def attention(
                 f"{type(model).__name__} has no attention that can be read: no fused attention, and no softmax between "
                 "two matrix products"
             )
-        grad = {call: None if target is None else grads.attention_gradient(call) for call in grads.attention}
+        grad = {call: None if target is None else grads.node_gradient(call.node) for call in grads.attention}
         layers = {call: max(forward.operations.modules(call.node), key=len, default="") for call in grads.attention}
     return [LayerAttention(layers[call], call, grad[call], reduce) for call in grads.attention]

@@ -19,7 +19,7 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..errors import LayerError, NotApplicableError
-from ..hooks.attention import AttentionCall, is_chain
+from ..hooks.attention import AttentionCall, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
 from ..hooks.rectifiers import Coverage
 from ..layers.layout import GIVE_LAYOUT, Layout, given_layout, layout_from
@@ -124,7 +124,7 @@ class TokenAttention:
 
     def gradient(self, call: AttentionCall) -> Tensor:
         """Return the gradient at the probabilities of a call (N, heads, queries, keys)."""
-        return call.gradient(self.grads.attention_gradient(call))
+        return call.gradient(self.grads.node_gradient(call.node))
 
     def read_queries(self) -> Tensor:
         """Return which queries of the last call the scores read, as shares that sum to 1: (N, 1, queries).
@@ -220,10 +220,7 @@ class AttentionRollout(AttentionMap):
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return the attention of a block, fused over its heads (N, queries, keys)."""
-        probabilities = call.probabilities()
-        return (
-            probabilities.mean(1) if self.head_fusion == "mean" else getattr(probabilities, f"a{self.head_fusion}")(1)
-        )
+        return fuse_heads(call.probabilities(), self.head_fusion)
 
 
 class GradientRollout(AttentionRollout):

@@ -111,17 +111,8 @@ class _Rules(Propagation):
         """Scale the relevance of two summands, for each image, by their shares of the sum of magnitudes."""
         grads = [cast("Tensor", grad) for grad in visit.plain()]
         parts = [operand * grad for operand, grad in zip(visit.known.args.values(), grads, strict=False)]
-        sums = torch.stack([self._by_image(part).sum(1) for part in parts])
+        image_dim = int(visit.grad.shape[:2] == self._length_first)
+        dims = [dim for dim in range(visit.grad.dim()) if dim != image_dim]
+        sums = torch.stack([part.sum(dims, keepdim=True) for part in parts])
         factors = sums.sign() * divided(sums.sum(0), sums.abs().sum(0))
-        return tuple(self._scaled(grad, factor) for grad, factor in zip(grads, factors, strict=True))
-
-    def _by_image(self, values: Tensor) -> Tensor:
-        """Return values as (N, -1)."""
-        images = self._length_first[1]
-        return (values.transpose(0, 1) if values.shape[:2] == self._length_first else values).reshape(images, -1)
-
-    def _scaled(self, values: Tensor, factors: Tensor) -> Tensor:
-        """Return values times a factor per image (N,)."""
-        if values.shape[:2] == self._length_first:
-            return values * factors.view(1, -1, *[1] * (values.dim() - 2))
-        return (self._by_image(values) * factors[:, None]).view_as(values)
+        return tuple(grad * factor for grad, factor in zip(grads, factors, strict=True))

@@ -18,13 +18,13 @@ from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
 from ..hooks.autograd_graph import next_functions
 from ..hooks.model_state import leaf
-from ..hooks.operations import SOFTMAX, Keep, Operation
+from ..hooks.operations import Keep, Operation
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate, nodes_between
 from ..validation import check_choice
 from .token_attention import AttentionMap, TokenAttention
 
-ScoreOf = Literal["layer", "layer_mean", "final"]
+ScoreOf = Literal["layer", "final"]
 
 
 class TokenStream:
@@ -97,14 +97,7 @@ class TokenStream:
 
     def batch_first(self, tokens: Tensor) -> Tensor:
         """Return tokens in the shape of the model as (N, tokens, channels)."""
-        return at_least_float32(tokens if self._token_dim(tokens) else tokens.transpose(0, 1))
-
-    def mean(self, tokens: Tensor) -> Tensor:
-        """Return the mean of all tokens in place of each, in the shape of the model."""
-        return torch.zeros_like(tokens) + tokens.mean(self._token_dim(tokens), keepdim=True)
-
-    def _token_dim(self, tokens: Tensor) -> int:
-        return int(len(tokens) == len(self._attention.grads.x))
+        return at_least_float32(tokens if len(tokens) == len(self._attention.grads.x) else tokens.transpose(0, 1))
 
     def run_again(self, start: Node, result: Tensor, end: Node) -> Tensor:
         """Return the result of an operation if that of an earlier one were another.
@@ -152,9 +145,7 @@ class LeGrad(AttentionMap):
 
     Args:
         model: As for every method.
-        score: "layer" is the layer's own score. "layer_mean" gives the head the mean of all tokens of the layer in
-            place of each token, like the authors' code; a pooling head reads the tokens themselves. "final" is the
-            model's score, which costs less.
+        score: "layer" is the layer's own score. "final" is the model's score, which costs less.
         **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), at least 0, in score units per unit of attention.
@@ -197,8 +188,7 @@ class LeGrad(AttentionMap):
         for call, node in zip(attention.blocks, stream.outputs, strict=True):
             tokens = stream.result(node)
             source = leaf(tokens)
-            read = source if self.score == "layer" or attention.pooling is not None else stream.mean(source)
-            score = stream.run_again(stream.outputs[-1], read, stream.nodes[0]).sum()
+            score = stream.run_again(stream.outputs[-1], source, stream.nodes[0]).sum()
             if attention.pooling is not None:
                 (pooling,) = find_attention(nodes_between(score, source), len(attention.grads.x))[0]
                 (grad,) = differentiate(score, [GradientEdge(pooling.node, 0)])
@@ -390,11 +380,7 @@ def _transformation(tokens: Tensor, transformed: Tensor) -> Tensor:
 
 def _logits(attention: TokenAttention, call: AttentionCall) -> Tensor:
     """Return the logits of a call (N, heads, queries, keys), also where a softmax of the model computed its weights."""
-    if call.weights is None:
+    if call.softmax is None:
         return call.logits()
-    record = attention.grads.forward.operations
-    operations = (record.operation(node) for node in attention.grads.nodes)
-    softmaxes = (operation for operation in operations if operation is not None and operation.name in SOFTMAX)
-    address = call.weights.data_ptr()
-    softmax = next(operation for operation in softmaxes if operation.result.data_ptr() == address)
+    softmax = cast("Operation", attention.grads.forward.operations.operation(call.softmax))
     return at_least_float32(call.by_head(softmax.args["self"].detach()))
