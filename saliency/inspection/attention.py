@@ -12,9 +12,9 @@ from ..errors import NotApplicableError, TargetError
 from ..hooks.attention import AttentionCall, fuse_heads
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.manager import is_hookable
-from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..hooks.model_state import categories_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..io.inputs import ImagesLike, read
-from ..targets.targets import TargetLike, as_categories
+from ..targets.targets import TargetLike
 from ..validation import check_choice
 
 Reduce = Literal["mean_heads", "max_heads", "min_heads"]
@@ -93,8 +93,7 @@ def attention(
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
     batch = read(image, model_attribute("preprocess", model), like=reference_tensor(model)).tensor
-    categories = model_attribute("categories", model)
-    resolved = ResolvedTarget(target, len(batch), None if categories is None else as_categories(categories))
+    resolved = ResolvedTarget(target, len(batch), categories_of(model))
     names = [name for name, module in model.named_modules() if is_hookable(model, name, module)]
     backwards = int(target is not None)
     with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):

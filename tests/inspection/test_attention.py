@@ -180,9 +180,9 @@ def test_multi_head_attention_is_read(need_weights: bool) -> None:
     model, x = tiny_transformer(), images(2)
     found = saliency.attention(model, x, 1)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.attention.forward = partial_forward(block.attention, need_weights)
+        block.self_attn.forward = partial_forward(block.self_attn, need_weights)
     again = saliency.attention(model, x, 1)
-    assert [item.layer for item in again] == [f"blocks.{i}.attention" for i in range(2)]
+    assert [item.layer for item in again] == [f"blocks.{i}.self_attn" for i in range(2)]
     for item, other in zip(found, again, strict=True):
         assert item.shape == other.shape == (2, 2, 17, 17)
         close(other.probabilities, item.probabilities)

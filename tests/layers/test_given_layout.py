@@ -45,7 +45,7 @@ def second_object(output: Tensor) -> Tensor:
     return output[:, 1, 2]
 
 
-@pytest.mark.parametrize("method", [AttentionRollout, lambda model: GradCAM(model, "blocks.1.norm")])
+@pytest.mark.parametrize("method", [AttentionRollout, lambda model: GradCAM(model, "blocks.1.norm2")])
 def test_tokens_of_objects_are_not_taken_for_patches(method: Any) -> None:
     with pytest.raises(LayerError, match=r"pass layout=, a function from this output to maps \(N, K, h, w\)"):
         method(detector()).attribute(X, second_object)
@@ -63,7 +63,7 @@ def test_attention_is_read_by_the_given_function() -> None:
 
 
 def test_cams_read_the_layer_by_the_given_function() -> None:
-    model, layer = detector(), "blocks.1.norm"
+    model, layer = detector(), "blocks.1.norm2"
     found = GradCAM(model, layer, layout=patches).attribute(X, second_object)
     captured: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda _, __, output: captured.append(output))

@@ -35,17 +35,17 @@ class Trace(NamedTuple):
 
 
 def run_block(block: Any, start: Tensor) -> Trace:
-    normed, attention = block.norm(start), block.attention
+    normed, attention = block.norm1(start), block.self_attn
     projected = F.linear(normed, attention.in_proj_weight, attention.in_proj_bias)
     query, key, value = (part.reshape(-1, 2, 4).transpose(0, 1) for part in projected.chunk(3, 1))
     weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1).requires_grad_()
     mixed = (weights @ value).transpose(0, 1).flatten(1)
     attended = attention.out_proj(mixed)
     middle = start + attended
-    normed2 = block.mlp[0](middle)
-    hidden = block.mlp[1](normed2)
-    active = F.gelu(hidden)
-    end = block.mlp[4](active)
+    normed2 = block.norm2(middle)
+    hidden = block.linear1(normed2)
+    active = F.silu(hidden)
+    end = block.linear2(active)
     return Trace(start, normed, query, key, value, weights, mixed, attended, middle, normed2, hidden, active, end)
 
 
@@ -85,15 +85,15 @@ def expected_map(model: Any, x: Tensor, target: int) -> Tensor:
     product = torch.eye(len(start), dtype=torch.float64)
     for block, trace, grad in reversed(list(zip(model.blocks, traces, grads, strict=True))):
         middle, at_mlp = through_sum(trace.middle, trace.end, relevance)
-        at_mlp = through_linear(trace.active, block.mlp[4].weight, at_mlp)
-        middle = middle + through_linear(trace.normed2, block.mlp[1].weight, at_mlp)
+        at_mlp = through_linear(trace.active, block.linear2.weight, at_mlp)
+        middle = middle + through_linear(trace.normed2, block.linear1.weight, at_mlp)
         relevance, at_mixed = through_sum(trace.start, trace.attended, middle)
-        at_mixed = through_linear(trace.mixed, block.attention.out_proj.weight, at_mixed)
+        at_mixed = through_linear(trace.mixed, block.self_attn.out_proj.weight, at_mixed)
         at_mixed = at_mixed.reshape(-1, 2, 4).transpose(0, 1)
         at_weights, at_value = through_product(trace.weights, trace.value, at_mixed)
         at_query, at_key = through_product(trace.query, trace.key.mT, at_weights)
         joined = torch.cat([part.transpose(0, 1).flatten(1) for part in (at_query, at_key.mT, at_value)], 1)
-        relevance = relevance + through_linear(trace.normed, block.attention.in_proj_weight, joined)
+        relevance = relevance + through_linear(trace.normed, block.self_attn.in_proj_weight, joined)
         product = product @ (torch.eye(len(start)) + (grad * at_weights).clamp(min=0).mean(0))
     return product[0, 1:].reshape(4, 4)
 
