@@ -32,7 +32,9 @@ from .manager import HookManager
 from .pytree import tree_map_tensors, tree_tensors
 
 Op = OpOverload
-_LISTS = (list, tuple)  # checked for each argument: a union would be built each time
+# Checked for each argument: a union would be built each time.
+_LISTS = (list, tuple)
+_HOLDERS = (Tensor, *_LISTS)
 
 
 class Keep(IntEnum):
@@ -163,16 +165,6 @@ def is_view(op: Op) -> bool:
 
 
 @cache
-def broadcasts(op: Op) -> bool:
-    """Return whether an operation may broadcast an operand, so that its gradient has another shape."""
-    tensors = [part for part in operator_schema(op).arguments if "Tensor" in str(part.type)]
-    name = operator_name(op)
-    return len(tensors) > 1 and (
-        torch.Tag.pointwise in _out_of_place(op).tags or name in ADDITIVE | {"addmm", "baddbmm", "copy", "index_put"}
-    )
-
-
-@cache
 def is_attention(op: Op) -> bool:
     """Return whether an operation is a fused attention, of any kernel."""
     return {"query", "key", "value"} <= _schema(op).keys()
@@ -255,7 +247,7 @@ class OperationRecord(DispatchMode):
         if kept:
             operation.args = named_arguments(op, args, kwargs)
         elif operator_name(op) in ADDITIVE or is_batch_norm(op):
-            operation.args = {name: self._constant(value) for name, value in named_arguments(op, args, kwargs).items()}
+            operation.args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
         if writes:
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
@@ -301,11 +293,9 @@ class OperationRecord(DispatchMode):
             return argument.requires_grad and _address(argument) in self._dependent
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
 
-    def _constant(self, argument: Any) -> Any:
-        """Return an argument without the tensors that depend on the image: None takes their place."""
-        if isinstance(argument, _LISTS):
-            return [self._constant(part) for part in argument]
-        return None if self._depends(argument) else argument
+    def _constant(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor; None in place of one that depends on the image."""
+        return None if self._depends(tensor) else tensor
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy the kept values in the memory of a tensor that is about to be written; return the node's number."""
@@ -354,4 +344,5 @@ def _addresses(values: Any) -> list[int]:
     """Return the memory addresses of a tensor, or of the tensors of a list."""
     if isinstance(values, Tensor):
         return [_address(values)]
-    return [address for value in values for address in _addresses(value)] if isinstance(values, _LISTS) else []
+    holders = [value for value in values if isinstance(value, _HOLDERS)] if isinstance(values, _LISTS) else []
+    return [address for value in holders for address in _addresses(value)]

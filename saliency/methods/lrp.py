@@ -44,17 +44,13 @@ def as_composite(option: str, composite: CompositeLike) -> Composite:
         return composite
     if isinstance(composite, str) and composite in COMPOSITES:
         return COMPOSITES[composite]
-    if isinstance(composite, Mapping) and all(map(_is_rule, composite.values())):
+    if isinstance(composite, Mapping) and all(isinstance(rule, Rule) for rule in composite.values()):
         return Composite(composite, name=str(dict(composite)))
     hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
     raise MethodError(
         f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind or a layer's name "
         f"to a rule{hint}"
     )
-
-
-def _is_rule(rule: object) -> bool:
-    return isinstance(rule, Rule)
 
 
 def _as_channels(option: str, through: Any) -> Through:

@@ -7,6 +7,7 @@ those of its results.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -115,7 +116,7 @@ class Multipliers:
             return without_rule(visit, self.unknown)
         step = Step(visit, operation, base)
         visit.walk.treated[operation.name.removeprefix("_")] += 1
-        passed = _RULES[kind](step)
+        passed = _RULES.get(kind, _integrated)(step)
         if self._frees:
             operation.args.clear()
             base.args.clear()
@@ -178,7 +179,7 @@ def _pointwise(step: Step) -> Gradients:
     change = x.change
     y, y0 = (operation.repeat(**{name: value}) for value in x)
     slope = y.sub_(y0).div_(change)
-    if not bool(slope.sum().isfinite()):
+    if not math.isfinite(float(slope.sum())):
         slope = torch.where(change == 0, derivative(operation, x.x), slope)
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
@@ -305,6 +306,4 @@ _RULES = {
     "div": _div,
     "softmax": _softmax,
     "attention": _attention,
-    "logsumexp": _integrated,
-    "": _integrated,
 }

@@ -6,11 +6,12 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,9 @@ _VIEW_AFTER_WRITE = "AsStridedBackward0"
 def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
-    named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "mul": {"mul"}, "div": {"div"}}
-    named["logsumexp"] = {"logsumexp"}
-    named["plain"] = PLAIN | OF_DEGREE_ONE
+    if name in ("mul", "div", "logsumexp"):
+        return name
+    named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "plain": PLAIN | OF_DEGREE_ONE}
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
@@ -114,14 +115,6 @@ def has_attention(grads: TargetGradients) -> bool:
     return False
 
 
-class _Merged(NamedTuple):
-    """A batch norm that is merged into the linear operation before it: z * scale + shift."""
-
-    scale: Tensor
-    shift: Tensor
-    grad: Tensor  # G at its output
-
-
 class Propagation:
     """The rule of one walk: what each node passes to its operands under a composite.
 
@@ -133,16 +126,18 @@ class Propagation:
 
     def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
         self.composite, self.layers, self.unknown = composite, layers, unknown
-        self._merged: dict[Node, _Merged] = {}
+        # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
+        self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
         kind = kind_of(visit.operation.op) if visit.operation else ""
-        if visit.operation and not _fits(visit):
-            return self._without_rule(visit)
-        return self._handlers.get(kind, Propagation._without_rule)(self, visit)
+        if not kind or not _fits(visit):
+            return without_rule(visit, self.unknown)
+        handler: Callable[[Visit], Gradients] = getattr(self, f"_{kind}")  # as in `ast.NodeVisitor`
+        return handler(visit)
 
     def _plain(self, visit: Visit) -> Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
@@ -183,16 +178,16 @@ class Propagation:
         if all(factors):
             return self._product(visit)
         at = factors.index(True)
-        merged = self._merged.pop(visit.node, None)
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
             # A ReLU in place wrote to what something else had read.
             operation = replace(operation, result=None)
+        op, grad = linear_operation(operation, at), at_least_float32(visit.grad)
         if visit.node in self._biases:
-            operation = _with_bias(operation, self._biases[visit.node])
-        op = linear_operation(operation, at)
-        grad = at_least_float32(visit.grad if merged is None else merged.grad)
-        if merged is not None:
-            op = op.merged(at_least_float32(merged.scale), at_least_float32(merged.shift))
+            bias = at_least_float32(self._biases[visit.node])
+            op = replace(op, bias=bias, shift=bias, norms=None)
+        if visit.node in self._merged:
+            scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
+            op = op.merged(scale, shift)
             grad = grad if op.unit is None else grad * op.unit
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
@@ -233,7 +228,7 @@ class Propagation:
             for node, before in operands.items():
                 for operand in before:
                     users[operand].append(node)
-            self._ends = _outermost(walk, walk.nodes[::-1], operands), _outermost(walk, walk.nodes, users)
+            self._ends = _outermost(walk, walk.nodes[::-1], users), _outermost(walk, walk.nodes, operands)
         return self._ends
 
     def _batch_norm(self, visit: Visit) -> Gradients:
@@ -250,7 +245,7 @@ class Propagation:
             for edge in filter(walk.watched.get, edges):  # relevance there is that of the merged output
                 y_grad = cast("Tensor", walk.watch(edge, y_grad, at_least_float32(torch.addcmul(shift, x, scale))))
                 del walk.watched[edge]
-            self._merged[edges[-1][0]] = _Merged(scale, shift, y_grad)
+            self._merged[edges[-1][0]] = scale, shift, y_grad
             walk.treated["batch_norm merged"] += 1
             return (y_grad, None, None)
         walk.treated["batch_norm by |z|"] += 1
@@ -280,15 +275,10 @@ class Propagation:
         norm = normalisation(operation)
         visit.walk.treated[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
         grad = at_least_float32(visit.grad)
-        weight, bias = (None if parameter is None else parameter.to(grad) for parameter in (norm.weight, norm.bias))
-        if bias is not None:
+        if norm.bias is not None:
+            bias = norm.bias.to(grad)
             visit.absorb("biases", grad @ bias if bias.dim() == 1 else grad * bias)
-        if weight is not None and weight.dim() == 1 and operation.name == "native_layer_norm":
-            # As below, in fewer steps.
-            mean = (grad @ weight).div_(len(weight)).unsqueeze(-1)
-            passed = torch.addcmul(-mean, grad, weight).mul_(norm.rstd)
-        else:
-            passed = norm.centred(norm.weighted(grad) * norm.rstd)
+        passed = norm.centred(norm.weighted(grad) * norm.rstd)
         return (passed.reshape(grad.shape).to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
     def _activation(self, visit: Visit) -> Gradients:
@@ -298,13 +288,13 @@ class Propagation:
         x = operation.args[name]
         at_zero = operation.repeat(**{name: x.new_zeros(())})
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
-            return self._without_rule(visit)
+            return without_rule(visit, self.unknown)
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
         ratio = operation.result / x
         if bool(at_zero.any()):
             visit.absorb("activations", visit.grad * at_zero)
             ratio = (operation.result - at_zero) / x
-        if not bool(torch.isfinite(ratio.sum())):
+        if not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
             ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
         return (ratio.mul_(visit.grad), *[None] * (len(visit.on_path) - 1))
@@ -341,7 +331,7 @@ class Propagation:
     def _div(self, visit: Visit) -> Gradients:
         """Give the relevance of a quotient to the numerator."""
         if not visit.on_path[0]:
-            return self._without_rule(visit)
+            return without_rule(visit, self.unknown)
         return (visit.plain()[0], None)
 
     def _softmax(self, visit: Visit) -> Gradients:
@@ -381,35 +371,18 @@ class Propagation:
                 visit.absorb("softmax", -operation.args[name] * grad)
         return tuple(grads)
 
-    def _without_rule(self, visit: Visit) -> Gradients:
-        return without_rule(visit, self.unknown)
 
-    _handlers: ClassVar[dict[str, Callable[[Propagation, Visit], Gradients]]] = {
-        "plain": _plain,
-        "linear": _linear,
-        "batch_norm": _batch_norm,
-        "norm": _norm,
-        "activation": _activation,
-        "mul": _mul,
-        "div": _div,
-        "softmax": _softmax,
-        "logsumexp": _logsumexp,
-        "attention": _attention,
-    }
-
-
-def _outermost(walk: Walk, nodes: Iterable[Node], neighbours: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
-    """Return the linear operations that come before all others on each path, given the nodes before each node."""
+def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
+    """Return the linear operations that come before all others on each path, given the nodes after each node."""
     outermost: set[Node] = set()
-    covered: set[Node] = set()
+    covered: set[Node | None] = set()
     for node in nodes:
         operation = walk.record.operation(node)
-        is_linear = operation is not None and kind_of(operation.op) == "linear"
-        is_covered = any(neighbour in covered for neighbour in neighbours.get(node, ()))
-        if is_linear and not is_covered:
+        is_linear = operation is not None and operation.name in LINEAR
+        if is_linear and node not in covered:
             outermost.add(node)
-        if is_linear or is_covered:
-            covered.add(node)
+        if is_linear or node in covered:
+            covered.update(following[node])
     return outermost
 
 
@@ -575,14 +548,6 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
     return slope
 
 
-def _with_bias(operation: Operation, bias: Tensor) -> Operation:
-    """Return a matrix product as one that adds a bias."""
-    op = {"mm": aten.addmm.default, "bmm": aten.baddbmm.default}[operation.name]
-    factors = [operation.args[name] for name in _FACTORS[operation.name]]
-    named = zip(_FACTORS[operator_name(op)], factors, strict=True)
-    return Operation(op, {"self": bias, **dict(named)}, None if operation.result is None else operation.result + bias)
-
-
 def linear_operation(operation: Operation, at: int) -> LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
@@ -597,10 +562,11 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
     names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
     bias = args["bias"] if is_convolution else args["self"] * args.get("beta", 1) if "self" not in names else None
     bias = _channels(bias, args["input"]) if is_convolution and bias is not None else bias
-    run, transposed = (_convolution if is_convolution else _matrix_product)(args, at)
+    run, transposed = _convolution(args) if is_convolution else _matrix_product(at)
+    weight = args[names[1 - at]]
     return LinearOperation(
         args[names[at]],
-        args[names[1 - at]],
+        weight * args["alpha"] if args.get("alpha", 1) != 1 else weight,
         bias,
         run,
         transposed,
@@ -613,7 +579,7 @@ def linear_operation(operation: Operation, at: int) -> LinearOperation:
 _Function = Callable[..., Tensor]
 
 
-def _convolution(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function]:
+def _convolution(args: Mapping[str, Any]) -> tuple[_Function, _Function]:
     """Return a convolution, and its transpose in the input, as functions of a tensor and the weights."""
     options = [args[name] for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")]
 
@@ -627,17 +593,15 @@ def _convolution(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function
     return run, transposed
 
 
-def _matrix_product(args: Mapping[str, Any], at: int) -> tuple[_Function, _Function]:
+def _matrix_product(at: int) -> tuple[_Function, _Function]:
     """Return a matrix product with weights on one side, and its transpose, as functions of a tensor and the weights."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | float | None = None) -> Tensor:
         product = x @ weight if at == 0 else weight @ x
-        product = product * args["alpha"] if args.get("alpha", 1) != 1 else product
         return product if bias is None else product.add_(bias)
 
     def transposed(grad: Tensor, weight: Tensor) -> Tensor:
-        product = grad @ weight.mT if at == 0 else weight.mT @ grad
-        return product * args["alpha"] if args.get("alpha", 1) != 1 else product
+        return grad @ weight.mT if at == 0 else weight.mT @ grad
 
     return run, transposed
 

@@ -61,7 +61,7 @@ class LinearOperation:
 
     def merged(self, scale: Tensor, shift: Tensor) -> LinearOperation:
         """Return the operation followed by a factor and a constant for each channel, in the shape (1, C, ...)."""
-        if bool((scale > 0).all()):
+        if float(scale.min()) > 0:
             shift = shift / scale
             return replace(
                 self, bias=shift if self.bias is None else self.bias + shift, shift=shift, unit=scale, norms=None
@@ -99,7 +99,7 @@ class LinearOperation:
     @cached_property
     def is_nonnegative(self) -> bool:
         """Whether all inputs are at least zero, as after a ReLU."""
-        return bool(self.input.amin() >= 0)
+        return float(self.input.amin()) >= 0
 
     @cached_property
     def absolute_weight(self) -> Tensor:
@@ -111,6 +111,12 @@ class LinearOperation:
         inputs = self.input if self.is_nonnegative else self.input.abs()
         return self.run(inputs, self.absolute_weight, None if bias is None else bias.abs())
 
+    def relevance(self, grad: Tensor) -> Tensor:
+        """Return the relevance of the output as a new tensor, given G at the output."""
+        if self.recorded is None or self.scale is not None or self.shift is None:
+            return self.output * grad
+        return (self.recorded + self.shift).mul_(grad)  # without a second new tensor
+
     def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
         """Return shares times a bias, summed at least over the channels."""
         if bias.numel() == bias.shape[-1] == shares.shape[-1]:  # of a matrix product
@@ -118,6 +124,13 @@ class LinearOperation:
         if bias.dim() > 2 and bias.numel() == bias.shape[1]:  # of a convolution
             return shares.flatten(2).sum(2) @ bias.flatten()
         return shares * bias
+
+    def divide(self, relevance: Tensor, weight: Tensor, bias: Tensor | None) -> Passed:
+        """Divide the relevance of the output by parts of one sign, with some of the weights and of the bias."""
+        shares, dead = _divide(relevance, self.run(self.input, weight, bias))
+        lost = None if dead is None else torch.where(dead, relevance, 0)
+        biases = None if bias is None else self.bias_share(shares, bias)
+        return Passed(self.transposed(shares, weight), biases=biases, lost=lost)
 
     def spread(self, shares: Tensor, signed: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
         """Pass shares of the parts a w, and other shares of their magnitudes |a w|, to inputs and bias."""
@@ -245,10 +258,7 @@ class Gamma(_GradientRule):
         z = op.output
         if op.is_nonnegative and not bool(z.clamp(max=0).mul_(grad).any()):
             # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
-            weight, bias = self._reduced(op.weight), None if op.bias is None else self._reduced(op.bias)
-            shares, _ = _divide(z * grad, op.run(op.input, weight, bias))
-            biases = None if bias is None else op.bias_share(shares, bias)
-            return Passed(op.transposed(shares, weight), biases=biases)
+            return op.divide(z * grad, self._reduced(op.weight), None if op.bias is None else self._reduced(op.bias))
         # The sum of both parts of which the one with the sign of z counts more.
         sums = op.magnitudes(op.bias).mul_(self.gamma / 2).add_(z.abs(), alpha=1 + self.gamma / 2)
         sums.clamp_(min=torch.finfo(z.dtype).tiny)
@@ -293,12 +303,7 @@ class AlphaBeta(_GradientRule):
         """Return what the rule passes to the input, given G at the output."""
         bias = op.bias if self.bias else None
         if not self.beta and op.is_nonnegative:
-            weight, bias = op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0)
-            relevance = op.output * grad
-            shares, dead = _divide(relevance, op.run(op.input, weight, bias))
-            lost = None if dead is None else torch.where(dead, relevance, 0)
-            biases = None if bias is None else op.bias_share(shares, bias)
-            return Passed(op.transposed(shares, weight), biases=biases, lost=lost)
+            return op.divide(op.relevance(grad), op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0))
         sums = op.magnitudes(bias)
         relevance = op.output * grad
         shares = relevance / sums
@@ -449,12 +454,11 @@ def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
 def _divide(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor | None]:
     """Divide, and overwrite the denominator; 0 where that is 0. Return also where a numerator is lost, if any is."""
     quotients = torch.div(numerator, denominator, out=denominator).nan_to_num_(0, torch.inf, -torch.inf)
-    if bool(torch.isfinite(quotients.sum())):
+    if math.isfinite(float(quotients.sum())):
         return quotients, None
     lost = quotients.isinf()
     return quotients.nan_to_num_(0, 0, 0), lost
 
 
 def _per_channel(bound: float | Sequence[float], like: Tensor) -> Tensor:
-    values = torch.as_tensor(bound, dtype=like.dtype, device=like.device)
-    return values.reshape(-1, *[1] * (like.dim() - 2)).expand_as(like)
+    return like.new_tensor(bound).reshape(-1, *[1] * (like.dim() - 2)).expand_as(like)

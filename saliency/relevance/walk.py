@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
 from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
-from ..hooks.operations import ADDITIVE, Operation, OperationRecord, broadcasts, is_pointwise, is_view
+from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
 
 Edge = tuple[Node, int]
 # Operations that move or repeat numbers without changing them, besides views.
@@ -51,11 +51,6 @@ class Visit(NamedTuple):
     def grad(self) -> Tensor:
         """G at the first result that has one."""
         return next(grad for grad in self.grads if grad is not None)
-
-    @property
-    def keeps_shapes(self) -> bool:
-        """Whether gradients have the shapes of the operands: the operation does not broadcast."""
-        return self.operation is not None and not broadcasts(self.operation.op)
 
     @property
     def known(self) -> Operation:
@@ -168,12 +163,11 @@ class Walk:
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
-        for edge, on_path, grad in zip(self.next[visit.node], visit.on_path, grads, strict=False):
-            node, at = edge
+        for (node, at), on_path, grad in zip(self.next[visit.node], visit.on_path, grads, strict=False):
             if node is None or not on_path or grad is None:
                 continue
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
-            fitted = grad if visit.keeps_shapes else result_spec(node, at).fitted(grad)
+            fitted = result_spec(node, at).fitted(grad)
             known = arrived.get((node, at))
             arrived[node, at] = fitted if known is None else known + fitted
             if self.images > 1 and self._flattens_length_first(visit, fitted.shape):
