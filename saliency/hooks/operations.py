@@ -7,6 +7,7 @@ calling thread sees these; the sequence number that a node gets connects the two
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -274,8 +275,9 @@ class OperationRecord(DispatchMode):
         """Return a context in which the graph saves no values that depend on the image, if none is to be kept."""
         if self.keep != Keep.CHANGES:
             return nullcontext()
+        record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
         return saved_tensors_hooks(
-            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if self._depends(tensor) else tensor,
+            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if record._depends(tensor) else tensor,
             lambda packed: packed if isinstance(packed, Tensor) else _unread(*packed),
         )
 

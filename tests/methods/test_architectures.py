@@ -38,6 +38,7 @@ def test_guided_backprop_is_exact_or_refused_and_the_layer_found_by_itself_serve
 # stages and channels; attention that mixes heads.
 TRANSFORMERS = (
     "timm/cait_xxs24_224",
+    "timm/deit_tiny_distilled_patch16_224",
     "timm/eva02_tiny_patch14_224",
     "timm/levit_128s",
     "timm/vit_little_patch16_reg4_gap_256",

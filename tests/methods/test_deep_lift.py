@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -265,3 +267,12 @@ def test_options_are_checked() -> None:
         DeepLIFT(tiny_model(), unknown="skip")  # type: ignore[arg-type]
     with pytest.raises(MethodError, match="samples=0"):
         DeepSHAP(tiny_model(), samples=0)
+
+
+def test_the_model_is_freed_after_the_call() -> None:
+    model = tiny_model()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    DeepLIFT(model).attribute(images(1), 0)
+    del model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)
