@@ -1,6 +1,6 @@
-"""Measure how much of each map lies on the named object of drawn scenes: `python -m benchmarks.known_answers METHOD...`.
+"""Measure how much of each map lies on the named object of drawn scenes: `python -m benchmarks.known_answers`.
 
-Without names, all methods of at most a few passes are measured. The table is that of docs/transformers.md.
+With names of methods, only these are measured. The table is in docs/transformers.md.
 """
 
 from __future__ import annotations

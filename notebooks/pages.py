@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
+import io
 import os
 import re
 import signal
@@ -20,6 +22,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from PIL import Image
 
 from saliency.io.atomic_write import atomic_write
 
@@ -154,6 +157,14 @@ def _tidy_output(output: NotebookNode) -> None:
 
 
 def _keep_smaller_picture(data: NotebookNode) -> None:
-    """Keep the smaller file of a picture that is stored as PNG and JPEG: a photo is ten times smaller as JPEG."""
-    if "image/png" in data and "image/jpeg" in data:
+    """Keep the smaller file of a picture as PNG and as JPEG: a photo is ten times smaller as JPEG."""
+    if "image/png" in data:
+        data.setdefault("image/jpeg", _as_jpeg(data["image/png"]))
         del data["image/png" if len(data["image/png"]) > len(data["image/jpeg"]) else "image/jpeg"]
+
+
+def _as_jpeg(png: str) -> str:
+    """Return a PNG as JPEG, both in base64."""
+    jpeg = io.BytesIO()
+    Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").save(jpeg, "JPEG")
+    return base64.b64encode(jpeg.getvalue()).decode()

@@ -134,8 +134,9 @@ def test_two_runs_of_a_page_are_the_same_file_and_know_nothing_of_the_user(
 def sample() -> NotebookNode:
     """A small notebook in which nothing is wrong."""
     random = np.random.default_rng(0)
+    tiles = random.integers(0, 256, (8, 8, 3))  # smaller as PNG than as JPEG
     drawings = [
-        nbformat.v4.new_output("display_data", {"image/png": picture(random.integers(0, 256, (40, 40, 3)))})
+        nbformat.v4.new_output("display_data", {"image/png": picture(tiles.repeat(5, 0).repeat(5, 1))})
         for _ in range(checks.FEWEST_PICTURES)
     ]
     printed = nbformat.v4.new_output("stream", name="stdout", text="loss 0.25\n")
