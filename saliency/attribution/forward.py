@@ -155,9 +155,9 @@ class TargetGradients:
 
     @cached_property
     def token_nodes(self) -> list[Node]:
-        """The operation whose result is the tokens before the block of each attention call."""
+        """The operation whose result is the tokens before the block of each attention call, or the first of all."""
         order = {node: at for at, node in enumerate(self.nodes)}
-        passages = find_passages(self.nodes)
+        passages = [*find_passages(self.nodes), self.nodes[-1]]
         return [next(node for node in passages if order[node] > order[call.node]) for call in self.attention]
 
     def on(self, x: Tensor) -> TargetGradients:

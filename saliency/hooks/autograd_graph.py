@@ -155,7 +155,7 @@ def result_count(node: Any) -> int:
 def result_spec(node: Any, at: int) -> GradSpec:
     """Return the shape and type of the gradient of a result of an operation."""
     metadata = node._input_metadata[at]
-    return GradSpec(metadata.shape, metadata.dtype)
+    return GradSpec(torch.Size(metadata.shape), metadata.dtype)
 
 
 def call_node(node: Any, grads: Gradients) -> Gradients:

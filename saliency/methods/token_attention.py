@@ -298,10 +298,10 @@ class CheferAttention(AttentionMap):
 
         if attention.crosses:
             return (read @ _decoded(attention, weighted))[:, 0]
-        relevance = read
+        relevance = torch.zeros_like(read)  # without the share that is read, which may be many orders larger
         for call in attention.blocks[::-1]:
-            relevance = torch.baddbmm(relevance, relevance, weighted(call))
-        return (relevance - read)[:, 0]
+            relevance = torch.baddbmm(relevance, relevance + read, weighted(call))
+        return relevance[:, 0]
 
     def shares(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return what the gradient weights, as a function of the call: (N, heads, queries, keys), a new tensor."""

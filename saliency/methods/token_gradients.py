@@ -16,7 +16,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.autograd_graph import next_functions
+from ..hooks.autograd_graph import next_functions, result_shape
 from ..hooks.model_state import leaf
 from ..hooks.operations import Keep, Operation
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -45,6 +45,9 @@ class TokenStream:
         self._order = {node: at for at, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
         self.inputs = attention.grads.token_nodes[: len(attention.blocks)]
+        if attention.tokens not in result_shape(self.inputs[0])[:2]:
+            model = type(attention.grads.forward.model).__name__
+            raise NotApplicableError(f"{method}: other layers of {model} bypass all blocks; attn_lrp reads them too")
 
     @cached_property
     def outputs(self) -> list[Node]:

@@ -181,7 +181,8 @@ class Walk:
 
     def _is_length_first(self, shape: torch.Size) -> bool:
         """Return whether a shape is (length, N, ...), as inside `nn.MultiheadAttention`, instead of (N, ...)."""
-        return shape[1:2] == (self.images,) and (self._length_first or shape[0] % self.images > 0)
+        is_either = self._length_first and len(shape) < 4  # four dimensions are (N, heads, length, d)
+        return shape[1:2] == (self.images,) and (is_either or shape[0] % self.images > 0)
 
     def _flattens_length_first(self, visit: Visit, shape: torch.Size) -> bool:
         """Return whether an operand has the images of a batch interleaved along its first dimension."""

@@ -106,6 +106,12 @@ def test_chefer_is_the_sum_over_blocks_of_attention_times_gradient() -> None:
     torch.testing.assert_close(found.values.flatten(1), relevance[:, 0, 1:])
 
 
+def test_relevance_far_below_the_share_of_a_patch_keeps_its_digits() -> None:
+    method = CheferAttention(tiny_timm(depth=1, global_pool="avg"))
+    small = method.attribute(X, lambda output: 1e-6 * output[:, 1])
+    torch.testing.assert_close(small.values, 1e-6 * method.attribute(X, 1).values, rtol=1e-4, atol=0)
+
+
 def last_attention(model: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Query, key, value (N, tokens, heads * d) and the result of the last attention of a timm model, and its scores."""
     kept: list[Tensor] = []

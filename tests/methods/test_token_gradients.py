@@ -23,6 +23,7 @@ from saliency import (
 )
 from saliency.attribution.forward import TargetGradients
 from saliency.testing import images, tiny_transformer
+from tests.models import OwnForward
 
 timm: Any = pytest.importorskip("timm")
 
@@ -237,6 +238,14 @@ def test_windows_and_stages_are_refused(method: Any) -> None:
     model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=3).eval()
     with pytest.raises(NotApplicableError, match=r"not among all tokens in each block.*attn_lrp"):
         method(model).attribute(images(1, (224, 224)), 0)
+
+
+@pytest.mark.parametrize("method", [saliency.AttCAT, saliency.TokenTM])
+def test_layers_that_bypass_all_blocks_are_refused(method: Any) -> None:
+    bypass, vit = nn.Conv2d(3, 5, 8, 8), timm_model("vit_tiny_patch16_224", img_size=32)
+    model = OwnForward(lambda m, x: m.vit(x) + m.bypass(x).mean((2, 3)), vit=vit, bypass=bypass)
+    with pytest.raises(NotApplicableError, match="bypass all blocks"):
+        method(model.eval()).attribute(images(1, (32, 32)), 1)
 
 
 def test_own_scores_need_two_blocks_that_are_alike() -> None:

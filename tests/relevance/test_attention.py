@@ -373,3 +373,23 @@ def test_cross_attention_of_one_image_with_itself_counts_both_ways() -> None:
     assert found.residual is not None
     torch.testing.assert_close(found.ledger.sum(1) + found.residual, found.scores)
     assert float((found.residual / found.scores).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("number", [2, 4])  # 16 tokens are a multiple of it; there are 4 heads
+def test_the_ledger_of_a_batch_of_tokens_in_the_first_dimension_is_that_of_its_images(number: int) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 4, batch_first=True)
+    for bias in (attention.in_proj_bias, attention.out_proj.bias):
+        nn.init.normal_(bias)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        tokens = m.patches(x).flatten(2).mT
+        query = m.query.weight.expand(len(x), 1, -1)
+        out: Tensor = m.attention(query, tokens, tokens)[0][:, 0]
+        return out
+
+    patches, query = nn.Conv2d(3, 8, 2, 2), nn.Embedding(1, 8)
+    model = OwnForward(forward, attention=attention, patches=patches, query=query).double().eval()
+    found = AttnLRP(model).attribute(images(number, 8), 1)
+    assert found.residual is not None
+    assert float(found.residual.abs().max()) < 1e-9
