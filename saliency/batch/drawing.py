@@ -1,6 +1,6 @@
 """Draw one image: overlays, images of the page, saved maps and manifest rows; and redraw overlays from saved maps.
 
-A map is saved as float16 values in its original resolution.
+A map is saved as float16 values in its original resolution, with its outliers if there are any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..errors import ExplanationError, ImageError
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
-from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, outline, paint, scale_map, units
+from ..render.blending import DIVERGING, SEQUENTIAL, ScaledMap, box_pixels, hatching, outline, paint, scale_map, units
 from ..render.overlay import save_picture
 from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
@@ -179,11 +179,14 @@ def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style
     visibility = np.abs(scaled.values) if style.opacity == "map" else np.ones_like(scaled.values)
     alpha = paint(plane, replace(scaled, values=visibility, sign="positive"), "gray", 1.0)
     heat.putalpha(alpha.convert("L"))
+    area = box_pixels(plane)
+    pixels = np.array(heat)
+    for tone, share, place in hatching(scaled, plane, area):
+        pixels[area][place] = (tone, tone, tone, 255 * share)
     if style.opacity == "map":
-        pixels = np.array(heat)
-        for tone, edge in outline(pixels, box_pixels(plane)):
+        for tone, edge in outline(pixels, area):
             edge[:] = (tone, tone, tone, 128)
-        heat = Image.fromarray(pixels)
+    heat = Image.fromarray(pixels)
     return encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
 
 
@@ -208,7 +211,10 @@ def encode_map(explanation: Explanation, facts: Row, image: ImageEntry) -> bytes
     largest = float(np.abs(values).max(initial=0.0))
     scale = math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
     about = {**facts, "format": FORMAT, "entry": image.to_json(), "scale": scale, "sign": explanation.sign}
-    return save({"values": (values / scale).astype(np.float16)}, {"saliency": json.dumps(about, sort_keys=True)})
+    tensors = {"values": (values / scale).astype(np.float16)}
+    if explanation.outliers is not None and explanation.outliers.any():
+        tensors["outliers"] = explanation.outliers[0].cpu().numpy()
+    return save(tensors, {"saliency": json.dumps(about, sort_keys=True)})
 
 
 def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
@@ -223,6 +229,8 @@ def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
             if not isinstance(about, dict) or about.get("format") != FORMAT:
                 raise ExplanationError(f"{path} is not a map of saliency batch; pass DIR or DIR/maps/*.{MAP_SUFFIX}")
             values = torch.from_numpy(file.get_tensor("values").astype(np.float32) * np.float32(about["scale"]))
+            has_outliers = "outliers" in file.keys()  # noqa: SIM118
+            outliers = torch.from_numpy(file.get_tensor("outliers"))[None] if has_outliers else None
         numbers = torch.tensor([[about["score"]], [about["probability"] or 0.0]], dtype=torch.float32, device="cpu")
         explanation = Explanation(
             values=values[None],
@@ -236,6 +244,7 @@ def read_map(path: Path) -> tuple[Explanation, dict[str, Any]]:
             input_size=(about["input_height"], about["input_width"]),
             frames=(None,),
             sign=about["sign"],
+            outliers=outliers,
         )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ExplanationError(f"{path} cannot be read as a map: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from PIL import Image, ImageColor
 
@@ -19,11 +20,12 @@ from ..io.inputs import ImageLike, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
 from ..methods import METHODS
 from ..validation import check_number
-from .heatmap import Percentile, limits, reduced_maps, require_explanation, resolve_percentile, smoothed
+from .heatmap import Percentile, drawn_maps, limits, reduced_maps, require_explanation, resolve_percentile, smoothed
 
 Opacity = float | Literal["map"]
 Pixels = NDArray[np.uint8]
 Plane = NDArray[np.float32]
+Mask = NDArray[np.bool_]
 Area = tuple[slice, slice]
 """Rows and columns, as an index into an array of an image."""
 
@@ -36,7 +38,8 @@ PER_UNIT = "score per unit of normalised input"
 IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
-LINES_PER_EDGE = 400  # thickness of the lines around the crop: one of so many parts of the image's longer edge
+LINES_PER_EDGE = 400  # thickness of lines and stripes: one of so many parts of the image's longer edge
+STRIPES = 6  # widths of a stripe from one to the next
 
 STRIP = 64  # rows blended at once, which stay in the cache
 
@@ -73,6 +76,7 @@ class ScaledMap:
     sign: Sign
     limit: float  # the map value at full colour, in the map's units
     is_saturated: bool  # whether a value exceeds the limit
+    outliers: Plane | None  # (h, w), 1 at cells that are hatched and 0 at others; None if there are none
 
     def colors(self, colormap: str | None) -> Pixels:
         """Return the 256 colours of this map: (256, 3)."""
@@ -121,7 +125,7 @@ def scale_map(
             Such values are drawn as zero, except for gradients. The warning states the reason.
     """
     sign = explanation.sign if sign is None else sign
-    maps = reduced_maps(explanation, sign)
+    maps = drawn_maps(explanation, sign)
     low, high = map(float, maps.aminmax())
     if limit is not None:
         limit = check_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
@@ -140,7 +144,10 @@ def scale_map(
         limit = float(limits(maps, resolve_percentile(explanation, percentile))[0])
     values = maps[0].double().cpu().numpy()
     scaled = np.clip(values, -limit, limit) / limit if limit > 0 else np.sign(values)
-    return ScaledMap(scaled.astype(np.float32), sign, limit, bool((np.abs(values) > limit).any()))
+    is_saturated = bool((np.abs(values) > limit).any())
+    marks = explanation.outliers
+    outliers = marks[0].float().cpu().numpy() if marks is not None and marks.any() else None
+    return ScaledMap(scaled.astype(np.float32), sign, limit, is_saturated, outliers)
 
 
 def _rounding(explanation: Explanation) -> float:
@@ -172,6 +179,8 @@ def _why_flat(explanation: Explanation, value: float, sign: Sign) -> str:
         return f'{label} is zero everywhere: all values are negative; sign="signed" shows them'
     if explanation.values.shape[-2:].numel() == 1:
         return f"{label} is a single cell, like the output of the layer; choose an earlier layer"
+    if value == 0 and reduced_maps(explanation, sign).any():
+        return f"{label} is zero except at tokens with an outlying norm, which are hatched"
     if value == 0:
         return f"{label} is zero everywhere: according to this method, no part of the image affects the score"
     return f"{label} is constant ({value:.3g}), so it highlights nothing"
@@ -207,8 +216,10 @@ def _pixel_range(low: float, high: float, length: int) -> range:
     return range(max(first, 0), min(last, length))
 
 
-def resize_to_pixels(values: Plane, frame: Frame, area: Area) -> Plane:
-    """Resize the map to the pixels of an area, bilinearly between the centres of cells: (rows, columns).
+def resize_to_pixels(
+    values: Plane, frame: Frame, area: Area, method: Image.Resampling = Image.Resampling.BILINEAR
+) -> Plane:
+    """Resize the map to the pixels of an area, by default bilinearly between the centres of cells: (rows, columns).
 
     Beyond the centres of the outermost cells the map is constant. If cells are smaller than pixels, all cells under a
     pixel are averaged, so no cell is skipped.
@@ -224,7 +235,7 @@ def resize_to_pixels(values: Plane, frame: Frame, area: Area) -> Plane:
     cells = Image.fromarray(np.pad(values, pad, mode="edge"))
     size = columns.stop - columns.start, rows.stop - rows.start
     box = x[0] + pad, y[0] + pad, x[1] + pad, y[1] + pad
-    return np.array(cells.resize(size, Image.Resampling.BILINEAR, box=box))
+    return np.array(cells.resize(size, method, box=box))
 
 
 def paint(
@@ -233,7 +244,7 @@ def paint(
     """Return the frame's image with the map over its box, in RGB; unchanged outside the box and at opacity 0.
 
     With opacity "map", two thin lines mark the box, unless it covers the image. `visibility` (h, w) scales the opacity
-    of each cell, 0 to 1; None leaves it unchanged.
+    of each cell, 0 to 1; None leaves it unchanged. Outliers have stripes instead of colours.
     """
     if not isinstance(opacity, str) or opacity != "map":
         opacity = check_number("opacity", opacity, least=0, most=1, hint=', or "map"', error=RenderError)
@@ -245,6 +256,9 @@ def paint(
     weight = np.float32(MOST_OPACITY) * np.abs(values) if isinstance(opacity, str) else np.full_like(values, opacity)
     if visibility is not None:
         weight *= resize_to_pixels(visibility, frame, area)
+    for tone, share, place in hatching(scaled, frame, area):
+        colors[place] = tone
+        weight[place] = share * (MOST_OPACITY if isinstance(opacity, str) else opacity)
     pixels[area] = blend(photo, colors, weight)
     if isinstance(opacity, str):
         for tone, edge in outline(pixels, area):
@@ -266,9 +280,13 @@ class Thumbnail(NamedTuple):
         rows, columns = area = box_pixels(frame)
         largest = scale_map(explanation, percentile=None, smoothing=smoothing)
         values = resize_to_pixels(largest.values, frame, area)
+        marks = largest.outliers
+        if marks is not None:
+            marks = resize_to_pixels(marks, frame, area, Image.Resampling.NEAREST)
         share = limits(torch.from_numpy(values)[None], resolve_percentile(explanation, percentile))
         box = (float(columns.start), float(rows.start), float(columns.stop), float(rows.stop))
-        return cls(Frame(frame.picture, box), replace(largest, values=values), largest.limit * float(share))
+        own = replace(largest, values=values, outliers=marks)
+        return cls(Frame(frame.picture, box), own, largest.limit * float(share))
 
     def painted(self, limit: float, colormap: str | None, opacity: Opacity) -> Image.Image:
         """Return the overlay in which a map value has the full colour."""
@@ -303,6 +321,23 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     return as_drawing(Image.fromarray(ground))
 
 
+def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int, int, Mask]]:
+    """Yield the tone, the opacity and the pixels of an area where outliers are hatched.
+
+    These are all of their pixels, which are transparent, and then diagonal stripes: black (0) next to white (255). One
+    of them is visible on any image.
+    """
+    if scaled.outliers is None:
+        return
+    marked = resize_to_pixels(scaled.outliers, frame, area, Image.Resampling.NEAREST) > 0
+    rows, columns = marked.shape
+    width = _line_width(*frame.picture.size)
+    diagonals = sliding_window_view(np.arange(rows + columns) // width % STRIPES, columns)[:rows]
+    yield 0, 0, marked
+    yield 0, 1, marked & (diagonals == 0)
+    yield 255, 1, marked & (diagonals == 1)
+
+
 def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:
     """Yield the edges of two lines along the border of an area, inside it: black (0), and inside that white (255).
 
@@ -311,10 +346,14 @@ def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:
     box = pixels[area]
     if box.shape == pixels.shape:
         return
-    width = max(1, round(max(pixels.shape) / LINES_PER_EDGE))
+    width = _line_width(*pixels.shape)
     for tone in (0, 255):
         yield from ((tone, edge) for edge in (box[:width], box[-width:], box[:, :width], box[:, -width:]))
         box = box[width:-width, width:-width]
+
+
+def _line_width(*lengths: int) -> int:
+    return max(1, round(max(lengths) / LINES_PER_EDGE))
 
 
 class Drawing(Image.Image):

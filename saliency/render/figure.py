@@ -32,6 +32,7 @@ HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
 TITLE_HEIGHT = 0.3  # of the title above everything
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
+HATCHED = "\nhatched: tokens with an outlying norm"
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
 
@@ -183,7 +184,8 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     bar = drawing.colorbar(
         scale, cax=bar_axes, extend=extend, format=numbers, orientation="horizontal", ticks=MaxNLocator(3)
     )
-    bar.set_label(textwrap.fill(label, LABEL), fontsize=TEXT_SIZE, labelpad=1)
+    label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else HATCHED)
+    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
     bar.ax.xaxis.get_offset_text().set_fontsize(TEXT_SIZE)
     bar.outline.set_visible(False)

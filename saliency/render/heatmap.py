@@ -99,6 +99,12 @@ def reduced_maps(explanation: Explanation, sign: Sign | None, channels: Channels
     return maps.abs() if used == "absolute" else maps
 
 
+def drawn_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
+    """Return the maps that are drawn, (N, h, w): as `reduced_maps`, but zero at the outliers, which are no evidence."""
+    maps = reduced_maps(explanation, sign)
+    return maps if explanation.outliers is None else maps.masked_fill(explanation.outliers, 0)
+
+
 def _usual_channels(sign: Sign) -> Channels:
     return "max_abs" if sign == "absolute" else "sum"
 
@@ -147,7 +153,7 @@ def shared_limit(
     """
     largest = []
     for explanation in several(explanations, "shared_limit"):
-        maps = smoothed(reduced_maps(explanation, sign), smoothing)
+        maps = smoothed(drawn_maps(explanation, sign), smoothing)
         largest.append(float(limits(maps, resolve_percentile(explanation, percentile)).max()))
     return max(largest)
 
