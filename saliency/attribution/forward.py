@@ -138,10 +138,7 @@ class TargetGradients:
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self.walks: list[tuple[Any, Any]] = []
-        self._layer_gradients: dict[str, Tensor] = {}
-        self._node_gradients: dict[Node, Tensor | None] = {}
         self._input_gradient: Tensor | None = None
-        self._sites: Sites | None = None
         self.attention: list[AttentionCall] = []
         self.other_softmaxes: list[Node] = []
         if forward.reads_attention:  # before a backward pass frees the graph
@@ -176,37 +173,31 @@ class TargetGradients:
 
     def raw_gradient(self, layer: str) -> Tensor:
         """Return the gradient of the scores at a layer, in the shape of its output."""
-        if not self._layer_gradients:
-            self._backward_to_layers()
-        return self._layer_gradients[layer]
+        return self._shared_gradients[layer]
 
     def node_gradient(self, node: Node) -> Tensor:
         """Return the gradient at the result of an attention call, or at its `token_nodes` if all values are kept.
 
         It has the shape of the result.
         """
-        if not self._node_gradients:
-            self._backward_to_layers()
-        return cast("Tensor", self._node_gradients[node])
+        return self._shared_gradients[node]
 
     def gradient_at(self, node: Node) -> Tensor:
         """Return the gradient of the scores at the first result of a node, by a backward pass of its own."""
         (grad,) = self._gradients([GradientEdge(node, 0)])
         return cast("Tensor", grad)
 
-    def _backward_to_layers(self) -> None:
-        """Compute the gradients at all kept layers and attention calls in one backward pass."""
+    @cached_property
+    def _shared_gradients(self) -> dict[str | Node, Tensor]:
+        """The gradients at all kept layers and attention calls, from one backward pass."""
         kept = self.forward.layers
         tokens = self.token_nodes if self.forward.operations.keep == Keep.ALL else []
         nodes = list(dict.fromkeys([*(call.node for call in self.attention), *tokens]))
         gradients = self._gradients([*kept.values(), *(GradientEdge(node, 0) for node in nodes)])
         if all(gradient is None for gradient in gradients):
             raise LayerError(no_gradient_message(*kept))
-        self._layer_gradients = {
-            name: torch.zeros_like(kept[name]) if gradient is None else gradient
-            for name, gradient in zip(kept, gradients, strict=False)
-        }
-        self._node_gradients = dict(zip(nodes, gradients[len(kept) :], strict=True))
+        pairs: Any = zip([*kept, *nodes], gradients, strict=True)
+        return {at: torch.zeros_like(kept[at]) if grad is None and at in kept else grad for at, grad in pairs}
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""
@@ -214,12 +205,11 @@ class TargetGradients:
             self._input_gradient = self._backward_to_input()
         return self._input_gradient
 
+    @cached_property
     def sites(self) -> Sites:
-        """Return the nonlinearities between the scores and the input."""
+        """The nonlinearities between the scores and the input."""
         self.require_gradient()
-        if self._sites is None:
-            self._sites = find_sites(self.scores_in_graph, self.forward.x)
-        return self._sites
+        return find_sites(self.scores_in_graph, self.forward.x)
 
     def rewritten_gradient(self, sites: Iterable[Site], rule_for: Callable[[Site], Rule]) -> Tensor:
         """Return the gradient at the input (N, C, H, W), rewritten by rules at some sites."""

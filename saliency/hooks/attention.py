@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -62,11 +63,9 @@ class AttentionCall:
         return images, math.prod(rows.shape[:-2]) // images, rows.shape[-2], self.value.shape[-2]
 
     def logits(self) -> Tensor:
-        """Return the logits (N, heads, queries, keys); where a softmax computed the weights, their logarithms."""
-        if self.query is None or self.key is None:
-            return self.probabilities().log()
-        query = _precise(self.query)
-        logits = (query * self.scale) @ _grouped(self.key, query).mT
+        """Return the logits (N, heads, queries, keys) of a fused kernel."""
+        query = _precise(cast("Tensor", self.query))
+        logits = (query * self.scale) @ _grouped(cast("Tensor", self.key), query).mT
         if self.is_causal:
             logits.masked_fill_(logits.new_ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
         if self.bias is None:

@@ -99,7 +99,7 @@ class RectifiedGradient(TracedAttribution):
 
     def signal(self, grads: TargetGradients) -> tuple[Tensor, Coverage]:
         """Return the gradient (N, C, H, W) under the rules, and the number of sites with a rule."""
-        sites = grads.sites()
+        sites = grads.sites
         rewritten = sites.rectifiers + (sites.others if self.smooth == "positive" else [])
         self._require_sites(sites, rewritten)
         rectifiers = {id(site.node) for site in sites.rectifiers}

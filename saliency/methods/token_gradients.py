@@ -81,18 +81,14 @@ class TokenStream:
         return [node for node in self._passages if self._order[node] < self._order[call.node]][-1]
 
     @cached_property
-    def _results(self) -> dict[Node, Tensor]:
-        """The results of the operations that others read."""
+    def results(self) -> dict[Node, Tensor]:
+        """The results of the operations that others read, in the shape of the model."""
         read = (pair for node in self.nodes for pair in self._operands(node))
         return {node: value for node, number, value in read if number == 0}
 
-    def result(self, node: Node) -> Tensor:
-        """Return the tokens that are the result of an operation, in the shape of the model."""
-        return self._results[node]
-
     def tokens(self, node: Node) -> Tensor:
         """Return the tokens that are the result of an operation (N, tokens, channels)."""
-        return self.batch_first(self._results[node].detach())
+        return self.batch_first(self.results[node].detach())
 
     def token_gradient(self, node: Node) -> Tensor:
         """Return the gradient of the scores at the tokens before a block (N, tokens, channels)."""
@@ -189,7 +185,7 @@ class LeGrad(AttentionMap):
         """Yield the gradient of each layer's own score at its attention (N, heads, queries, keys)."""
         stream = TokenStream(attention, self.name)
         for call, node in zip(attention.blocks, stream.outputs, strict=True):
-            tokens = stream.result(node)
+            tokens = stream.results[node]
             source = leaf(tokens)
             score = stream.run_again(stream.outputs[-1], source, stream.nodes[0]).sum()
             if attention.pooling is not None:
@@ -359,7 +355,7 @@ class TokenTM(AttentionMap):
             tokens, attended = stream.tokens(before), stream.tokens(between)
             growth = 1 + _transformation(attended, stream.tokens(after) - attended)[:, None]
             relevance, own = relevance * growth, own * growth
-            alone = torch.empty_like(stream.result(call.node)).copy_(call.values_of_queries())
+            alone = torch.empty_like(stream.results[call.node]).copy_(call.values_of_queries())
             with torch.no_grad():
                 added = stream.batch_first(stream.run_again(call.node, alone, between)) - tokens
             weights = _transformation(tokens, added)

@@ -288,13 +288,14 @@ def test_all_share_one_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch)
     methods = [method(model) for method in (CheferAttention, *METHODS)]
     separate = [method.attribute(x, 1).values for method in methods]
     calls = list[str]()
-    backward = TargetGradients._backward_to_layers
+    shared: Any = vars(TargetGradients)["_shared_gradients"]
+    compute = shared.func
 
-    def counted(grads: TargetGradients) -> None:
+    def counted(grads: TargetGradients) -> Any:
         calls.append("backward")
-        backward(grads)
+        return compute(grads)
 
-    monkeypatch.setattr(TargetGradients, "_backward_to_layers", counted)
+    monkeypatch.setattr(shared, "func", counted)
     model.register_forward_hook(lambda *_: calls.append("forward"))
     together = explain_together(methods, x, 1)
     assert sorted(calls) == ["backward", "forward"]
