@@ -12,7 +12,8 @@
 # # The gallery
 #
 # **Which pixels drove the prediction, according to every method?** The page has no list of methods: it iterates over
-# the registry, so a new method appears here without any change. Each map explains the network's own top class.
+# the registry, so a new method appears here without any change. Each map explains the network's own top class. Methods
+# that read attention have [a page of their own](10_inside_a_transformer.ipynb), because this network has none.
 
 # %%
 import math
@@ -38,7 +39,8 @@ saliency.contact_sheet([[saliency.GradCAM(model).attribute(photo)] for photo in 
 # ## The methods
 
 # %%
-rows = [f"| `{cls.__name__}` | {summary(cls)} | {cls.cost} |" for cls in saliency.METHODS.values()]
+classes = [cls for cls in saliency.METHODS.values() if not cls.needs_attention]
+rows = [f"| `{cls.__name__}` | {summary(cls)} | {cls.cost} |" for cls in classes]
 Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *rows]))
 
 # %% [markdown]
@@ -57,7 +59,7 @@ FAMILIES = {
     "Relevance": ["lrp", "deep_lift"],
     "Path methods": ["integrated_gradients", "xrai"],
     "Smoothing": ["smoothing"],
-    "Masks and windows": ["occlusion", "rise", "mask_optimisation", "sobol_hsic"],
+    "Masks and windows": ["occlusion", "rise", "mask_optimisation", "sobol_hsic", "token_sampling"],
     "Superpixels: ablation, Shapley values and local models": ["lime_shap", "segments"],
 }
 
@@ -91,8 +93,8 @@ def create(cls, **options):
     return cls(model, **{name: value for name, value in {**options, **few}.items() if name in cls.options()})
 
 
-many = [cls for cls in saliency.METHODS.values() if issubclass(cls, saliency.MultiPassAttribution)]
-single = [create(cls) for cls in saliency.METHODS.values() if cls not in many]
+many = [cls for cls in classes if issubclass(cls, saliency.MultiPassAttribution)]
+single = [create(cls) for cls in classes if cls not in many]
 rows = [saliency.explain_together(single, photo) for photo in PHOTOS]
 print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} maps")
 draw(rows, thumb=140)

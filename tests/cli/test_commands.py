@@ -636,7 +636,7 @@ def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:
     [
         ("saliency ex", {"explain"}),
         ("saliency  explain a.jpg --shee", {"--sheet"}),
-        ("saliency explain -m grad_cam grad_", {"grad_cam", "grad_cam_plus_plus"}),
+        ("saliency explain -m grad_cam grad_c", {"grad_cam", "grad_cam_plus_plus"}),
         ("saliency batch x --method al", {"all"}),
         ("saliency batch --engine ", {"local", "ray"}),
         ("saliency explain --engine ", set()),
