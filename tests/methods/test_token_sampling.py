@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.cluster import AgglomerativeClustering, KMeans
 from torch import Tensor, nn
 
 from saliency import TIS, NotApplicableError, ViTCX, generator
@@ -16,6 +15,7 @@ from saliency.testing import images, tiny_model, tiny_transformer
 from tests.models import OwnForward
 
 timm: Any = pytest.importorskip("timm")
+cluster: Any = pytest.importorskip("sklearn.cluster")
 
 
 def tiny_timm(name: str = "vit_tiny_patch16_224", **options: Any) -> Any:
@@ -46,7 +46,7 @@ def kept_by_k_means(model: Any, x: Tensor, masks: int, kept: int, prefix: int) -
     """The patches (masks, kept) with the largest values of each centre."""
     maps = torch.cat([output[0, prefix:].T for output in outputs_of(model, list(model.blocks), x)]).numpy()
     first = maps[torch.randperm(len(maps), generator=generator(0))[:masks].numpy()]
-    centres = KMeans(masks, init=first, n_init=1, tol=0).fit(maps).cluster_centers_
+    centres = cluster.KMeans(masks, init=first, n_init=1, tol=0).fit(maps).cluster_centers_
     return torch.from_numpy(np.argsort(-centres, 1)[:, :kept].copy())
 
 
@@ -148,7 +148,9 @@ def clusters(model: Any, x: Tensor, distance: float, prefix: int) -> Tensor:
     maps = tokens[:, prefix:].transpose(1, 2).reshape(1, -1, 4, 4)
     maps = stretched(F.interpolate(maps, x.shape[-2:], mode="bilinear")[0].flatten(1))
     unlike = 1 - F.cosine_similarity(maps[:, None], maps[None], dim=2)
-    grouping = AgglomerativeClustering(None, metric="precomputed", linkage="complete", distance_threshold=distance)
+    grouping = cluster.AgglomerativeClustering(
+        None, metric="precomputed", linkage="complete", distance_threshold=distance
+    )
     labels = torch.from_numpy(grouping.fit(unlike.numpy()).labels_)
     sums = torch.stack([maps[labels == label].sum(0) for label in range(int(labels.max()) + 1)])
     return stretched(sums).view(-1, *x.shape[-2:])
