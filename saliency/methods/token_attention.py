@@ -19,7 +19,7 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..attribution.options import Option
 from ..errors import LayerError, NotApplicableError
-from ..hooks.attention import AttentionCall, fuse_heads, is_chain
+from ..hooks.attention import AttentionCall, find_passages, fuse_heads, is_chain
 from ..hooks.autograd_graph import result_shape, saved
 from ..hooks.rectifiers import Coverage
 from ..layers.layout import GIVE_LAYOUT, Layout, given_layout, layout_from
@@ -134,9 +134,10 @@ class TokenAttention:
         """
         last = self.calls[-1]
         images, _, queries, _ = last.shape
-        after = takewhile(lambda node: node is not last.node, self.grads.nodes)
+        after = set(takewhile(lambda node: node is not last.node, self.grads.nodes))
+        shapes = {node: result_shape(node) for node in find_passages(self.grads.nodes) if node in after}
         # The end of the last block, if it has a row for each query: the backward pass is then that of the head alone.
-        ends = [node for node in after if result_shape(node)[:2] == (images, queries) and len(result_shape(node)) == 3]
+        ends = [node for node, shape in shapes.items() if shape[:2] == (images, queries) and len(shape) == 3]
         grad = self.grads.gradient_at(ends[0] if ends else last.node)
         is_read = (grad != 0).any(-1) if ends else (last.by_head(grad) != 0).any(-1).any(1)
         shares = is_read[:, None].to(at_least_float32(self.grads.x).dtype)
