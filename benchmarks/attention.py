@@ -5,17 +5,11 @@ The ratios of methods without a backward pass are to a forward pass without grad
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import warnings
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 import saliency
-from benchmarks.relevance import network, ours, plain
+from benchmarks.relevance import network, ours, plain, print_tables
 from benchmarks.speed import Contender
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
 
@@ -65,38 +59,14 @@ def measure(name: str, batch: int, rounds: int) -> None:
         print(f"| {name} | {batch} | {contender} | {value:.2f} | {wall_ratio(timing, base):.2f} | {aim} |", flush=True)
 
 
-def peak(name: str, batch: int, method: str) -> float:
-    """Return by how much a call raises the peak memory of a new process, in MiB."""
-    code = f"from benchmarks.relevance import peak_growth; print(peak_growth({name!r}, {batch}, {method!r}))"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-    return float(run.stdout.split()[-1])
-
-
-def measure_memory(name: str, batch: int) -> None:
-    """Print the peak memory of all methods on one network, each in its own process."""
-    size = partial(peak, name, batch)
-    base = size("plain")
-    for method in methods():
-        value = size(method) / base
-        print(f"| {name} | {batch} | {method} | {value:.2f} | {verdict(value, MEMORY_LIMIT)} |", flush=True)
+def memory_limits(name: str) -> dict[str, float]:
+    """Return the methods that are measured, with the limit of each, on any network."""
+    return dict.fromkeys(methods(), MEMORY_LIMIT)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("networks", nargs="*", default=list(NETWORKS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    print("Time:\n\n| network | batch | method | CPU ratio | wall ratio | target |\n|---|---|---|---|---|---|")
-    for batch in arguments.batches:
-        for name in arguments.networks:
-            measure(name, batch, arguments.rounds if batch == 1 else 3)
-    print("\nPeak memory:\n\n| network | batch | method | ratio | target |\n|---|---|---|---|---|")
-    for name in arguments.networks:
-        measure_memory(name, 4)
+    print_tables(__doc__, NETWORKS, measure, memory_limits, argv)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import gc
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -119,24 +120,37 @@ def peak_growth(name: str, batch: int, method: str) -> float:
     return (status("VmHWM") - before) / 1024
 
 
-def measure_memory(name: str, batch: int) -> None:
-    """Print the peak memory of all methods on one network, each in its own process."""
-    grown = {}
-    for method in ("plain", *methods_for(name)):
-        code = f"from benchmarks.relevance import peak_growth; print(peak_growth({name!r}, {batch}, {method!r}))"
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-        grown[method] = float(run.stdout.split()[-1])
-    base = grown.pop("plain")
-    for method, size in grown.items():
-        limit = 1.15 if method in ("attn_lrp", "lrp epsilon") else 1.5
-        print(f"| {name} | {batch} | {method} | {size / base:.2f} | {verdict(size / base, limit)} |", flush=True)
+def peak(name: str, batch: int, method: str) -> float:
+    """Return `peak_growth` of a new process."""
+    code = f"from benchmarks.relevance import peak_growth; print(peak_growth({name!r}, {batch}, {method!r}))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    return float(run.stdout.split()[-1])
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("networks", nargs="*", default=[*CONVOLUTIONAL, *TRANSFORMERS])
+def print_memory(name: str, batch: int, limits: Mapping[str, float]) -> None:
+    """Print the peak memory of methods on one network, each in its own process, with its limit."""
+    base = peak(name, batch, "plain")
+    for method, limit in limits.items():
+        value = peak(name, batch, method) / base
+        print(f"| {name} | {batch} | {method} | {value:.2f} | {verdict(value, limit)} |", flush=True)
+
+
+def memory_limits(name: str) -> dict[str, float]:
+    """Return the methods that are measured on a network, with the limit of each."""
+    return {method: 1.15 if method in ("attn_lrp", "lrp epsilon") else 1.5 for method in methods_for(name)}
+
+
+def print_tables(
+    description: str | None,
+    networks: Sequence[str],
+    measure: Callable[[str, int, int], None],
+    limits_of: Callable[[str], Mapping[str, float]],
+    argv: list[str] | None,
+) -> None:
+    """Read the command line, and print a table of times and one of memory."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("networks", nargs="*", default=list(networks))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args(argv)
@@ -147,7 +161,12 @@ def main(argv: list[str] | None = None) -> None:
             measure(name, batch, arguments.rounds if batch == 1 else 3)
     print("\nPeak memory:\n\n| network | batch | method | ratio | target |\n|---|---|---|---|---|")
     for name in arguments.networks:
-        measure_memory(name, 4)
+        print_memory(name, 4, limits_of(name))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark."""
+    print_tables(__doc__, [*CONVOLUTIONAL, *TRANSFORMERS], measure, memory_limits, argv)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Attribution(HasOptions, ABC):
     is_complete: ClassVar[bool] = True
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
     needs_attention: ClassVar[bool] = False
-    """Whether the method is defined only for networks with attention among all their tokens."""
+    """Whether the method only works on networks in which every token attends to all tokens."""
     quick_options: ClassVar[Mapping[str, Any]] = {}
     """Options that reduce the passes of a slow method, for tests and previews; empty if the defaults are fast."""
 

@@ -169,11 +169,7 @@ class TargetGradients:
     def gradient(self, layer: str) -> Tensor:
         """Return the gradient of the scores at a layer (N, K, h, w)."""
         layout = self.forward.layout(layer)
-        return at_least_float32(layout(self.raw_gradient(layer)))
-
-    def raw_gradient(self, layer: str) -> Tensor:
-        """Return the gradient of the scores at a layer, in the shape of its output."""
-        return self._shared_gradients[layer]
+        return at_least_float32(layout(self._shared_gradients[layer]))
 
     def node_gradient(self, node: Node) -> Tensor:
         """Return the gradient at the result of an attention call, or at its `token_nodes` if all values are kept.

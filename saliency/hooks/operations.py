@@ -296,7 +296,7 @@ class OperationRecord(DispatchMode):
         return isinstance(argument, _LISTS) and any(map(self._depends, argument))
 
     def _constant(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor; None in place of one that depends on the image."""
+        """Return the tensor itself, or None if it depends on the image."""
         return None if self._depends(tensor) else tensor
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
@@ -334,7 +334,7 @@ def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor in place of one whose values nothing reads; values that are read by mistake are NaN."""
+    """Return a placeholder for a tensor whose values should not be read. They are NaN, so that a mistake shows."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 

@@ -46,7 +46,7 @@ class Layout:
 
 
 GIVE_LAYOUT = "pass layout=, a function from this output to maps (N, K, h, w)"
-"""What to do about an output without a recognised layout."""
+"""The advice in errors about an output whose layout is not recognised."""
 _given: ContextVar[LayoutFunction | None] = ContextVar("layout", default=None)
 
 

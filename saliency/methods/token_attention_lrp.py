@@ -88,7 +88,7 @@ class _Rules(Propagation):
                 return self._fused(visit, call)
         if name in NORMS or (name in SOFTMAX and self.relevance):  # the softmax of a target has a gradient
             return self._unchanged(visit)
-        # The sum of two heads (N, classes) is no residual connection: their relevance of opposite signs would cancel.
+        # The sum of two heads (N, classes) is not a residual connection: relevance of opposite signs would cancel.
         is_residual = name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
         return self._residual(visit) if is_residual else super().__call__(visit)
 

@@ -21,7 +21,7 @@ from ..validation import check_integer, check_number
 from .gradient_free_cam import LayerPasses, stretched
 from .token_attention import TokenAttention
 
-INSTEAD = "vit_cx hides parts of the image instead"
+_INSTEAD = "vit_cx hides parts of the image instead"
 
 
 def mean_where_shown(effects: Tensor, masks: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class TIS(TimedAttribution):
         shape = (1, attention.tokens)
         if len(outputs) < len(attention.blocks) or any(output.shape[:2] != shape for output in outputs):
             problem = f"{type(self.model).__name__} has no module for each block that returns tokens (N, tokens, C)"
-            raise NotApplicableError(f"{self.name}: {problem}; {INSTEAD}")
+            raise NotApplicableError(f"{self.name}: {problem}; {_INSTEAD}")
         cells = attention.layout()(torch.arange(attention.tokens, device=passes.x.device)[None, :, None])[0, 0]
         return blocks[0], cells, torch.cat(outputs, 2)[0]
 
@@ -147,7 +147,7 @@ class TIS(TimedAttribution):
             return torch.cat(list(passes.chunks(compute, len(kept), "tokens")))
         except ModelError as error:
             problem = f"{type(self.model).__name__} cannot run on a part of its tokens (fixed positions or windows)"
-            raise NotApplicableError(f"{self.name}: {problem}; {INSTEAD}") from error
+            raise NotApplicableError(f"{self.name}: {problem}; {_INSTEAD}") from error
 
 
 def _block_names(attention: TokenAttention) -> list[str]:

@@ -1,4 +1,4 @@
-"""Patches whose tokens have an outlying norm are hatched, and are no evidence for the scale and the colours."""
+"""Patches whose tokens have an outlying norm are hatched, and affect neither the scale nor the colours."""
 
 from __future__ import annotations
 
