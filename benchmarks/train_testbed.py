@@ -73,7 +73,7 @@ def train(model: nn.Module, loss_of: Callable[..., Tensor], steps: int, rate: fl
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.15)
     for step in range(steps):
         targets = 1 + step % 2
-        scenes = draw_scenes(BATCH, seed=step, two_classes=targets == 2)
+        scenes = draw_scenes(BATCH, seed=step, task="two_objects" if targets == 2 else "planted")
         loss = loss_of(model, scenes, targets)
         patches = labeller(final_tokens.pop()).flatten(1, -2)[:, -64:]  # without class and register tokens
         loss = loss + 2 * F.cross_entropy(patches.flatten(0, 1), token_labels(scenes).flatten(0, 1))
@@ -91,7 +91,7 @@ def accuracy(name: str, objects: int, images: int = 1000) -> float:
     The outputs of the two-tower network are the similarities to the 32 captions of one object; it has to find both.
     """
     model: Any = saliency.load(name)
-    scenes = draw_scenes(images, seed=HELD_OUT + objects, two_classes=objects == 2)
+    scenes = draw_scenes(images, seed=HELD_OUT + objects, task="two_objects" if objects == 2 else "planted")
     output = model(normalised(scenes))
     objects_ = scenes.shapes[:, :objects]
     if isinstance(model, DualEncoder):

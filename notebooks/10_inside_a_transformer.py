@@ -24,7 +24,7 @@ from IPython.display import display
 import saliency
 
 model = saliency.load("shapes_vit")
-scenes = saliency.testbed.draw_scenes(1000, seed=1_000_000, two_classes=True)
+scenes = saliency.testbed.draw_scenes(1000, seed=1_000_000, task="two_objects")
 captions = [caption[:2] for caption in scenes.captions()]
 number = captions.index(("a red circle", "a blue square"))
 image, masks = scenes.images[number], scenes.masks[number]

@@ -1,79 +1,139 @@
-"""Drawn images of two coloured shapes on textured noise, with a mask for each shape."""
+"""Drawn images of coloured shapes on textured noise, with a mask for each shape and its part in the label."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..validation import check_choice
+
+Task = Literal["planted", "two_objects", "sizes", "shortcut", "xor", "occlusion"]
+TASKS: tuple[Task, ...] = get_args(Task)
 CLASSES = ("circle", "square", "triangle", "cross", "ring")
 DISTRACTORS = ("dome", "bar", "hourglass")  # never the class of an image
 COLOURS = {"red": (0.9, 0.2, 0.2), "green": (0.1, 0.7, 0.2), "blue": (0.2, 0.3, 0.9), "yellow": (0.9, 0.8, 0.1)}
 SIZE = 64  # pixels per edge
+HEAVY = 6  # the least sum of weights of an image of the second class, for the task "occlusion"
 
 _NAMES = CLASSES + DISTRACTORS
-_RADIUS = 8  # pixels; a shape has the area of a circle of this radius
-_STEP = 4  # pixels; centres lie on a grid, so that small networks learn the shapes in a minute
-_MARGIN = 12  # pixels from the edge to the closest centre; no shape is larger
+_RADIUS = 8.0  # pixels; a shape has the area of a circle of this radius
+_RADII = (5.0, 10.0)  # pixels; of the small and large objects of the task "sizes"
+_MARGIN = 1.5  # radii from the edge to the closest centre; no shape is larger
 _RELATIONS = (("left of", "right of"), ("above", "below"))  # by axis: the smaller coordinate first
+_STEP = 4  # pixels between centres of usual objects
+_WATERMARK = (12, 6)  # pixels across and down, 2 pixels from a corner
+_CORNERS = ((0.0, 0.0), (SIZE, 0.0), (0.0, SIZE), (SIZE, SIZE))
 
 
 @dataclass(frozen=True, slots=True)
 class Scenes:
-    """Images of two shapes each: first the named object, then the other one. Both have the same area."""
+    """Images of K objects each, first the named one. Objects and watermark do not overlap."""
 
     images: Tensor  # (N, 3, 64, 64), uint8
-    masks: Tensor  # (N, 2, 64, 64), bool
-    shapes: Tensor  # (N, 2), indices into CLASSES + DISTRACTORS
-    colours: Tensor  # (N, 2), indices into COLOURS; the two differ
-    axes: Tensor  # (N,), 0 if the shapes are side by side, 1 if one is above the other
-    first: Tensor  # (N,), bool: the named object is on the left, or above
+    backgrounds: Tensor  # (N, 3, 64, 64), uint8: the same images without objects and watermark
+    masks: Tensor  # (N, K, 64, 64), bool
+    watermark: Tensor  # (N, 1, 64, 64), bool; empty where there is none
+    labels: Tensor  # (N,), classes
+    importance: Tensor  # (N, K), the part of each object in the label; 0 for a distractor
+    shapes: Tensor  # (N, K), indices into CLASSES + DISTRACTORS
+    colours: Tensor  # (N, K), indices into COLOURS; those of the first two differ
+    axes: Tensor  # (N,), 0 if the first two shapes are side by side, 1 if one is above the other
+    first: Tensor  # (N,), bool: the first object is on the left of the second, or above
 
     @property
-    def labels(self) -> Tensor:
-        """The class of each named object, (N,), an index into CLASSES."""
-        return self.shapes[:, 0]
+    def evidence(self) -> Tensor:
+        """The pixels of all objects that decide the label, (N, 1, 64, 64), bool."""
+        return (self.masks & (self.importance > 0)[..., None, None]).any(1, keepdim=True)
+
+    @property
+    def distractor(self) -> Tensor:
+        """The pixels of all objects that do not change the label, (N, 1, 64, 64), bool."""
+        return self.masks.any(1, keepdim=True) & ~self.evidence
+
+    def without(self, pixels: Tensor) -> Tensor:
+        """Return the images (N, 3, 64, 64) without what covers some pixels (N, 1, 64, 64), such as `evidence`."""
+        return torch.where(pixels, self.backgrounds, self.images)
 
     def captions(self) -> list[tuple[str, str, str, str]]:
-        """Return the captions that are true of each image: each object, and its place beside the other one."""
+        """Return captions that are true of each image: its first two objects, and the place of each by the other."""
         colours = tuple(COLOURS)
         result = []
-        for shapes, hues, axis, first in zip(
-            self.shapes.tolist(), self.colours.tolist(), self.axes.tolist(), self.first.tolist(), strict=True
-        ):
+        columns = (self.shapes[:, :2], self.colours[:, :2], self.axes, self.first)
+        for shapes, hues, axis, first in zip(*(column.tolist() for column in columns), strict=True):
             one, other = (f"a {colours[hue]} {_NAMES[shape]}" for hue, shape in zip(hues, shapes, strict=True))
             here, there = _RELATIONS[axis] if first else _RELATIONS[axis][::-1]
             result.append((one, other, f"{one} {here} {other}", f"{other} {there} {one}"))
         return result
 
 
-def draw_scenes(count: int, *, seed: int = 0, two_classes: bool = False) -> Scenes:
-    """Draw images that hold an object of a class and a distractor of equal size, on textured grey noise.
+def draw_scenes(
+    count: int, *, seed: int = 0, task: Task = "planted", watermarked: Sequence[float] = (0.9, 0, 0, 0, 0)
+) -> Scenes:
+    """Draw images whose label follows from their objects alone, on textured grey noise.
 
-    Shapes, colours, places and noise are independent of each other, so only the named object tells the class.
+    Shapes, colours, places and noise are independent of each other. The tasks:
+
+    - "planted": an object of a class, and a distractor of equal size. The label is the class.
+    - "two_objects": two objects of different classes. The label is the class of the first.
+    - "sizes": as "planted", but each object is small or large, independently of the other.
+    - "shortcut": as "planted", with a watermark in a corner of some images.
+    - "xor": two parts, each a circle or a square, and a distractor. The label is 1 if the parts differ. Neither part
+      alone tells it.
+    - "occlusion": four objects. A circle weighs 3, a square 2, a triangle 1 and a distractor 0. The label is 1 if the
+      sum is at least 6. Covering an object lowers the sum by its weight, which gives the right order of importance.
 
     Args:
         count: The number of images.
-        seed: Fixes the images; the global random state is neither read nor changed.
-        two_classes: Whether the other object is of another class instead of a distractor.
+        seed: Fixes the images, with the count; the global random state is neither read nor changed.
+        task: What is drawn, and which objects decide the label. The images of "shortcut" without their watermark are
+            those of "planted".
+        watermarked: The share of images with a watermark in each of the five classes, for the task "shortcut".
+
+    Raises:
+        MethodError: The task is unknown.
     """
+    check_choice("task", task, TASKS)
     random = torch.Generator("cpu").manual_seed(seed)
+    kinds, labels, importance = _draw_objects(task, count, random)
+    objects = kinds.shape[1]
+    hues = torch.cat([_draw_pairs(count, len(COLOURS), random) for _ in range(0, objects, 2)], 1)[:, :objects]
+    radii = torch.full(kinds.shape, _RADIUS, device="cpu", dtype=torch.float32)
+    if task == "sizes":
+        radii = torch.tensor(_RADII, device="cpu")[torch.randint(2, kinds.shape, generator=random, device="cpu")]
+    centres, axes, first = (_draw_halves if objects == 2 else _draw_quadrants)(radii, random)
+    masks = _draw_masks(kinds, centres, radii)
+    ground, grain = _draw_noise(count, random)
+    shares = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
+    watermark = _draw_watermark(centres, shares, random)
+    painted = _paint(ground, masks, hues, watermark)
+    images, backgrounds = ((255 * (each + grain)).round().clamp(0, 255).to(torch.uint8) for each in (painted, ground))
+    return Scenes(images, backgrounds, masks, watermark, labels, importance, kinds, hues, axes, first)
+
+
+def _draw_objects(task: Task, count: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the shapes (N, K), the labels (N,) and the importance of the objects (N, K)."""
+    if task == "occlusion":
+        kinds = torch.randint(4, (count, 4), generator=random, device="cpu")
+        importance = 3 - kinds
+        kinds = torch.where(importance == 0, _draw_distractors((count, 4), random), kinds)
+        return kinds, (importance.sum(1) >= HEAVY).long(), importance
+    if task == "xor":
+        parts = torch.randint(2, (count, 2), generator=random, device="cpu")
+        kinds = torch.cat([parts, _draw_distractors((count, 1), random)], 1)
+        return kinds, parts.sum(1) % 2, torch.tensor([1, 1, 0], device="cpu").expand(count, -1)
     kinds = _draw_pairs(count, len(CLASSES), random)
-    if not two_classes:
-        kinds[:, 1] = torch.randint(len(CLASSES), len(_NAMES), (count,), generator=random, device="cpu")
-    hues = _draw_pairs(count, len(COLOURS), random)
-    axes = torch.randint(2, (count,), generator=random, device="cpu")
-    first = torch.randint(2, (count,), generator=random, device="cpu").bool()
-    masks = _draw_masks(kinds, _draw_centres(axes, first, random))
-    images = _draw_background(count, random)
-    palette = torch.tensor(list(COLOURS.values()), device="cpu")
-    for each in range(2):
-        images = torch.where(masks[:, each, None], palette[hues[:, each], :, None, None], images)
-    grain = torch.randn(count, 3, SIZE, SIZE, generator=random, device="cpu", dtype=torch.float32)
-    images = (255 * (images + 0.08 * grain)).round().clamp(0, 255).to(torch.uint8)
-    return Scenes(images, masks, kinds, hues, axes, first)
+    if task != "two_objects":
+        kinds[:, 1] = _draw_distractors((count,), random)
+    return kinds, kinds[:, 0], torch.tensor([1, 0], device="cpu").expand(count, -1)
+
+
+def _draw_distractors(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    return torch.randint(len(CLASSES), len(_NAMES), shape, generator=random, device="cpu")
 
 
 def _draw_pairs(count: int, choices: int, random: torch.Generator) -> Tensor:
@@ -83,20 +143,39 @@ def _draw_pairs(count: int, choices: int, random: torch.Generator) -> Tensor:
     return torch.stack([first, (first + step) % choices], 1)
 
 
-def _draw_centres(axes: Tensor, first: Tensor, random: torch.Generator) -> Tensor:
-    """Return the centres (x, y) of the two objects, (N, 2, 2): one in each half of the image along the axis."""
-    count, free, half = len(axes), (SIZE - 2 * _MARGIN) // _STEP + 1, (SIZE // 2 - 2 * _MARGIN) // _STEP + 1
-    across = torch.randint(free, (count, 2), generator=random, device="cpu")
-    along = torch.randint(half, (count, 2), generator=random, device="cpu")
-    along = along + torch.stack([~first, first], 1) * (SIZE // 2 // _STEP)  # the second half
-    steps = torch.stack([across, along], 2)  # (N, 2, 2)
-    return _MARGIN + _STEP * torch.where(axes[:, None, None] == 0, steps.flip(2), steps)
+def _draw_halves(radii: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the centres (x, y) of two objects, (N, 2, 2), one in each half of an axis; the axis; which is first."""
+    axes = torch.randint(2, radii.shape[:1], generator=random, device="cpu")
+    first = torch.randint(2, radii.shape[:1], generator=random, device="cpu").bool()
+    across, along = (_draw_along(radii, length, random) for length in (SIZE, SIZE // 2))
+    centres = torch.stack([across, along + torch.stack([~first, first], 1) * (SIZE // 2)], 2)
+    return torch.where(axes[:, None, None] == 0, centres.flip(2), centres), axes, first
 
 
-def _draw_masks(kinds: Tensor, centres: Tensor) -> Tensor:
-    """Return the pixels of each object, (N, 2, 64, 64)."""
+def _draw_quadrants(radii: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the centres (x, y) of objects in different quadrants, (N, K, 2), and how the first two lie."""
+    order = torch.rand(len(radii), 4, generator=random, device="cpu", dtype=torch.float32).argsort(1)
+    quadrants = torch.stack([order % 2, order // 2], 2)[:, : radii.shape[1]]
+    inside = torch.stack([_draw_along(radii, SIZE // 2, random) for _ in range(2)], 2)
+    steps = quadrants[:, 1] - quadrants[:, 0]  # (N, 2)
+    axes = (steps[:, 0] == 0).long()
+    return quadrants * (SIZE // 2) + inside, axes, steps.gather(1, axes[:, None])[:, 0] > 0
+
+
+def _draw_along(radii: Tensor, length: int, random: torch.Generator) -> Tensor:
+    """Return coordinates (N, K) between 0 and a length, such that the objects are inside."""
+    # Centres of usual objects lie on a grid, so that small networks learn the shapes in a minute.
+    steps = int(length - 2 * _MARGIN * _RADIUS) // _STEP
+    margin = _MARGIN * radii
+    return (
+        margin + (length - 2 * margin) * torch.randint(steps + 1, radii.shape, generator=random, device="cpu") / steps
+    )
+
+
+def _draw_masks(kinds: Tensor, centres: Tensor, radii: Tensor) -> Tensor:
+    """Return the pixels of each object, (N, K, 64, 64)."""
     pixels = torch.arange(SIZE, device="cpu") + 0.5
-    x, y = ((pixels - centres[..., axis, None]) / _RADIUS for axis in range(2))  # (N, 2, 64)
+    x, y = ((pixels - centres[..., axis, None]) / radii[..., None] for axis in range(2))  # (N, K, 64)
     inside = _inside(x[..., None, :], y[..., None])
     return inside.gather(0, kinds[None, ..., None, None].expand(1, *inside.shape[1:]))[0]
 
@@ -118,10 +197,31 @@ def _inside(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([shapes[name] for name in _NAMES])
 
 
-def _draw_background(count: int, random: torch.Generator) -> Tensor:
-    """Return grey noise of two scales, (N, 3, 64, 64)."""
+def _draw_noise(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return grey noise of two scales, and a colour noise for each pixel, (N, 3, 64, 64) each."""
     ground = torch.full((count, 1, SIZE, SIZE), 0.5, device="cpu", dtype=torch.float32)
     for cells in (8, 32):
         noise = torch.randn(count, 1, cells, cells, generator=random, device="cpu", dtype=torch.float32)
         ground += 0.07 * F.interpolate(noise, size=(SIZE, SIZE), mode="bilinear")
-    return ground.expand(-1, 3, -1, -1)
+    grain = 0.08 * torch.randn(count, 3, SIZE, SIZE, generator=random, device="cpu", dtype=torch.float32)
+    return ground.expand(-1, 3, -1, -1), grain
+
+
+def _draw_watermark(centres: Tensor, shares: Tensor, random: torch.Generator) -> Tensor:
+    """Return the pixels of a watermark in the corner that is farthest from all objects, (N, 1, 64, 64)."""
+    marked = torch.rand(len(shares), generator=random, device="cpu", dtype=torch.float32) < shares
+    corners = torch.tensor(_CORNERS, device="cpu", dtype=torch.float32).expand(len(shares), -1, -1)
+    corner = corners[0, torch.cdist(corners, centres).amin(2).argmax(1)]  # (N, 2)
+    distance = (torch.arange(SIZE, device="cpu") + 0.5 - corner[..., None]).abs()  # (N, 2, 64)
+    x, y = ((distance[:, axis] > 2) & (distance[:, axis] < 2 + length) for axis, length in enumerate(_WATERMARK))
+    return (x[:, None] & y[..., None] & marked[:, None, None])[:, None]
+
+
+def _paint(images: Tensor, masks: Tensor, hues: Tensor, watermark: Tensor) -> Tensor:
+    """Return images with all objects in their colours, and with the watermark, (N, 3, 64, 64)."""
+    palette = torch.tensor(list(COLOURS.values()), device="cpu", dtype=torch.float32)
+    for each in range(masks.shape[1]):
+        images = torch.where(masks[:, each, None], palette[hues[:, each], :, None, None], images)
+    pixels = torch.arange(SIZE, device="cpu")
+    stripes = 0.1 + 0.8 * ((pixels + pixels[:, None]) % 4 < 2).float()
+    return torch.where(watermark, stripes, images)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, Scenes, draw_scenes
+from saliency import MethodError
+from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, draw_scenes
 
 SCENES = draw_scenes(200, seed=3)
-TWO = draw_scenes(200, seed=4, two_classes=True)
+TWO = draw_scenes(200, seed=4, task="two_objects")
 
 
 def centres(scenes: Scenes) -> torch.Tensor:
@@ -14,6 +17,94 @@ def centres(scenes: Scenes) -> torch.Tensor:
     masks, pixels = scenes.masks.double(), torch.arange(64) + 0.5
     sums = torch.stack([(masks * pixels).sum((2, 3)), (masks * pixels[:, None]).sum((2, 3))], 2)
     return sums / masks.sum((2, 3))[..., None]
+
+
+NAMES = CLASSES + DISTRACTORS
+
+
+def shapes_of(scenes: Scenes) -> list[list[str]]:
+    return [[NAMES[shape] for shape in row] for row in scenes.shapes.tolist()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_seed_fixes_the_scenes_of_each_task(task: Task) -> None:
+    one, again, other = (draw_scenes(20, seed=seed, task=task) for seed in (3, 3, 5))
+    for field in Scenes.__slots__:
+        assert torch.equal(getattr(one, field), getattr(again, field))
+    assert not torch.equal(one.images, other.images)
+    assert not torch.equal(one.shapes, other.shapes)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_masks_are_exactly_what_is_drawn_and_do_not_overlap(task: Task) -> None:
+    scenes = draw_scenes(100, seed=6, task=task, watermarked=(0.9, 0.5, 0, 0, 0))
+    covered = scenes.evidence.long() + scenes.distractor + scenes.watermark
+    assert covered.max() == 1
+    assert (scenes.masks.sum(1, keepdim=True) + scenes.watermark).max() == 1
+    assert torch.equal((scenes.images != scenes.backgrounds).any(1, keepdim=True), covered.bool())
+    assert torch.equal(scenes.without(covered.bool()), scenes.backgrounds)
+    for each, pixels in enumerate(scenes.masks.unbind(1)):
+        changed = scenes.without(scenes.masks[:, each, None]) != scenes.images
+        assert torch.equal(changed.any(1), pixels)
+
+
+@pytest.mark.parametrize("task", ["planted", "two_objects", "sizes", "shortcut"])
+def test_the_label_is_the_class_of_the_first_object(task: Task) -> None:
+    scenes = draw_scenes(100, seed=2, task=task)
+    assert torch.equal(scenes.labels, scenes.shapes[:, 0])
+    assert torch.equal(scenes.evidence, scenes.masks[:, :1])
+    assert torch.equal(scenes.distractor, scenes.masks[:, 1:])
+
+
+def test_small_and_large_objects_are_whole_and_their_sizes_are_independent() -> None:
+    scenes = draw_scenes(2000, seed=1, task="sizes")
+    small, large = (math.pi * radius**2 for radius in (5, 10))
+    areas = scenes.masks.sum((2, 3))
+    is_large = areas > (small + large) / 2
+    assert (areas[is_large] / large - 1).abs().max() < 0.1
+    assert (areas[~is_large] / small - 1).abs().max() < 0.3
+    assert (is_large.double().mean(0) - 0.5).abs().max() < 0.05
+    assert abs(float((is_large[:, 0] == is_large[:, 1]).double().mean()) - 0.5) < 0.05
+
+
+def test_a_watermark_is_on_the_given_share_of_each_class_and_changes_nothing_else() -> None:
+    shares = (0.8, 0, 0.3, 0, 1)
+    scenes, planted = draw_scenes(1000, seed=8, task="shortcut", watermarked=shares), draw_scenes(1000, seed=8)
+    marked = scenes.watermark.any((1, 2, 3))
+    for label, share in enumerate(shares):
+        assert abs(float(marked[scenes.labels == label].double().mean()) - share) < (0.08 if 0 < share < 1 else 1e-9)
+    assert set(scenes.watermark[marked].sum((1, 2, 3)).tolist()) == {72}
+    assert torch.equal(scenes.without(scenes.watermark), planted.images)
+    assert torch.equal(scenes.masks, planted.masks)
+    assert not planted.watermark.any()
+
+
+def test_the_label_of_xor_needs_both_parts() -> None:
+    scenes = draw_scenes(1000, seed=3, task="xor")
+    for (one, other, third), label in zip(shapes_of(scenes), scenes.labels.tolist(), strict=True):
+        assert {one, other} <= {"circle", "square"}
+        assert third in DISTRACTORS
+        assert label == (one != other)
+    assert torch.equal(scenes.evidence, scenes.masks[:, :2].any(1, keepdim=True))
+    assert torch.equal(scenes.distractor, scenes.masks[:, 2:])
+    for part in range(2):  # neither part alone tells the label
+        for shape in range(2):
+            assert abs(float(scenes.labels[scenes.shapes[:, part] == shape].double().mean()) - 0.5) < 0.08
+
+
+def test_the_label_of_occlusion_follows_from_the_weights_of_the_objects() -> None:
+    scenes = draw_scenes(200, seed=3, task="occlusion")
+    weights = {"circle": 3, "square": 2, "triangle": 1} | dict.fromkeys(DISTRACTORS, 0)
+    assert scenes.importance.tolist() == [[weights[shape] for shape in shapes] for shapes in shapes_of(scenes)]
+    assert scenes.labels.tolist() == [int(sum(row) >= 6) for row in scenes.importance.tolist()]
+    for each in range(4):
+        important = (scenes.importance[:, each] > 0)[:, None, None]
+        assert torch.equal(scenes.masks[:, each] & scenes.evidence[:, 0], scenes.masks[:, each] & important)
+
+
+def test_an_unknown_task_is_an_error() -> None:
+    with pytest.raises(MethodError, match='did you mean "xor"'):
+        draw_scenes(1, task="xnor")  # type: ignore[arg-type]
 
 
 def test_a_seed_fixes_the_images_and_leaves_the_global_random_state_alone() -> None:
@@ -65,15 +156,15 @@ def test_place_and_colour_do_not_tell_the_class() -> None:
         assert (places[chosen].mean(0) - 32).abs().max() < 4  # of a triangle, the lower part is larger
 
 
-@pytest.mark.parametrize("scenes", [SCENES, TWO])
+@pytest.mark.parametrize("scenes", [SCENES, TWO, draw_scenes(100, task="xor"), draw_scenes(100, task="occlusion")])
 def test_captions_name_what_is_in_the_image_and_where(scenes: Scenes) -> None:
     names, hues = CLASSES + DISTRACTORS, tuple(COLOURS)
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     places_of_all = centres(scenes).tolist()
     for image, captions in enumerate(scenes.captions()):
-        objects = zip(scenes.shapes[image].tolist(), scenes.colours[image].tolist(), strict=True)
+        objects = zip(scenes.shapes[image, :2].tolist(), scenes.colours[image, :2].tolist(), strict=True)
         one, other = (f"a {hues[hue]} {names[shape]}" for shape, hue in objects)
-        (x, y), (other_x, other_y) = places_of_all[image]
+        (x, y), (other_x, other_y) = places_of_all[image][:2]
         places = {"left of": x < other_x, "right of": x > other_x, "above": y < other_y, "below": y > other_y}
         relation = captions[2].removeprefix(one).removesuffix(other).strip()
         assert places[relation]
