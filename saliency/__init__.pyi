@@ -1,4 +1,5 @@
 from . import inspection as inspection
+from . import metrics as metrics
 from . import relevance as relevance
 from . import testbed as testbed
 from ._version import __version__ as __version__

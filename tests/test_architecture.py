@@ -33,6 +33,7 @@ LAYERS = [
     "relevance",
     "methods",
     "render",
+    "metrics",
     "inspection",
     "testbed",
     "zoo",

@@ -139,7 +139,7 @@ class Attribution(HasOptions, ABC):
         Of these, `whole` and `layout` are included if set.
         """
         names = [*type(self).options(), *(name for name in ("whole", "layout") if getattr(self, name))]
-        return {name: _to_json(getattr(self, name)) for name in names}
+        return {name: as_setting(getattr(self, name)) for name in names}
 
     @classmethod
     def options(cls) -> list[str]:
@@ -413,14 +413,14 @@ def explain_together(
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 
 
-def _to_json(setting: Any) -> Setting:
+def as_setting(setting: Any) -> Setting:
     """Convert an option to a value that JSON can hold."""
     if isinstance(setting, np.generic | np.ndarray | Tensor):
         setting = setting.tolist()
     if isinstance(setting, tuple | list):
-        return [_to_json(value) for value in setting]
+        return [as_setting(value) for value in setting]
     if isinstance(setting, Mapping):
-        return {name: _to_json(value) for name, value in setting.items()}
+        return {name: as_setting(value) for name, value in setting.items()}
     if setting is None or isinstance(setting, str | int | float | bool):
         return setting
     return str(getattr(setting, "name", "") or getattr(setting, "__name__", "") or type(setting).__name__)

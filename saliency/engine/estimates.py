@@ -136,14 +136,14 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 
     Source: Spearman, "The Proof and Measurement of Association between Two Things" (1904).
     """
-    ranks = [_ranks(maps.reshape(-1, *maps.shape[-2:]).sum(0).flatten()) for maps in (first, second)]
+    ranks = [tied_ranks(maps.reshape(-1, *maps.shape[-2:]).sum(0).flatten()) for maps in (first, second)]
     first, second = (rank - rank.mean() for rank in ranks)
     norm = float(first.norm() * second.norm())
     return float(first @ second) / norm if norm else 1.0
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """The rank of each value; ties get their mean rank."""
+def tied_ranks(values: Tensor) -> Tensor:
+    """Return the rank of each value (n,), from the lowest; ties get their mean rank."""
     _, at, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ranks: Tensor = counts.cumsum(0).to(precise_type(values)) - (counts - 1) / 2
     return ranks[at]

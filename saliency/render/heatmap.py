@@ -68,7 +68,7 @@ def heatmap(
     if percentile is not None:
         limit = limits(maps, percentile)[:, None, None]
         maps = maps.clamp(-limit, limit)
-    return _resized(maps, explanation.input_size if size is None else size)
+    return resized(maps, explanation.input_size if size is None else size)
 
 
 def require_explanation(value: object, name: str) -> None:
@@ -221,7 +221,8 @@ def _require_finite(maps: Tensor, explanation: Explanation) -> None:
             )
 
 
-def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
+def resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize maps (N, h, w) to a size (H, W), as `heatmap` does. Raises RenderError if it is not a size."""
     if not is_pair(size):
         raise RenderError(f"size={size!r} is not (height, width) in pixels, both at least 1")
     height, width = map(int, size)

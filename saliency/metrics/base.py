@@ -1,0 +1,355 @@
+"""The interface of all metrics, their registry, and the measurement of several metrics at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..attribution.base import Attribution, as_setting
+from ..attribution.explanation import Explanation, Setting
+from ..attribution.options import Chunk, HasOptions, Precision, declared_options
+from ..engine.estimates import generator
+from ..errors import MethodError, did_you_mean
+from ..io.inputs import ImagesLike
+from ..methods.gradient import VanillaGradient
+from ..render.heatmap import reduced_maps, require_explanation, resized
+from ..targets.targets import TargetLike, probability
+from ..validation import check_choice
+
+Score = Literal["probability", "explained"]
+
+RANDOM_MAPS = 5
+"""The number of random maps among the controls."""
+
+CENTRE_WIDTH = 0.25
+"""The standard deviation of the Gaussian control, as a share of each edge."""
+
+CONTROLS = ("constant", "centre", *["random"] * RANDOM_MAPS)
+"""The controls of a map, in the order of `control_maps`."""
+
+
+class _Registry(dict[str, type["Metric"]]):
+    """Metrics by name. A missing name raises KeyError with the closest names."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(_no_metric(name))
+
+
+METRICS: dict[str, type[Metric]] = _Registry()
+"""All metrics by name. A class with a `name` is registered when it is defined."""
+
+
+class Control(NamedTuple):
+    """Values of a map that knows nothing about the prediction."""
+
+    values: Tensor  # (N,)
+    error: Tensor  # (N,) standard error of the difference between the method's value and this one
+
+
+class Outcome(NamedTuple):
+    """Values of one metric for the map and each control: M rows, of which the first is the map."""
+
+    values: Tensor  # (M, ...)
+    error: Tensor | None = None  # (M, ...) standard error of each value
+    difference_error: Tensor | None = None  # (M, ...) standard error of the first value less each value
+    curves: Tensor | None = None  # (M, ..., K)
+    at: Tensor | None = None  # (K,) where the curve was measured
+    passes: int = 0  # of each image: new forwards, or calls of the method
+    controls: tuple[str, ...] = CONTROLS  # the names of the rows after the first; rows of one name are averaged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurement:
+    """Values of one metric for the images of an explanation.
+
+    Attributes:
+        metric: The metric's name in the registry.
+        settings: The metric's options, with the score and the seed.
+        values: (N,) one value per image, NaN where the metric is not defined.
+        error: (N,) the standard error of each value, if the metric samples.
+        controls: The values of maps that know nothing about the prediction: "random", the same values at random places
+            (mean of several draws), "constant", and "centre", a Gaussian at the centre of the image.
+        higher_is_better: None if neither is better.
+        curve: (N, K) the scores on which the value is based, if the metric has a curve.
+        control_curves: (N, K) the same for each control.
+        at: (K,) the places of the curve, such as the fractions of the pixels that were replaced.
+        passes: The forwards of each image, or the calls of the method, that no earlier metric of the call had run.
+    """
+
+    metric: str
+    settings: Mapping[str, Setting]
+    values: Tensor
+    error: Tensor | None
+    controls: Mapping[str, Control]
+    higher_is_better: bool | None
+    curve: Tensor | None = None
+    control_curves: Mapping[str, Tensor] | None = None
+    at: Tensor | None = None
+    passes: int = 0
+
+    @property
+    def beats_controls(self) -> Tensor:
+        """(N,) of bool: whether the value is better than that of every control by more than two standard errors."""
+        if self.higher_is_better is None or not self.controls:
+            return torch.zeros_like(self.values, dtype=torch.bool)
+        sign = 1 if self.higher_is_better else -1
+        wins = [sign * (self.values - control.values) > 2 * control.error for control in self.controls.values()]
+        return torch.stack(wins).all(0)
+
+    def __repr__(self) -> str:
+        """Return one line: the mean over the images, and those of the controls."""
+        controls = ", ".join(f"{name} {_number(control.values)}" for name, control in self.controls.items())
+        return f"<Measurement of {self.metric}: {_number(self.values)}{controls and '; controls: '}{controls}>"
+
+
+def _number(values: Tensor) -> str:
+    return f"{float(values.double().mean()):.3g}"
+
+
+class Subject:
+    """What is measured: an explanation and its controls, with the images, the model and the method behind it.
+
+    Args:
+        explanation: The explanation of N images.
+        method: The method of the explanation, for metrics that call it.
+        model: The model, if there is no method.
+        inputs: The images, for explanations of tensors, which do not keep them.
+        target: The target, if it is not a class.
+        masks: (N, H, W) of bool, the pixels of the object, for metrics of localisation.
+        reference: Another explanation of the same images, for metrics of agreement.
+        score: The score that perturbed images get.
+        seed: The seed of all draws.
+    """
+
+    def __init__(
+        self,
+        explanation: Explanation,
+        *,
+        method: Attribution | None = None,
+        model: nn.Module | None = None,
+        inputs: ImagesLike | None = None,
+        target: TargetLike = None,
+        masks: Any = None,
+        reference: Explanation | None = None,
+        score: Score = "probability",
+        seed: int = 0,
+    ) -> None:
+        require_explanation(explanation, "a metric")
+        self.explanation, self.seed = explanation, seed
+        self.score = check_choice("score", score, get_args(Score))
+        self._method, self._model, self._inputs, self._target = method, model, inputs, target
+        self._masks, self._reference = masks, reference
+
+    @cached_property
+    def maps(self) -> Tensor:
+        """The map and the controls at the size of the model's input (M, N, H, W)."""
+        return self.controlled(reduced_maps(self.explanation, None))
+
+    def controlled(self, cells: Tensor) -> Tensor:
+        """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
+        rows = [cells, *control_maps(cells, self.seed)]
+        return torch.stack([resized(row, self.explanation.input_size) for row in rows])
+
+    @property
+    def method(self) -> Attribution:
+        """The method of the explanation. Raises MethodError if it was not given."""
+        if not isinstance(self._method, Attribution):
+            raise MethodError("this metric calls the method again: pass it as method=..., such as GradCAM(model)")
+        return self._method
+
+    @property
+    def reader(self) -> Attribution:
+        """A method that reads images for the model: the method of the explanation, or any if only a model was given."""
+        if self._method is None and self._model is None:
+            raise MethodError("this metric runs the model: pass method=... or model=...")
+        return self.method if self._model is None else VanillaGradient(self._model)
+
+    @cached_property
+    def images(self) -> Tensor:
+        """The images as the model's input (N, C, H, W). Raises MethodError if they are not known."""
+        frames = [frame for frame in self.explanation.frames if frame is not None]
+        if self._inputs is None and len(frames) < len(self.explanation):
+            raise MethodError("the explanation of a tensor does not keep it: pass the images as inputs=...")
+        given = [frame.picture for frame in frames] if self._inputs is None else self._inputs
+        images = self.reader.read(given).tensor
+        if (len(images), *images.shape[2:]) != (len(self.explanation), *self.explanation.input_size):
+            expected = f"{len(self.explanation)} images of {self.explanation.input_size} pixels"
+            raise MethodError(f"the inputs have shape {tuple(images.shape)}; the explanation is of {expected}")
+        return images
+
+    @property
+    def explained_target(self) -> TargetLike:
+        """The target of the explanation. Raises MethodError if it is not a class and was not given."""
+        if self._target is not None:
+            return self._target
+        classes = list(self.explanation.target)
+        if None in classes:
+            name = self.explanation.target_names[0]
+            raise MethodError(f'the explained target, "{name}", is not a class: pass it again as target=...')
+        return classes
+
+    @property
+    def scored_target(self) -> TargetLike:
+        """The target whose score perturbed images get: the probability of the class, if the target is one."""
+        is_class = None not in self.explanation.target and self.score == "probability"
+        return probability(list(self.explanation.target)) if is_class else self.explained_target
+
+    @cached_property
+    def masks(self) -> Tensor:
+        """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
+        if self._masks is None:
+            raise MethodError("this metric needs to know where the object is: pass masks=... of shape (N, H, W)")
+        size = self.explanation.input_size
+        masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
+        if masks.numel() != len(self.explanation) * size[0] * size[1]:
+            expected = (len(self.explanation), *size)
+            raise MethodError(f"the masks have shape {tuple(masks.shape)}; expected {expected}, as the model sees them")
+        return masks.view(-1, *size)
+
+    @cached_property
+    def reference(self) -> Explanation:
+        """The other explanation of the same images. Raises MethodError if it was not given or is of other images."""
+        if not isinstance(self._reference, Explanation):
+            raise MethodError("this metric compares two explanations: pass the other one as reference=...")
+        if len(self._reference) != len(self.explanation):
+            counts = f"{len(self._reference)} images, and the explanation {len(self.explanation)}"
+            raise MethodError(f"the reference has {counts}; expected the same images")
+        return self._reference
+
+
+def control_maps(cells: Tensor, seed: int) -> list[Tensor]:
+    """Return the controls of maps (N, h, w): a constant, a Gaussian at the centre, and `RANDOM_MAPS` shuffled maps.
+
+    All have the mean magnitude of the map, so that metrics of scale are fair.
+    """
+    height, width = cells.shape[1:]
+    mean = cells.abs().mean((1, 2), keepdim=True)
+    down, across = (
+        torch.exp(-0.5 * ((torch.arange(n, device=cells.device) + 0.5) / n - 0.5).div(CENTRE_WIDTH).square()).to(cells)
+        for n in (height, width)
+    )
+    centre = down[:, None] * across
+    shuffled = []
+    for number in range(RANDOM_MAPS):
+        order = torch.randperm(height * width, generator=generator(seed, number), device="cpu").to(cells.device)
+        shuffled.append(cells.flatten(1)[:, order].view_as(cells))
+    return [mean.expand_as(cells), mean * centre / centre.mean(), *shuffled]
+
+
+class Metric(HasOptions, ABC):
+    """Base class of all metrics. A subclass with a `name` is registered; it only implements `outcomes` or less."""
+
+    name: ClassVar[str] = ""
+    higher_is_better: ClassVar[bool | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__dict__.get("name", ""):
+            METRICS[cls.name] = cls
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """The options of this metric."""
+        return {name: as_setting(getattr(self, name)) for name in declared_options(type(self))}
+
+    def measure(self, explanation: Explanation, **context: Any) -> Measurement:
+        """Measure an explanation by this metric.
+
+        Args:
+            explanation: The explanation of one image or more.
+            **context: As for `saliency.metrics.measure`.
+        """
+        return measure([self], explanation, **context)[0]
+
+    def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
+        """Measure by this metric, and by those of some metrics that share its work; by none unless overridden."""
+        return {self: self.outcome(subject)}
+
+    @abstractmethod
+    def outcome(self, subject: Subject) -> Outcome:
+        """Compute the values of all images, (M, N), for the map and its controls."""
+
+    def __repr__(self) -> str:
+        """Return the metric as a call with its options."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+
+
+def get_metric(name: object) -> type[Metric]:
+    """Return the metric with this name. Raises MethodError for another name, with the closest ones."""
+    if not isinstance(name, str) or name not in METRICS:
+        raise MethodError(_no_metric(name))
+    return METRICS[name]
+
+
+def _no_metric(name: object) -> str:
+    hint = did_you_mean(str(name), METRICS) or "; the metrics are " + ", ".join(METRICS)
+    return f'no metric "{name}"{hint}'
+
+
+def measure(
+    metrics: str | Metric | Sequence[str | Metric],
+    explanation: Explanation,
+    *,
+    chunk: Chunk = "auto",
+    precision: Precision = "exact",
+    progress: bool | None = None,
+    **context: Any,
+) -> list[Measurement]:
+    """Measure an explanation by several metrics. Metrics that perturb the image share the forwards of equal images.
+
+    Args:
+        metrics: Metrics, or their names in `METRICS`.
+        explanation: The explanation of one image or more.
+        chunk: As for `saliency.MultiPassAttribution`.
+        precision: As for `saliency.MultiPassAttribution`.
+        progress: As for `saliency.MultiPassAttribution`.
+        **context: What the metrics need to know, as for `Subject`: `method` or `model`, and `inputs`, `target`,
+            `masks`, `reference`, `score`, `seed`.
+
+    Returns:
+        One measurement per metric, in their order.
+
+    Raises:
+        MethodError: A metric is unknown, or needs something that was not given.
+    """
+    given = [metrics] if isinstance(metrics, str | Metric) else list(metrics)
+    resolved = [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in given]
+    subject = Subject(explanation, **context)
+    measured: dict[Metric, Outcome] = {}
+    for metric in resolved:
+        if metric not in measured:
+            measured |= metric.together(resolved, subject, chunk=chunk, precision=precision, progress=progress)
+    return [measurement(metric, subject, measured[metric]) for metric in resolved]
+
+
+def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
+    """Return an outcome as a measurement: rows of one name are averaged to one control."""
+    rows = {name: [row for row, other in enumerate(outcome.controls, 1) if other == name] for name in outcome.controls}
+    curves = outcome.curves
+    return Measurement(
+        metric.name or type(metric).__name__,
+        {**metric.settings, "score": subject.score, "seed": subject.seed},
+        outcome.values[0],
+        None if outcome.error is None else outcome.error[0],
+        {name: _control(outcome, row) for name, row in rows.items()},
+        metric.higher_is_better,
+        None if curves is None else curves[0],
+        None if curves is None else {name: curves[row].mean(0) for name, row in rows.items()},
+        outcome.at,
+        outcome.passes,
+    )
+
+
+def _control(outcome: Outcome, rows: list[int]) -> Control:
+    """Return the mean of some rows. Its error covers the draws of the samples and how far random maps are apart."""
+    random = [row for row, name in enumerate(outcome.controls, 1) if name == "random"]
+    spread = outcome.values[random].std(0) if len(random) > 1 else torch.zeros_like(outcome.values[0])
+    if outcome.difference_error is not None:
+        spread = torch.hypot(spread, outcome.difference_error[rows].square().mean(0).sqrt())
+    return Control(outcome.values[rows].mean(0), spread)

@@ -1,0 +1,305 @@
+"""The perturbed images of one image, and their scores, which metrics share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, pad
+
+from ..attribution.base import METHODS
+from ..engine.estimates import generator, tied_ranks
+from ..engine.multi_pass import ImageAttribution, MakeInputs, MultiPassAttribution, PassRunner
+from ..methods.baselines import Fill, Filler, GivenImages
+from ..methods.segments import ResolvedSegments, Segments, segmented
+from ..render.heatmap import reduced_maps
+from .base import Metric, Outcome, Subject
+
+GROUPS = 20
+"""The number of groups of samples of which one is left out at a time, for standard errors."""
+
+
+class PerturbationMetric(Metric):
+    """Base class of the metrics that compare the scores of perturbed images with a map.
+
+    All such metrics of one call share the forwards of equal images.
+    """
+
+    @abstractmethod
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the values (M,) of one image, for the map and its controls."""
+
+    def outcome(self, subject: Subject) -> Outcome:
+        """Compute the values of all images, (M, N)."""
+        return self.together([self], subject)[self]
+
+    def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
+        """Measure by all metrics of this kind, which share the forwards.
+
+        Args:
+            metrics: The metrics; those of other kinds are ignored.
+            subject: What is measured.
+            **passes: Options of `MultiPassAttribution`: `chunk`, `precision`, `progress`.
+        """
+        sharing = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
+        reader = subject.reader
+        runner = _MetricPasses(reader.model, layout=reader.layout, **passes)
+        runner.metrics, runner.subject, runner.measured = sharing, subject, []
+        runner.attribute(subject.images, subject.scored_target)
+        return {metric: _stacked(own) for metric, *own in zip(sharing, *runner.measured, strict=True)}
+
+
+class PerturbedImage:
+    """Variants of one image. Each is run once, and all metrics share its score.
+
+    Args:
+        passes: Runs the variants.
+        score: The score of the image.
+        subject: What is measured.
+        index: The index of the image.
+
+    Attributes:
+        x: (1, C, H, W) the image.
+        full: The score of the image.
+        maps: (M, H, W) the map and the controls.
+        seed: The seed of all draws.
+    """
+
+    def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int) -> None:
+        self.passes, self.x, self.full = passes, passes.x, float(score)
+        self.maps, self.seed = subject.maps[:, index], subject.seed
+        self._subject, self._index = subject, index
+        self._known: dict[Hashable, Tensor] = {}
+        self._segments: dict[Any, Segments] = {}
+
+    @property
+    def pixels(self) -> int:
+        """The number of pixels."""
+        return self.x[0, 0].numel()
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """The place of each pixel in the order of falling relevance (M, H, W); ties keep the order of the pixels."""
+        return ranks_of(self.maps.flatten(1)).view_as(self.maps)
+
+    def contributions(self, fill: Fill) -> Tensor:
+        """Return the contribution of each pixel to the score, less that of the fill (M, H, W).
+
+        Values in score units per unit of the input are multiplied by the difference to the fill. Others are taken as
+        they are.
+        """
+        key = ("contributions", fill_name(fill))
+        if key not in self._known:
+            explanation = self._subject.explanation[self._index]
+            maps = reduced_maps(explanation, "signed", "sum")
+            units = METHODS[explanation.method].units if explanation.method in METHODS else ""
+            if "score per unit" in units and explanation.values.shape == self.x.shape:
+                maps = (explanation.values * (self.x - Filler(self.x, fill).background)).sum(1)
+            self._known[key] = self._subject.controlled(maps)[:, 0]
+        return self._known[key]
+
+    def segments(self, by: ResolvedSegments) -> Segments:
+        """Return the segments of the image."""
+        key = by if isinstance(by, int | tuple) else id(by)
+        if key not in self._segments:
+            self._segments[key] = segmented(self.x, by, self._subject.reader.preprocess)
+        return self._segments[key]
+
+    def scores(self, key: Hashable, count: int, make: MakeInputs) -> Tensor:
+        """Return the scores of `count` images (count,), float64 on the CPU. Equal keys are run once.
+
+        Args:
+            key: What determines the images.
+            count: The number of images.
+            make: As for `PassRunner.forwards`.
+        """
+        if key not in self._known:
+            chunks = [chunk.scores.cpu().double() for chunk in self.passes.forwards(make, count)]
+            self._known[key] = torch.cat(chunks)
+        return self._known[key]
+
+    def masked_scores(self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor]) -> Tensor:
+        """Return the scores (count,) with some pixels replaced.
+
+        Args:
+            key: What determines the masks.
+            count: The number of images.
+            fill: The value of hidden pixels.
+            hidden: Returns the masks (k, H, W) from one number to another, true for hidden pixels.
+        """
+        filler = Filler(self.x, fill)
+        return self.scores((key, fill_name(fill)), count, lambda start, stop: filler(hidden(start, stop)[:, None]))
+
+    def falls(self, key: Hashable, hidden: Tensor, fill: Fill) -> Tensor:
+        """Return the falls of the score (k,) without the pixels of masks (k, H, W)."""
+        return self.full - self.masked_scores(key, len(hidden), fill, lambda start, stop: hidden[start:stop])
+
+    def curves(self, counts: Sequence[int], fill: Fill, *, lowest_first: bool = False, insert: bool = False) -> Tensor:
+        """Return the scores with the first pixels of each order replaced (M, K), or with only these shown.
+
+        Args:
+            counts: The K numbers of pixels.
+            fill: The value of hidden pixels.
+            lowest_first: Whether the order is of rising relevance.
+            insert: Whether the first pixels are shown and all others hidden.
+        """
+        limits = torch.tensor(counts, dtype=torch.int64, device=self.x.device)
+        rows = []
+        for row, ranks in enumerate(self.ranks):
+            place = self.pixels - 1 - ranks if lowest_first else ranks
+
+            def hidden(start: int, stop: int, place: Tensor = place) -> Tensor:
+                first = place < limits[start:stop, None, None]
+                return ~first if insert else first
+
+            key = ("curve", row, tuple(counts), lowest_first, insert)
+            rows.append(self.masked_scores(key, len(counts), fill, hidden))
+        return torch.stack(rows)
+
+    @cached_property
+    def blurred(self) -> GivenImages:
+        """The image under a Gaussian of 11 pixels with a standard deviation of 5, as in RISE."""
+        weights = torch.exp(-0.5 * ((torch.arange(11, device=self.x.device) - 5) / 5).square()).to(self.x)
+        kernel = torch.outer(weights, weights) / weights.sum().square()
+        padded = pad(self.x.transpose(0, 1), (5, 5, 5, 5), mode="replicate")
+        return GivenImages("blur of 11 pixels", conv2d(padded, kernel[None, None]).transpose(0, 1))
+
+    def segment_sums(self, segments: Segments, maps: Tensor) -> Tensor:
+        """Return the sum of maps (M, H, W) over each segment: (M, segments), float64 on the CPU."""
+        sums = torch.zeros(len(maps), segments.count, dtype=torch.float64, device="cpu")
+        return sums.index_add_(1, segments.labels.flatten().cpu(), maps.flatten(1).cpu().double())
+
+    def segment_ranks(self, segments: Segments) -> Tensor:
+        """Return the place of each segment in the order of falling mean relevance (M, segments)."""
+        return ranks_of(self.segment_sums(segments, self.maps) / segments.sizes.cpu())
+
+    def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
+        """Return the scores with the segments of highest mean relevance replaced, none to all: (M, segments + 1)."""
+        segments = self.segments(by)
+        rows = []
+        for row, places in enumerate(self.segment_ranks(segments)):
+            place = places.to(self.x.device)[segments.labels]  # (H, W)
+
+            def hidden(start: int, stop: int, place: Tensor = place) -> Tensor:
+                return place < torch.arange(start, stop, device=place.device)[:, None, None]
+
+            rows.append(self.masked_scores(("segments", row, id(segments)), segments.count + 1, fill, hidden))
+        return torch.stack(rows)
+
+    def without_segments(
+        self, key: Hashable, by: ResolvedSegments, chosen: Tensor, fill: Fill
+    ) -> tuple[Tensor, Tensor]:
+        """Return the contribution of sets of segments (M, k), and the falls of the score without them (k,).
+
+        Args:
+            key: What determines the sets.
+            by: The segments.
+            chosen: (k, segments) of bool, on the CPU.
+            fill: The value of hidden pixels.
+        """
+        segments = self.segments(by)
+        falls = self.full - self.masked_scores(
+            (key, id(segments)), len(chosen), fill, lambda start, stop: segments.hidden(~chosen[start:stop])[:, 0]
+        )
+        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, falls
+
+    def subsets(self, by: ResolvedSegments, size: int, samples: int, fill: Fill) -> tuple[Tensor, Tensor]:
+        """Return the same for random sets of `size` segments."""
+        count = self.segments(by).count
+        chosen = torch.zeros(samples, count, dtype=torch.bool, device="cpu")
+        for number, row in enumerate(chosen):
+            row[torch.randperm(count, generator=generator(self.seed, size, number), device="cpu")[:size]] = True
+        return self.without_segments(("subsets", size, samples), by, chosen, fill)
+
+    def shown_by_map(self) -> Tensor:
+        """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""
+        low, high = (extreme[:, None, None] for extreme in self.maps.flatten(1).aminmax(dim=1))
+        shown = torch.where(high > low, (self.maps - low) / (high - low).clamp(min=1e-30), 1.0)
+        return self.scores("shown by map", len(shown), lambda start, stop: self.x * shown[start:stop, None])
+
+
+def ranks_of(values: Tensor) -> Tensor:
+    """Return the place of each value in the order of falling values, by row (M, n); ties keep their order."""
+    order = values.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(values.shape[1], device=values.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places)
+
+
+def fill_name(fill: Fill) -> Hashable:
+    """Return what tells fills apart."""
+    return id(fill.values) if isinstance(fill, GivenImages) else fill
+
+
+def row_ranks(values: Tensor) -> Tensor:
+    """Return the ranks of values (M, n) in their rows, from the lowest; ties get their mean rank."""
+    return torch.stack([tied_ranks(row) for row in values])
+
+
+def area(curves: Tensor) -> Tensor:
+    """Return the area under curves (..., K) at K equally spaced fractions from 0 to 1, by the trapezoid rule."""
+    return torch.trapezoid(curves, dx=1 / max(curves.shape[-1] - 1, 1))
+
+
+class Estimated(NamedTuple):
+    """A statistic of samples for M rows, with the standard errors of each row, and of the first less each row."""
+
+    values: Tensor
+    error: Tensor
+    difference_error: Tensor
+
+
+def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Estimated:
+    """Return a statistic of `count` samples with its standard errors.
+
+    Args:
+        statistic: Returns the values (M,) from the samples of these indices (k,).
+        count: The number of samples.
+
+    Source: Efron and Stein, "The Jackknife Estimate of Variance" (1981), https://doi.org/10.1214/aos/1176345462.
+    """
+    indices = torch.arange(count, device="cpu")
+    groups = min(GROUPS, count)
+    without = torch.stack([statistic(indices[indices % groups != group]) for group in range(groups)])  # (G, M)
+
+    def error(rows: Tensor) -> Tensor:
+        return ((groups - 1) * rows.var(0, correction=0)).sqrt()
+
+    return Estimated(statistic(indices), error(without), error(without[:, :1] - without))
+
+
+def correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Return Pearson's correlation along the last axis; 0 if one of them is constant."""
+    first, second = (values.double() - values.double().mean(-1, keepdim=True) for values in (first, second))
+    norms = first.norm(dim=-1) * second.norm(dim=-1)
+    return torch.where(norms > 0, (first * second).sum(-1) / norms.clamp(min=1e-300), 0.0)
+
+
+class _MetricPasses(MultiPassAttribution):
+    """The passes of metrics over a batch: the map of each image is given, and is measured instead of computed."""
+
+    metrics: Sequence[PerturbationMetric]
+    subject: Subject
+    measured: list[list[Outcome]]
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Measure the next image by all metrics."""
+        image = PerturbedImage(passes, score, self.subject, len(self.measured))
+        outcomes = []
+        for metric in self.metrics:
+            before = passes.used
+            outcome = metric.measure_image(image)
+            outcomes.append(outcome._replace(passes=passes.used - before))
+        self.measured.append(outcomes)
+        return ImageAttribution(image.maps[:1].to(passes.x))
+
+
+def _stacked(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcomes (M,) of single images as one, (M, N)."""
+    names = ("values", "error", "difference_error", "curves")
+    parts = {name: [getattr(outcome, name) for outcome in outcomes] for name in names}
+    stacked: Any = {name: torch.stack(rows, 1) for name, rows in parts.items() if rows[0] is not None}
+    return outcomes[0]._replace(**stacked)

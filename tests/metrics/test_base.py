@@ -1,0 +1,73 @@
+"""What all metrics have in common: the registry, the shared forwards, the controls and the errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import InputXGradient, MethodError, VanillaGradient
+from saliency.metrics import METRICS, measure
+from saliency.metrics.faithfulness import ABPC, Deletion, FaithfulnessEstimate, Infidelity, PixelFlipping
+
+
+class Linear(nn.Module):
+    """Two linear scores of an image (3, 8, 8), in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(2, 192, generator=generator, dtype=torch.float64) - 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) @ self.weight.T
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return Linear()
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    return torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_metrics_of_one_call_share_the_forwards_of_equal_images(model: nn.Module, x: Tensor) -> None:
+    method = InputXGradient(model)
+    explanation = method.attribute(x, [0, 1])
+    metrics = [Deletion(steps=4), PixelFlipping(steps=4), ABPC(steps=4)]
+    deletion, flipping, between = measure(metrics, explanation, method=method, inputs=x)
+    assert (deletion.passes, flipping.passes, between.passes) == (40, 0, 40)
+    assert torch.equal(deletion.values, flipping.values)
+    alone = ABPC(steps=4).measure(explanation, method=method, inputs=x)
+    assert torch.allclose(alone.values, between.values)
+
+
+def test_the_gradient_of_a_linear_model_has_no_infidelity(model: nn.Module, x: Tensor) -> None:
+    for method in (VanillaGradient(model), InputXGradient(model)):
+        metric = Infidelity(samples=20, scaled=False)
+        result = metric.measure(method.attribute(x, 1), method=method, inputs=x, score="explained")
+        assert result.values.abs().max() < 1e-20
+        assert all(control.values.min() > 0.01 for control in result.controls.values())
+        assert result.beats_controls.all()
+
+
+def test_a_control_is_worse_than_the_true_map_and_does_not_beat_itself(model: nn.Module, x: Tensor) -> None:
+    method = InputXGradient(model)
+    metric = FaithfulnessEstimate(segments=(8, 8))
+    true = metric.measure(method.attribute(x, 0), method=method, inputs=x, score="explained")
+    assert torch.allclose(true.values, torch.ones(2, dtype=torch.float64))
+    assert true.beats_controls.all()
+
+
+def test_errors_name_what_is_missing(model: nn.Module, x: Tensor) -> None:
+    explanation = VanillaGradient(model).attribute(x, 0)
+    with pytest.raises(MethodError, match=r"pass method=\.\.\. or model=\.\.\."):
+        measure("deletion", explanation, inputs=x)
+    with pytest.raises(MethodError, match=r"does not keep it: pass the images as inputs=\.\.\."):
+        measure("deletion", explanation, model=model)
+    with pytest.raises(MethodError, match='no metric "delet"; did you mean "deletion"'):
+        measure("delet", explanation, model=model, inputs=x)
+    with pytest.raises(KeyError, match="did you mean"):
+        METRICS["delet"]
