@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
@@ -16,6 +16,7 @@ from ..attribution.explanation import Explanation, Setting
 from ..attribution.options import Chunk, HasOptions, Precision, declared_options
 from ..engine.estimates import generator
 from ..errors import MethodError, did_you_mean
+from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import ImagesLike
 from ..methods.gradient import VanillaGradient
 from ..render.heatmap import reduced_maps, require_explanation, resized
@@ -145,6 +146,13 @@ class Subject:
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target
         self._masks, self._reference = masks, reference
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `compute(*arguments)`, which metrics share and which runs once for each key."""
+        if key not in self._known:
+            self._known[key] = compute(*arguments)
+        return self._known[key]
 
     @cached_property
     def maps(self) -> Tensor:
@@ -155,6 +163,16 @@ class Subject:
         """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
         rows = [cells, *control_maps(cells, self.seed)]
         return torch.stack([resized(row, self.explanation.input_size) for row in rows])
+
+    def resized(self, values: Tensor) -> Tensor:
+        """Return values (N, C, h, w), summed over the channels, in the size of the model's input: (N, H, W)."""
+        return resized(values.sum(1), self.explanation.input_size)
+
+    def scores_of(self, images: Tensor) -> Tensor:
+        """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
+        reader = self.reader
+        with prepared_for_attribution(reader.model), torch.no_grad():
+            return reader.resolve(self.scored_target, len(images))(run_model(reader.model, images))
 
     @property
     def method(self) -> Attribution:

@@ -443,28 +443,34 @@ class MonotonicityCorrelation(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the correlations of one image."""
+        relevance, squares = self.relevance_and_squares(image)
+        relevance = row_ranks(relevance)
+
+        def correlations(drawn: Tensor) -> Tensor:
+            return correlation(relevance, row_ranks(squares[None, :, drawn].mean(2)))
+
+        return Outcome(*jackknife(correlations, self.samples))
+
+    def relevance_and_squares(self, image: PerturbedImage) -> tuple[Tensor, Tensor]:
+        """Return the relevance of each feature (M, features), and the squared changes without it (features, samples).
+
+        The relevance is the sum of the map's magnitudes.
+        """
         segments, channels = image.segments(self.segments), image.x.shape[1]
         low, high = image.x[0].flatten(1).aminmax(dim=1)
 
         def make(start: int, stop: int) -> Tensor:
             images = []
             for number in range(start, stop):
-                draws = torch.rand(
-                    channels, generator=generator(image.seed, number), dtype=torch.float32, device="cpu"
-                ).to(low)
+                source = generator(image.seed, number)
+                draws = torch.rand(channels, generator=source, dtype=torch.float32, device="cpu").to(low)
                 value = (low + draws * (high - low))[:, None, None]
                 images.append(torch.where(segments.labels == number // self.samples, value, image.x[0]))
             return torch.stack(images)
 
-        key = ("replaced", segments, self.samples)
+        key = ("replaced", id(segments), self.samples)
         scores = image.scores(key, segments.count * self.samples, make).view(-1, self.samples)
-        squares = (image.full - scores).square()  # (features, samples)
-        relevance = row_ranks(image.segment_sums(segments, image.maps.abs()))
-
-        def correlations(drawn: Tensor) -> Tensor:
-            return correlation(relevance, row_ranks(squares[None, :, drawn].mean(2)))
-
-        return Outcome(*jackknife(correlations, self.samples))
+        return image.segment_sums(segments, image.maps.abs()), (image.full - scores).square()
 
 
 class Sufficiency(PerturbationMetric):

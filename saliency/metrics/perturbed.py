@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class PerturbationMetric(Metric):
     All such metrics of one call share the forwards of equal images.
     """
 
+    of_explained_score: ClassVar[bool] = False
+    """Whether the metric needs the explained score, even if others get the probability."""
+
     @abstractmethod
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the values (M,) of one image, for the map and its controls."""
@@ -45,11 +48,12 @@ class PerturbationMetric(Metric):
             subject: What is measured.
             **passes: Options of `MultiPassAttribution`: `chunk`, `precision`, `progress`.
         """
-        sharing = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
+        same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
+        sharing = [metric for metric in same_kind if metric.of_explained_score == self.of_explained_score]
         reader = subject.reader
         runner = _MetricPasses(reader.model, layout=reader.layout, **passes)
         runner.metrics, runner.subject, runner.measured = sharing, subject, []
-        runner.attribute(subject.images, subject.scored_target)
+        runner.attribute(subject.images, subject.explained_target if self.of_explained_score else subject.scored_target)
         return {metric: _stacked(own) for metric, *own in zip(sharing, *runner.measured, strict=True)}
 
 

@@ -1,0 +1,126 @@
+"""Metrics of axioms: completeness, non-sensitivity and input invariance; and ARCC, which combines three metrics."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from ..attribution.options import Option
+from ..hooks.manager import HookManager
+from ..methods.baselines import Filler, FillOption
+from ..validation import check_number
+from .base import Outcome
+from .faithfulness import MonotonicityCorrelation
+from .method_metric import Maps, MethodMetric
+from .perturbed import PerturbationMetric, PerturbedImage, correlation
+from .robustness import norm
+
+
+class Completeness(PerturbationMetric):
+    """Relative difference between the sum of the map and the score less that of a baseline; lower is better.
+
+    Args:
+        fill: The baseline, as for `Deletion`.
+
+    Values: (N,), |sum - (f(x) - f(baseline))| / |f(x) - f(baseline)|, of the explained score. Values in score units per
+    unit of the input are multiplied by the difference to the baseline.
+
+    Source: Sundararajan et al., "Axiomatic Attribution for Deep Networks" (2017), https://arxiv.org/abs/1703.01365.
+    """
+
+    name = "completeness"
+    higher_is_better = False
+    of_explained_score = True
+
+    fill: FillOption = FillOption()
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        background = Filler(image.x, self.fill).background
+        change = image.full - float(image.scores(("baseline", str(self.fill)), 1, lambda start, stop: background))
+        sums = image.contributions(self.fill).flatten(1).sum(1).cpu().double()
+        return Outcome((sums - change).abs() / (abs(change) or 1.0))
+
+
+class NonSensitivity(MonotonicityCorrelation):
+    """Share of features for which only one of the map and the score is insensitive; lower is better.
+
+    Args:
+        segments: As for `MonotonicityCorrelation`.
+        samples: As for `MonotonicityCorrelation`.
+        tolerance: The largest change of the score, as a share of it, and the largest relevance, as a share of the
+            highest, that count as none.
+
+    Values: (N,), a share of 1.
+
+    Source: Nguyen and Martinez, "On Quantitative Aspects of Model Interpretability" (2020),
+        https://arxiv.org/abs/2007.07584.
+    """
+
+    name = "non_sensitivity"
+    higher_is_better = False
+
+    tolerance: Option[float] = Option(1e-5, check_number, least=0)
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compare the features of one image."""
+        relevance, squares = self.relevance_and_squares(image)
+        is_irrelevant = relevance <= self.tolerance * relevance.amax(1, keepdim=True)
+        is_constant = squares.amax(1).sqrt() <= self.tolerance * abs(image.full)
+        return Outcome((is_irrelevant != is_constant).double().mean(1))
+
+
+class InputInvariance(MethodMetric):
+    """Relative change of the map if a constant is added to the input and taken off in the model; lower is better.
+
+    Args:
+        shift: The constant, in units of the normalised input.
+
+    Values: (N,), the norm of the change over that of the map. The shifted model returns the same scores.
+
+    Source: Kindermans et al., "The (Un)reliability of Saliency Methods" (2017), https://arxiv.org/abs/1711.00867.
+    """
+
+    name = "input_invariance"
+    higher_is_better = False
+
+    shift: Option[float] = Option(1.0, check_number)
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the changes."""
+        method = copy.deepcopy(maps.subject.method)
+        with HookManager(persistent=True) as hooks:
+            hooks.revise_input(method.model, lambda x: x - self.shift)
+            shifted = maps(maps.subject.images + self.shift, method)
+        change = norm(shifted - maps.own)
+        return Outcome(torch.where(change > 0, change / norm(maps.own), 0.0))
+
+
+class ARCC(MethodMetric):
+    """Harmonic mean of coherency, low complexity and low average drop; higher is better.
+
+    Values: (N,), 0 to 1: of Pearson's correlation of the map with that of the image multiplied by the map, 1 less the
+    mean of the map scaled to 0..1, and 1 less the average drop. 0 if one of them is not above 0.
+
+    Source: Poppi et al., "Revisiting The Evaluation of Class Activation Mapping for Explainability" (2021),
+        https://arxiv.org/abs/2104.10252.
+    """
+
+    name = "arcc"
+    higher_is_better = True
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the means of the images."""
+        subject = maps.subject
+        own = subject.resized(maps.own)
+        low, high = own.flatten(1).amin(1)[:, None, None], own.flatten(1).amax(1)[:, None, None]
+        shown = torch.where(high > low, (own - low) / (high - low).clamp(min=1e-30), 1.0)
+        images = subject.images * shown[:, None]
+        again = subject.resized(maps(images))
+        is_equal = (own == again).flatten(1).all(1)
+        coherency = torch.where(is_equal, 1.0, correlation(own.flatten(1), again.flatten(1)))
+        before, after = (subject.scores_of(each) for each in (subject.images, images))
+        drop = ((before - after) / before.abs().clamp(min=1e-30)).clamp(min=0)
+        parts = torch.stack([coherency, 1 - shown.flatten(1).mean(1).double(), 1 - drop.double()]).clamp(min=0)
+        return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))

@@ -1,0 +1,128 @@
+"""Metrics that call the method again: on other images, another model, or another target."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attribution.base import Attribution
+from ..engine.estimates import generator
+from ..hooks.model_state import prepared_for_attribution, run_model
+from ..targets.targets import TargetLike
+from .base import Metric, Outcome, Subject
+from .perturbed import correlation, row_ranks
+
+MAPLESS = ("constant", "random", "edges")
+"""The controls of metrics that call the method: a constant, new noise for each call, and the edges of the image."""
+
+
+class Maps:
+    """Maps of any images: those of the method, or of a control, which ignores the model and the target.
+
+    Args:
+        subject: What is measured.
+        control: One of `MAPLESS`, or "" for the method.
+
+    Attributes:
+        subject: What is measured.
+        control: The name of the control.
+        calls: The number of calls of the method so far.
+    """
+
+    def __init__(self, subject: Subject, control: str = "") -> None:
+        self.subject, self.control, self.calls = subject, control, 0
+        self._known: dict[Hashable, Any] = {}
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The maps of the explained images (N, C, h, w)."""
+        return self._mapless(self.subject.images) if self.control else self.subject.explanation.values
+
+    def __call__(self, images: Tensor, method: Attribution | None = None, target: TargetLike = None) -> Tensor:
+        """Return the maps (N, C, h, w) of images as the model's input (N, C, H, W).
+
+        Args:
+            images: The images.
+            method: The method, if it is not the one of the explanation.
+            target: The target, if it is not the one of the explanation.
+        """
+        self.calls += 1
+        if self.control:
+            return self._mapless(images)
+        target = self.subject.explained_target if target is None else target
+        return (method or self.subject.method).attribute(images, target).values
+
+    def _mapless(self, images: Tensor) -> Tensor:
+        shape = (len(images), 1, *self.subject.explanation.values.shape[2:])
+        if self.control == "constant":
+            return images.new_ones(shape)
+        if self.control == "random":
+            source = generator(self.subject.seed, self.calls)
+            return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu").to(images)
+        grey = images.mean(1, keepdim=True)
+        down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (2, 3))
+        return torch.hypot(down, across)
+
+    def once(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `compute(*arguments)`, which metrics share and which runs once for each key."""
+        if key not in self._known:
+            self._known[key] = compute(*arguments)
+        return self._known[key]
+
+    def noise(self, radius: float, number: int) -> Tensor:
+        """Return the draw `number` of uniform noise up to `radius`, the same for all images: (N, C, H, W)."""
+        images = self.subject.images
+        source = generator(self.subject.seed, number)
+        draws = torch.rand(images.shape[1:], generator=source, dtype=torch.float64, device="cpu")
+        return (radius * (2 * draws - 1)).to(images).expand_as(images)
+
+
+class MethodMetric(Metric):
+    """Base class of the metrics that call the method again. The controls are methods that ignore the model."""
+
+    @abstractmethod
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the values (N,) of the images, for the maps of the method or of one control."""
+
+    def outcome(self, subject: Subject) -> Outcome:
+        """Compute the values of all images, (M, N)."""
+        sources = subject.once("maps", _all_maps, subject)
+        before = sources[0].calls
+        with torch.no_grad():
+            rows = [self.measure_maps(maps) for maps in sources]
+        names = ("values", "error", "curves")
+        parts = {name: [getattr(row, name) for row in rows] for name in names}
+        stacked: Any = {name: torch.stack(part).cpu().double() for name, part in parts.items() if part[0] is not None}
+        if "error" in stacked:
+            stacked["difference_error"] = torch.hypot(stacked["error"], stacked["error"][:1])
+        return rows[0]._replace(**stacked, passes=sources[0].calls - before, controls=MAPLESS)
+
+
+def _all_maps(subject: Subject) -> list[Maps]:
+    return [Maps(subject, control) for control in ("", *MAPLESS)]
+
+
+def similarity(first: Tensor, second: Tensor, *, absolute: bool = False) -> Tensor:
+    """Return Spearman's correlation of maps (N, C, h, w), summed over the channels: (N,). Equal maps have 1.
+
+    Args:
+        first: The first maps.
+        second: The second maps.
+        absolute: Whether magnitudes are compared.
+    """
+    rows = [maps.sum(1).flatten(1) for maps in (first, second)]
+    if absolute:
+        rows = [row.abs() for row in rows]
+    correlations = correlation(row_ranks(rows[0]), row_ranks(rows[1]))
+    return torch.where((rows[0] == rows[1]).all(1), 1.0, correlations)
+
+
+def outputs(method: Attribution, images: Tensor) -> Any:
+    """Return the output of a method's model for images (N, C, H, W)."""
+    with prepared_for_attribution(method.model), torch.no_grad():
+        return run_model(method.model, images)

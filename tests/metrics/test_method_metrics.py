@@ -1,0 +1,132 @@
+"""Metrics that call the method again: closed forms, controls, and the model as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from saliency import EigenCAM, GradCAM, GuidedBackprop, InputXGradient, IntegratedGradients, SmoothGrad, VanillaGradient
+from saliency.attribution.base import Attribution, BatchAttribution
+from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.metrics import METRICS, Measurement, measure
+from saliency.metrics.randomisation import layers_from_the_top
+from saliency.testing import Snapshot, images, tiny_model
+
+from .test_base import Linear
+
+X = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Constant(Attribution):
+    """A method that ignores the model."""
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        return BatchAttribution(torch.ones_like(x), target(self.model(x)))
+
+
+def measured(metric: str, method: Attribution, x: Tensor, **options: object) -> Measurement:
+    explanation = method.attribute(x, [0, 1])
+    return METRICS[metric](**options).measure(explanation, method=method, inputs=x)
+
+
+@pytest.mark.parametrize("order", ["cascading", "independent"])
+def test_a_constant_method_keeps_its_map_and_a_gradient_does_not(order: str) -> None:
+    constant = measured("mprt", Constant(tiny_model()), images(2), order=order)
+    assert constant.curve is not None
+    assert torch.equal(constant.curve, torch.ones_like(constant.curve))
+    assert not constant.beats_controls.any()
+    gradient = measured("mprt", VanillaGradient(tiny_model()), images(2), order=order)
+    assert gradient.beats_controls.all()
+
+
+def test_guided_backprop_depends_less_on_the_weights_than_the_gradient() -> None:
+    guided, gradient = (
+        measured("mprt", method(tiny_model()), images(2)) for method in (GuidedBackprop, VanillaGradient)
+    )
+    assert (guided.values < gradient.values).all()
+
+
+def test_randomisation_costs_one_call_for_each_layer_and_one_more() -> None:
+    method = VanillaGradient(tiny_model())
+    layers = layers_from_the_top(method, images(1))
+    result = measured("mprt", method, images(2))
+    assert result.passes == len(layers) + 1
+    assert result.curve is not None
+    assert result.curve.shape == (2, len(layers) + 1)
+    assert measured("mprt", method, images(2), layers=2, draws=3).passes == 1 + 2 * 3
+
+
+def test_layers_are_randomised_from_the_last_that_runs() -> None:
+    class Backwards(nn.Module):
+        """Registers its layers in the reverse of the order in which they run."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+            self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+            self.stem = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.stem(x).flatten(2).mT
+            mixed: Tensor = self.attention(tokens, tokens, tokens)[0]
+            scores: Tensor = self.head(mixed.mean(1))
+            return scores
+
+    layers = layers_from_the_top(VanillaGradient(Backwards()), images(1))
+    assert layers[0] == "head"
+    assert layers[-1] == "stem"
+    assert set(layers[1:-1]) == {"attention", "attention.out_proj"}
+
+
+@pytest.mark.parametrize("metric", ["mprt", "efficient_mprt", "random_logit", "max_sensitivity", "input_invariance"])
+@pytest.mark.parametrize("method", [GradCAM, lambda model: SmoothGrad(VanillaGradient(model), passes=2)])
+def test_the_model_and_the_method_are_left_as_found(metric: str, method: Callable[[nn.Module], Attribution]) -> None:
+    model, x = tiny_model(), images(2)
+    explainer = method(model)
+    explanation = explainer.attribute(x, [0, 1])
+    before = Snapshot(model=model, method=explainer, x=x)
+    METRICS[metric]().measure(explanation, method=explainer, inputs=x)
+    assert not before.changes()
+
+
+def test_a_map_of_the_activations_alone_is_the_same_for_every_class() -> None:
+    result = measured("random_logit", EigenCAM(tiny_model()), images(2))
+    assert result.curve is not None
+    assert torch.equal(result.curve, torch.ones_like(result.curve))
+    assert measured("random_logit", VanillaGradient(tiny_model()), images(2)).beats_controls.all()
+
+
+@pytest.mark.parametrize("metric", ["max_sensitivity", "avg_sensitivity", "local_lipschitz", "input_invariance"])
+def test_the_gradient_of_a_linear_model_is_the_same_everywhere(metric: str) -> None:
+    assert torch.equal(measured(metric, VanillaGradient(Linear()), X).values, torch.zeros(2, dtype=torch.float64))
+
+
+def test_the_lipschitz_constant_of_gradient_times_input_is_the_largest_weight() -> None:
+    model = Linear()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    result = measured("local_lipschitz", InputXGradient(model), X)
+    assert torch.allclose(result.values, torch.full((2,), 0.5, dtype=torch.float64))
+
+
+def test_metrics_of_robustness_share_the_noisy_maps() -> None:
+    method = VanillaGradient(tiny_model())
+    names = ["max_sensitivity", "avg_sensitivity", "local_lipschitz", "relative_input_stability"]
+    results = measure(names, method.attribute(images(2), 0), method=method, inputs=images(2))
+    assert [result.passes for result in results] == [10, 0, 0, 0]
+    assert (results[0].values >= results[1].values).all()
+    assert results[0].controls["random"].values.min() > 0.5
+
+
+def test_integrated_gradients_are_complete_and_a_cam_is_not() -> None:
+    complete = measured("completeness", IntegratedGradients(tiny_model(), steps=200), images(2))
+    assert complete.values.max() < 0.02
+    assert measured("completeness", GradCAM(tiny_model()), images(2)).values.min() > 0.1
+
+
+def test_input_invariance_is_lost_with_a_fixed_baseline() -> None:
+    assert measured("input_invariance", VanillaGradient(tiny_model()), images(2)).values.max() < 1e-4
+    assert measured("input_invariance", IntegratedGradients(tiny_model()), images(2)).values.min() > 0.1
