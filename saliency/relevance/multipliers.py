@@ -239,8 +239,10 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
     change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are infinite for both
     slope = larger * torch.where(change == 0, 1, -torch.expm1(-change) / change)
-    weighted = slope * grad
-    return weighted - slope * divided(weighted.sum(dim, keepdim=True), slope.sum(dim, keepdim=True))
+    total = slope.sum(dim, keepdim=True)
+    for _ in range(2):  # the second removes the rounding error of the first, which all logits multiply
+        grad = grad - divided((slope * grad).sum(dim, keepdim=True), total)
+    return slope * grad
 
 
 def _integrated(step: Step) -> Gradients:

@@ -95,6 +95,9 @@ COMPLETE: dict[str, Callable[[Tensor], Tensor]] = {
     ).reshape(len(x), -1),
     "bicubic": lambda x: F.interpolate(x, size=9, mode="bicubic"),
     "set slice": _set_slice,
+    "shift of all logits": lambda x: (
+        (x + 1e6 * x.mean(-1, keepdim=True)).softmax(-1) @ torch.arange(1e4, 1e4 + 6, dtype=x.dtype)
+    ),
     "hidden logits": lambda x: x.masked_fill(torch.ones_like(x, dtype=torch.bool).triu(1), -torch.inf).softmax(-1),
 }
 
