@@ -36,9 +36,8 @@ from tests.relevance.plain_walk import PlainWalk
 RESULTS = Path(__file__).parent / "results" / "zoo.md"
 PROGRESS = Path(__file__).parents[1] / "build" / "zoo.jsonl"
 
-# The relevance methods, the classes that they explain, and the largest error of conservation, relative to the score or
-# to the difference of the scores, and of a batch, relative to the largest value. Errors above these are measured again
-# in float64.
+# The relevance methods, the classes that they explain, and the largest error of conservation, relative to the score,
+# and of a batch, relative to the largest value. Errors above these are measured again in float64.
 RELEVANCE: list[str] = [name for name in ("lrp", "attn_lrp", "deep_lift") if name in saliency.METHODS]
 CLASSES = [3, 7]
 COUPLED = ("timm/csatv2",)  # its attention multiplies query and key along the batch: only one image is explained
@@ -255,10 +254,15 @@ def relevance_errors(model: nn.Module, x: Tensor, names: list[str]) -> dict[str,
 
 
 def errors_of(batch: saliency.Explanation, single: saliency.Explanation) -> tuple[float, float]:
-    """Return the share of what is divided that is missing, and the difference of a batch from a single image."""
+    """Return the share of the scores that is missing, and the difference of a batch from a single image.
+
+    For DeepLIFT, it is a share of the score or of the difference of the scores, whichever is larger.
+    """
     assert batch.residual is not None
-    divided = batch.values.double().sum((1, 2, 3)) + batch.residual if batch.ledger is None else batch.scores
-    missing = float((batch.residual / divided).abs().max())
+    sizes = batch.scores.abs().double()
+    if batch.ledger is None:
+        sizes = sizes.maximum((batch.values.double().sum((1, 2, 3)) + batch.residual).abs())
+    missing = float((batch.residual.abs() / sizes).max())
     difference = error(batch.values[-1:], single.values)
     if batch.ledger is not None and single.ledger is not None:
         shares = dict(zip(single.ledger_names, single.ledger[0], strict=True))
@@ -307,10 +311,11 @@ def table(results: list[Row]) -> str:
         *(summary(name, results) for name in RELEVANCE),
         f"All checks pass on {sum(row.passed for row in results)}.",
         "",
-        "Conserved means that the ledger sums to the score within 1e-4 of it, or the values of `deep_lift` to the",
-        "difference of the score from that of the baseline, on a batch of two images with different classes, and that",
-        "the second image has the same values and the same ledger alone.",
+        "Conserved means that the ledger sums to the score within 1e-4 of it, on a batch of two images with different",
+        "classes, and that the second image has the same values and the same ledger alone. For `deep_lift`, the values",
+        "sum to the difference of the score from that of the baseline, within 1e-4 of the larger of the two.",
         f"{', '.join(COUPLED)} itself mixes the images of a batch, and explains only one.",
+        "The edges of images are at most 128 pixels, else 112, as for timm/deepseek_vit_412m, else the network's own.",
         "",
         "| network | guided backpropagation | coverage | default layer | map | plain walk |"
         + "".join(f" {name} |" for name in RELEVANCE)
