@@ -84,8 +84,14 @@ def methods_for(name: str) -> list[str]:
 
 
 def network(name: str) -> nn.Module:
-    """Return a network: the bundled one with its weights, others with random weights."""
-    return saliency.load(name, weights=None) if name != "efficientnet_lite0" else saliency.load(name)
+    """Return a network: the bundled one with its weights, others with random weights, none of which are all zero."""
+    if name == "efficientnet_lite0":
+        return saliency.load(name)
+    model = saliency.load(name, weights=None)
+    for parameter in model.parameters():
+        if not parameter.any():  # such as the head of torchvision's ViT: all gradients would be zero
+            nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def measure(name: str, batch: int, rounds: int) -> None:

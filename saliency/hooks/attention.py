@@ -76,11 +76,21 @@ class AttentionCall:
 
     def probabilities(self) -> Tensor:
         """Return the attention probabilities (N, heads, queries, keys). For windows, N counts windows."""
-        if self.weights is not None:
-            return self.by_head(_precise(self.weights))
-        probabilities = self.logits().softmax(-1)
+        return self.softmax_of(self.logits()) if self.weights is None else self.by_head(_precise(self.weights))
+
+    def softmax_of(self, logits: Tensor) -> Tensor:
+        """Return the probabilities of the logits of a fused kernel."""
+        probabilities = logits.softmax(-1)
         # A query that sees no key has a sum of zero.
         return probabilities if self.bias is None else probabilities.nan_to_num_(0)
+
+    def operand_gradients(self, at_logits: Tensor, grad: Tensor, probabilities: Tensor) -> list[Tensor]:
+        """Return the gradients at query, key and value of a fused kernel, given those at the logits and the result."""
+        query, key = cast("Tensor", self.query), cast("Tensor", self.key)
+        at_query = at_logits @ (_grouped(key, query) * self.scale)
+        at_keys = (at_logits.mT @ (_precise(query) * self.scale), probabilities.mT @ _precise(grad))
+        # Grouped keys and values are those of several heads.
+        return [at_query, *(part.reshape(len(key), key.shape[1], -1, *part.shape[2:]).sum(2) for part in at_keys)]
 
     def gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""

@@ -293,21 +293,17 @@ class CheferAttention(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens to those that the head reads."""
-        shares, read = self.shares(attention), attention.read_queries()
-
-        def weighted(call: AttentionCall) -> Tensor:  # (N, queries, keys)
-            return shares(call).mul_(attention.gradient(call)).clamp_(min=0).mean(1)
-
+        read, weights = attention.read_queries(), self.weights(attention)
         if attention.crosses:
-            return (read @ _decoded(attention, weighted))[:, 0]
+            return (read @ _decoded(attention, weights))[:, 0]
         relevance = torch.zeros_like(read)  # without the share that is read, which may be many orders larger
         for call in attention.blocks[::-1]:
-            relevance = torch.baddbmm(relevance, relevance + read, weighted(call))
+            relevance = torch.baddbmm(relevance, relevance + read, weights(call))
         return relevance[:, 0]
 
-    def shares(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
-        """Return what the gradient weights, as a function of the call: (N, heads, queries, keys), a new tensor."""
-        return AttentionCall.probabilities
+    def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
+        """Return the weighted attention of a call (N, queries, keys), as a function of the call."""
+        return lambda call: call.probabilities().mul_(attention.gradient(call)).clamp_(min=0).mean(1)
 
 
 class GradECLIP(AttentionMap):

@@ -45,20 +45,36 @@ class CheferLRP(CheferAttention):
 
     name = "chefer_lrp"
     cost = "1 forward, 3 backwards"
+    backwards = 3
     keep = Keep.ALL
 
-    def shares(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
-        """Return the relevance of attention, as a function of the call."""
+    def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
+        """Return the weighted attention, as a function of the call."""
         rules = _Rules(attention)
-        Walk(attention.grads, rules)
-        return rules.relevance.pop
+        Walk(attention.grads, rules, frees=attention.grads.forward.count_backward())
+        return rules.weights.pop
 
 
 @dataclass(frozen=True)
-class _Start(ZPlus):
-    """The rule of the last linear layer: its output has as relevance the gradient of the score."""
+class _PositiveParts(ZPlus):
+    """The rule of linear layers. Rows without relevance are skipped, such as those of most tokens in the last block."""
 
     bias: bool = False
+
+    def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what the rule passes to the input, given G at the output."""
+        rows = grad.any(-1)
+        if op.recorded is None or op.dims != (-1,) or op.input.dim() > 2 or not 0 < int(rows.sum()) < len(rows):
+            return super().propagate(op, grad)
+        passed = super().propagate(replace(op, input=op.input[rows], recorded=op.recorded[rows]), grad[rows])
+        at_input = torch.zeros_like(op.input)
+        at_input[rows] = cast("Tensor", passed.grad)
+        return Passed(at_input)
+
+
+@dataclass(frozen=True)
+class _Start(_PositiveParts):
+    """The rule of the last linear layer: its output has as relevance the gradient of the score."""
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
@@ -66,41 +82,48 @@ class _Start(ZPlus):
 
 
 class _Rules(Propagation):
-    """The rules of the authors, which also keep the relevance of attention, by call.
+    """The rules of the authors, down to the first attention.
 
     Args:
         attention: The attention of one forward, whose record keeps all values.
+
+    Attributes:
+        weights: The positive part of relevance times gradient of each call, averaged over the heads.
     """
 
     def __init__(self, attention: TokenAttention) -> None:
-        linear = ZPlus(bias=False)
+        linear = _PositiveParts()
         super().__init__(Composite({"conv": linear, "linear": linear, "last": _Start()}), {}, "refuse")
-        self.relevance: dict[AttentionCall, Tensor] = {}
-        self._calls = {call.node: call for call in attention.grads.attention}
+        self.weights: dict[AttentionCall, Tensor] = {}
+        self._calls = {call.node: call for call in attention.calls}
+        self._gradients = {call: attention.grads.node_gradient(call.node) for call in attention.calls}
         self._length_first = (attention.tokens, len(attention.grads.x))
 
     def __call__(self, visit: Visit) -> Gradients:
-        """Return G at the operands of a node."""
+        """Return G at the operands of a node; none after the first attention."""
         call, name = self._calls.get(visit.node), visit.known.name if visit.operation else ""
         if call is not None:
-            self.relevance[call] = call.gradient(visit.grad).mul_(call.probabilities()).div_(2)
-            if call.query is not None:
-                return self._fused(visit, call)
-        if name in NORMS or (name in SOFTMAX and self.relevance):  # the softmax of a target has a gradient
+            return self._attend(visit, call)
+        if len(self.weights) == len(self._calls):
+            return (None,)
+        if name in NORMS or (name in SOFTMAX and self.weights):  # the softmax of a target has a gradient
             return self._unchanged(visit)
         # The sum of two heads (N, classes) is not a residual connection: relevance of opposite signs would cancel.
         is_residual = name == "add" and visit.on_path == [True, True] and visit.grad.dim() > 2
         return self._residual(visit) if is_residual else super().__call__(visit)
 
-    def _fused(self, visit: Visit, call: AttentionCall) -> Gradients:
-        """Pass the relevance of attention through its softmax, by halves to query and key; the other half to value."""
-        with torch.enable_grad():
-            operands = [cast("Tensor", part).clone().requires_grad_() for part in (call.query, call.key)]
-            logits = replace(call, query=operands[0], key=operands[1]).logits()
-            at_logits = divided(self.relevance[call].div(2), logits.detach())
-            query, key = torch.autograd.grad(logits, operands, at_logits)
-        value = cast("Tensor", visit.plain()[2]) / 2
-        return (query, key, value, *[None] * (len(visit.on_path) - 3))
+    def _attend(self, visit: Visit, call: AttentionCall) -> Gradients:
+        """Weight attention. Pass half of its relevance through its softmax, by halves to query and key."""
+        logits = None if call.query is None else call.logits()
+        probabilities = call.probabilities() if logits is None else call.softmax_of(logits)
+        relevance = call.gradient(visit.grad).mul_(probabilities).div_(2)
+        self.weights[call] = call.gradient(self._gradients[call]).mul_(relevance).clamp_(min=0).mean(1)
+        if len(self.weights) == len(self._calls):
+            return (None,)
+        if logits is None:
+            return super().__call__(visit)
+        at_logits = divided(relevance.div_(2), logits)
+        return tuple(call.operand_gradients(at_logits, visit.grad / 2, probabilities))
 
     def _unchanged(self, visit: Visit) -> Gradients:
         """Pass the relevance of each number of the result to the same number of the operand."""

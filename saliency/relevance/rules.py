@@ -78,10 +78,12 @@ class LinearOperation:
         scaled = self.recorded if self.scale is None else self.recorded * self.scale
         return scaled if self.shift is None else scaled + self.shift
 
-    @property
-    def unbiased(self) -> Tensor:
-        """W a. It is computed again, since the difference of output and bias has larger rounding errors."""
-        return self.output if self.bias is None else self.run(self.input, self.weight)
+    def unbiased(self, magnitudes: Tensor) -> Tensor:
+        """Return W a, given |W| |a|. It is computed again if the output less a large bias would lose digits."""
+        if self.bias is None:
+            return self.output
+        is_small = float(self.bias.abs().amax()) <= 8 * float(magnitudes.amin())
+        return self.output - self.bias if is_small else self.run(self.input, self.weight)
 
     @property
     def root_mean_square(self) -> Tensor:
@@ -309,7 +311,7 @@ class AlphaBeta(_GradientRule):
         shares = relevance / sums
         sums.clamp_(min=torch.finfo(sums.dtype).tiny)
         # From -1, where all parts are negative, to 1.
-        balance = torch.div(op.output if self.bias else op.unbiased, sums, out=sums)
+        balance = torch.div(op.output if self.bias else op.unbiased(sums), sums, out=sums)
         up, lost = self._part(self.alpha, relevance, shares, 1 + balance)
         if not self.beta:
             return op.spread(up, up, bias, lost)
@@ -388,7 +390,7 @@ class ZBox(Rule):
             )
         low, high = (_per_channel(bound, op.input) for bound in (self.low, self.high))
         width, up = high - low, op.weight.clamp(min=0)
-        z = op.unbiased - op.run(high, op.weight) + op.run(width, up)
+        z = op.run(op.input, op.weight) - op.run(high, op.weight) + op.run(width, up)
         shares = divided(relevance, z)
         return (op.input - high) * op.back(shares) + width * op.transposed(shares, up)
 
