@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.autograd_graph import next_functions, result_shape
+from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
 from ..hooks.model_state import leaf
 from ..hooks.operations import Keep, Operation
 from ..hooks.pytree import tree_map_tensors, tree_tensors
@@ -194,8 +194,22 @@ class LeGrad(AttentionMap):
                 yield pooling.gradient(cast("Tensor", grad))
             else:
                 (at_tokens,) = differentiate(score, [source])
-                (grad,) = differentiate(tokens, [GradientEdge(call.node, 0)], at_tokens, retain_graph=True)
+                with _SkipZeroRows():
+                    (grad,) = differentiate(tokens, [GradientEdge(call.node, 0)], at_tokens, retain_graph=True)
                 yield call.gradient(cast("Tensor", grad))
+
+
+class _SkipZeroRows(DispatchMode):
+    """Mode in which matrix products skip rows of zeros, such as gradients of tokens that the head does not read."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        rows = args[0].any(1) if op is torch.ops.aten.mm.default else None
+        if rows is None or bool(rows.all()):
+            return op(*args, **kwargs or {})
+        result = args[0].new_zeros(len(rows), args[1].shape[1])
+        result[rows] = args[0][rows] @ args[1]
+        return result
 
 
 class AttentionGradCAM(AttentionMap):
