@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import compress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from ..hooks.rectifiers import CUT, INDEPENDENT, NO_GRADIENT, Site, Sites, diffe
 from ..layers.find import layout_of
 from ..layers.layout import Layout
 from .resolved_target import ResolvedTarget
+
+T = TypeVar("T")
 
 
 class SharedForward:
@@ -125,7 +127,6 @@ class TargetGradients:
         x: (N, C, H, W) the batch.
         scores: (N,) the scores.
         scores_in_graph: The same, with the graph of the forward.
-        walks: Walks of the graph that methods share, with the settings of each.
         attention: The attention calls on which the scores depend, in order, if the forward reads attention.
         other_softmaxes: Softmaxes before the last of these calls that are not part of one.
     """
@@ -137,7 +138,7 @@ class TargetGradients:
             self.scores_in_graph = target(forward.output)
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
-        self.walks: list[tuple[Any, Any]] = []
+        self._shared: list[tuple[Any, Any]] = []
         self._input_gradient: Tensor | None = None
         self.attention: list[AttentionCall] = []
         self.other_softmaxes: list[Node] = []
@@ -156,6 +157,14 @@ class TargetGradients:
         order = {node: at for at, node in enumerate(self.nodes)}
         passages = [*find_passages(self.nodes), self.nodes[-1]]
         return [next(node for node in passages if order[node] > order[call.node]) for call in self.attention]
+
+    def shared(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return a value that methods share by its key, such as a walk. The first of them computes it."""
+        for known, value in self._shared:
+            if known == key:
+                return cast("T", value)
+        self._shared.append((key, compute()))
+        return cast("T", self._shared[-1][1])
 
     def on(self, x: Tensor) -> TargetGradients:
         """Return the scores of another batch for the same target."""

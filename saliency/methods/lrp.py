@@ -116,10 +116,10 @@ class RelevancePropagation(TracedAttribution):
     def walk(self, grads: TargetGradients) -> Walk:
         """Return the walk of this method from the scores of one forward; methods with the same rules share it."""
         composite = self.rules(grads)
-        key = (composite, self._through, self.unknown)
-        for known, shared in grads.walks:
-            if known == key:
-                return cast("Walk", shared)
+        return grads.shared((composite, self._through, self.unknown), lambda: self._checked_walk(grads, composite))
+
+    def _checked_walk(self, grads: TargetGradients, composite: Composite) -> Walk:
+        """Return a walk, and warn if its ledger does not hold the whole score."""
         frees, is_ambiguous = grads.forward.count_backward(), has_ambiguous_shapes(grads)
         walk = self._new_walk(grads, composite, frees=frees and not is_ambiguous)
         missing = _missing(walk, grads)
@@ -130,7 +130,6 @@ class RelevancePropagation(TracedAttribution):
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
         if share > max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
             warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
-        grads.walks.append((key, walk))
         return walk
 
     def _new_walk(self, grads: TargetGradients, composite: Composite, **options: bool) -> Walk:

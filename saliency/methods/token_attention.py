@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar, Literal, get_args
 
@@ -52,6 +53,7 @@ class TokenAttention:
 
     def __init__(self, grads: TargetGradients, method: str, *, decoders: bool = False) -> None:
         self.grads, self.calls = grads, grads.attention
+        self._means: dict[AttentionCall, Tensor] = {}
         model, calls = type(grads.forward.model).__name__, grads.attention
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; {_INSTEAD}")
@@ -83,8 +85,9 @@ class TokenAttention:
             known.add(queries)
         return True
 
+    @cached_property
     def layout(self) -> Layout:
-        """Return the layout of the tokens: the grid of patches, and the number of tokens without a position.
+        """The layout of the tokens: the grid of patches, and the number of tokens without a position.
 
         Raises:
             LayerError: The tokens are not a grid of patches after a few tokens without a position.
@@ -103,8 +106,9 @@ class TokenAttention:
             raise LayerError(f"{problem} for an input of {size[0]}x{size[1]}; {GIVE_LAYOUT}")
         return layout
 
+    @cached_property
     def outliers(self) -> Tensor | None:
-        """Return the patches (N, h, w) whose norm before the last layer norm exceeds the median by 5 deviations.
+        """The patches (N, h, w) whose norm before the last layer norm exceeds the median by 5 deviations.
 
         The deviation is the median of absolute deviations in the image. The norm is also at least twice the median:
         smaller excesses occur at objects, up to 1.7 times the median with `shapes_vit`. None if no layer norm reads all
@@ -118,17 +122,24 @@ class TokenAttention:
         tokens = next((values for values in inputs if values.dim() == 3 and values.shape[:2] == shape), None)
         if tokens is None:
             return None
-        lengths = self.layout()(tokens.norm(dim=-1, keepdim=True))[:, 0]  # (N, h, w)
+        lengths = self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0]  # (N, h, w)
         median = lengths.flatten(1).median(1).values[:, None, None]
         deviation = (lengths - median).abs().flatten(1).median(1).values[:, None, None]
         return lengths > torch.maximum(median + 5 * deviation, 2 * median)
+
+    def mean_heads(self, call: AttentionCall) -> Tensor:
+        """Return the mean over the heads of the probabilities of a call (N, queries, keys). Methods share it."""
+        if call not in self._means:
+            self._means[call] = call.probabilities().mean(1)
+        return self._means[call]
 
     def gradient(self, call: AttentionCall) -> Tensor:
         """Return the gradient at the probabilities of a call (N, heads, queries, keys)."""
         return call.gradient(self.grads.node_gradient(call.node))
 
+    @cached_property
     def read_queries(self) -> Tensor:
-        """Return which queries of the last call the scores read, as shares that sum to 1: (N, 1, queries).
+        """Which queries of the last call the scores read, as shares that sum to 1: (N, 1, queries).
 
         These are the class token, the two of a distilled network, all patches under a mean, or those of a pooling head.
         """
@@ -161,11 +172,11 @@ class AttentionMap(TracedAttribution):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance of the patches."""
-        attention = TokenAttention(grads, self.name, decoders=self.reads_decoders)
-        layout = attention.layout()
-        outliers = attention.outliers()
+        decoders = self.reads_decoders
+        attention = grads.shared(("tokens", decoders), lambda: TokenAttention(grads, self.name, decoders=decoders))
+        outliers = attention.outliers
         count = 0 if outliers is None else int(outliers.sum())
-        values = layout(self.relevance(attention)[:, :, None])
+        values = attention.layout(self.relevance(attention)[:, :, None])
         coverage = Coverage(treated={"outlier tokens (hatched)": count}) if count else None
         return BatchAttribution(values, grads.scores, coverage, outliers=outliers)
 
@@ -207,7 +218,7 @@ class AttentionRollout(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the shares of all tokens in those that the head reads."""
-        shares = attention.read_queries()
+        shares = attention.read_queries
         if attention.pooling is not None:
             fused = self.fused(attention, attention.pooling)
             shares = (shares / fused.sum(-1).unsqueeze(1).clamp(min=torch.finfo(fused.dtype).tiny)) @ fused
@@ -222,7 +233,8 @@ class AttentionRollout(AttentionMap):
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return the attention of a block, fused over its heads (N, queries, keys)."""
-        return fuse_heads(call.probabilities(), self.head_fusion)
+        is_mean = self.head_fusion == "mean"
+        return attention.mean_heads(call).clone() if is_mean else fuse_heads(call.probabilities(), self.head_fusion)
 
 
 class GradientRollout(AttentionRollout):
@@ -293,7 +305,7 @@ class CheferAttention(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens to those that the head reads."""
-        read, weights = attention.read_queries(), self.weights(attention)
+        read, weights = attention.read_queries, self.weights(attention)
         if attention.crosses:
             return (read @ _decoded(attention, weights))[:, 0]
         relevance = torch.zeros_like(read)  # without the share that is read, which may be many orders larger
@@ -340,9 +352,9 @@ class GradECLIP(AttentionMap):
             raise NotApplicableError(f"{self.name}: the last attention is not fused, so its queries cannot be read")
         queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in (call.query, call.key))
         cosines = at_least_float32(queries @ keys.mT)  # (N, queries, keys)
-        low, high = cosines[..., attention.layout().prefix :].aminmax(dim=-1, keepdim=True)
+        low, high = cosines[..., attention.layout.prefix :].aminmax(dim=-1, keepdim=True)
         similar = (cosines - low) / (high - low)
-        weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries() > 0).mT
+        weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries > 0).mT
         return weighted.sum(1).clamp(min=0)
 
 

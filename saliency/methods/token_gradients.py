@@ -240,9 +240,9 @@ class AttentionGradCAM(AttentionMap):
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the weighted attention to all tokens."""
         call = attention.pooling or attention.blocks[-1]
-        read = attention.read_queries()[:, None]  # (N, 1, 1, queries)
+        read = attention.read_queries[:, None]  # (N, 1, 1, queries)
         gradient = (read @ call.gradient(attention.grads.gradient_at(call.node)))[:, :, 0]  # (N, heads, tokens)
-        weights = attention.layout()(gradient.mT).mean((2, 3))  # (N, heads)
+        weights = attention.layout(gradient.mT).mean((2, 3))  # (N, heads)
         heads = (read @ call.probabilities())[:, :, 0]
         return (heads * weights[:, :, None]).mean(1).clamp(min=0)
 
@@ -275,7 +275,7 @@ class AGCAM(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the sum over the blocks of the gated gradient at all tokens."""
-        read = attention.read_queries()
+        read = attention.read_queries
         maps = self._gated(attention, attention.pooling or attention.blocks[-1], read)
         if attention.pooling is not None:
             read = maps.new_full((1, 1, attention.tokens), 1 / attention.tokens)
@@ -320,7 +320,7 @@ class AttCAT(AttentionMap):
         relevance = attention.grads.scores.new_zeros(())
         for call, node in zip(attention.blocks, stream.inputs, strict=True):
             products = (stream.token_gradient(node) * stream.tokens(node)).sum(-1)
-            relevance = relevance + products * call.probabilities().mean((1, 2))
+            relevance = relevance + products * attention.mean_heads(call).mean(1)
         return relevance
 
 
@@ -359,7 +359,7 @@ class TokenTM(AttentionMap):
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens to those that the head reads."""
         stream = TokenStream(attention, self.name)
-        own = attention.read_queries()  # (N, 1, queries)
+        own = attention.read_queries  # (N, 1, queries)
         relevance = torch.zeros_like(own)
         if attention.pooling is not None:
             relevance = own @ _mean_flow(attention, attention.pooling)
@@ -381,7 +381,7 @@ class TokenTM(AttentionMap):
 
 def _mean_flow(attention: TokenAttention, call: AttentionCall) -> Tensor:
     """Return the mean attention times the mean positive gradient of the heads (N, queries, keys)."""
-    return call.probabilities().mean(1).mul_(attention.gradient(call).clamp_(min=0).mean(1))
+    return attention.mean_heads(call) * attention.gradient(call).clamp_(min=0).mean(1)
 
 
 def _transformation(tokens: Tensor, transformed: Tensor) -> Tensor:

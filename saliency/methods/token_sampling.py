@@ -113,7 +113,7 @@ class TIS(TimedAttribution):
         if len(outputs) < len(attention.blocks) or any(output.shape[:2] != shape for output in outputs):
             problem = f"{type(self.model).__name__} has no module for each block that returns tokens (N, tokens, C)"
             raise NotApplicableError(f"{self.name}: {problem}; {_INSTEAD}")
-        cells = attention.layout()(torch.arange(attention.tokens, device=passes.x.device)[None, :, None])[0, 0]
+        cells = attention.layout(torch.arange(attention.tokens, device=passes.x.device)[None, :, None])[0, 0]
         return blocks[0], cells, torch.cat(outputs, 2)[0]
 
     def patch_masks(self, maps: Tensor) -> Tensor:
