@@ -30,9 +30,6 @@ Results = Mapping[str, Explanation | Exception]
 _Outcomes = dict[str, list[Explanation | Exception]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
-CHUNK_CPU, CHUNK_ACCELERATOR = 8, 64
-"""Default number of passes of one image per chunk. They are fixed so that resumed runs write identical bytes."""
-
 
 class BatchTooLargeError(MemoryError):
     """The first batch of a run does not fit into memory."""
@@ -122,7 +119,7 @@ class Network:
         like = reference_tensor(model)
         self.device = device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
-        self.methods = _create_methods(options, model, CHUNK_CPU if self.device.type == "cpu" else CHUNK_ACCELERATOR)
+        self.methods = _create_methods(options, model)
         preprocess = self.methods[0].preprocess
         if preprocess is None:
             raise BatchError(f"{options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
@@ -266,7 +263,7 @@ def replicate(options: RunOptions, model: nn.Module, devices: Sequence[torch.dev
     ]
 
 
-def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[Attribution]:
+def _create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
     """Create the methods of a run, each with the options that it accepts."""
     classes = [get_method(name) for name in options.methods]
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
@@ -276,8 +273,7 @@ def _create_methods(options: RunOptions, model: nn.Module, chunk: int) -> list[A
     layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
     if layers and not any(layers.keys() & cls.parameters() for cls in classes):
         raise MethodError(f'layer="{options.layer}": {", ".join(options.methods)} reads no layer; leave the option out')
-    # Fixed chunks: auto-tuned sizes depend on timing, and change the last bits of the values. The run shows progress.
-    values = {"chunk": chunk, "progress": False, **options.options}
+    values = {"progress": False, **options.options}  # the run shows progress
     methods = []
     for cls in classes:
         given = {name: value for name, value in values.items() if name in cls.options()}

@@ -1,8 +1,8 @@
 """Base classes of the methods that run many passes of each image, and the runner of these passes.
 
 A subclass implements `explain_image`, which gets scores or gradients from a `PassRunner` and combines them. The base
-class handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks of the fastest
-size that fits into memory.
+class handles batches, limits, chunk sizes, precision, progress and interrupts. Passes run in chunks that fit
+into memory.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attribution.base import Attribution, BatchAttribution
 from ..attribution.options import Budget, Chunk, OnInterrupt, Option, PerImage, Precision, RunStats, Stopped
@@ -36,9 +34,10 @@ from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
 from ..validation import check_choice, check_integer, check_number
 from .estimates import Estimate
 
-MAX_CHUNK_CPU = 16
-"""Larger chunks are not faster on a CPU, and take more memory."""
-MAX_CHUNK_ACCELERATOR = 256
+CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
+"""Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits."""
+MAX_CHUNK_CPU, MAX_CHUNK_ACCELERATOR = 16, 256
+"""Largest automatic number of passes of a chunk, for small images."""
 
 CHECK_INTERVAL = 16
 """A tolerance is checked after multiples of this many passes, so that it does not depend on the chunk size."""
@@ -55,89 +54,10 @@ MakeInputs = Callable[[int, int], Tensor]
 """Creates the inputs (stop - start, C, H, W) of the passes `start` to `stop` - 1."""
 
 
-class ChunkTuner:
-    """Finds the fastest chunk size: the sizes 1, 2, 4, ... are tried once each, then the fastest is kept.
-
-    Trials run passes that are needed anyway, so no work is wasted. Rates are updated: if the fastest size becomes
-    slower than another size was, that size is used. Threads may share one tuner.
-
-    Args:
-        most: The largest size.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._rates: dict[int, float] | None = None  # rows per second by size; None before the first chunk
-
-    @property
-    def best(self) -> int | None:
-        """The fastest size; None while sizes are still to be tried."""
-        rates = {size: rate for size, rate in (self._rates or {}).items() if size <= self.most}
-        if not rates:
-            return None
-        fastest = max(rates, key=rates.__getitem__)
-        last_two = sorted(rates)[-2:]
-        # After two slower sizes in a row, no larger size is faster.
-        is_falling = len(last_two) == 2 and all(rates[size] < 0.9 * rates[fastest] for size in last_two)
-        return None if 2 * last_two[-1] <= self.most and not is_falling else fastest
-
-    @property
-    def rate(self) -> float:
-        """The rows per second of the fastest size; infinite while unknown."""
-        return max((self._rates or {}).values(), default=math.inf)
-
-    def size(self) -> int:
-        """Return the size of the next chunk."""
-        tried = [size for size in self._rates or {} if size <= self.most]
-        return self.best or (2 * max(tried) if tried else 1)
-
-    def record(self, size: int, seconds: float) -> None:
-        """Add the time of a chunk. The very first chunk is warm-up and is ignored."""
-        if self._rates is None:
-            self._rates = {}
-        elif size & (size - 1) == 0:  # the last chunk of a run may have any size
-            rate = size / max(seconds, 1e-9)
-            # A new dict: another thread may be reading the old one.
-            self._rates = {**self._rates, size: (self._rates.get(size, rate) + rate) / 2}
-
-    def too_large(self, size: int) -> None:
-        """Limit all later chunks to half of a size that ran out of memory."""
-        self.most = max(1, size // 2)
-
-
-_tuners: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, ChunkTuner]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def chunk_tuner_for(model: nn.Module, kind: Hashable, x: torch.Tensor) -> ChunkTuner:
-    """Return this process's tuner for a model, one kind of pass and inputs like `x` (1, C, H, W)."""
-    key = kind, tuple(x.shape[1:]), x.dtype, x.device, torch.get_num_threads()
-    most = MAX_CHUNK_CPU if x.device.type == "cpu" else MAX_CHUNK_ACCELERATOR
-    with _lock:
-        return _tuners.setdefault(model, {}).setdefault(key, ChunkTuner(most))
-
-
-def _linux_memory(file: str, field: str) -> int:
-    """Return a field of a file in /proc, in bytes; 0 on other systems."""
-    try:
-        lines = Path("/proc", file).read_text("ascii").splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
-
-
-def _rows_that_fit(rows: int, peak_before: int) -> int:
-    """Return how many rows fit into half of the free memory.
-
-    Linux kills a process that runs out of memory, so no error could be caught. On other systems there is no limit.
-
-    Args:
-        rows: The number of rows of the largest chunk so far.
-        peak_before: The peak memory of the process before the first chunk, in bytes.
-    """
-    growth = (_linux_memory("self/status", "VmHWM") - peak_before) // rows
-    free = _linux_memory("meminfo", "MemAvailable")
-    return max(rows, free // 2 // growth) if free and growth else sys.maxsize
+def chunk_size(x: Tensor) -> int:
+    """Return how many passes of inputs like `x` (1, C, H, W) run at once, by the size of the image and the device."""
+    pixels, most = (CHUNK_CPU, MAX_CHUNK_CPU) if x.device.type == "cpu" else (CHUNK_ACCELERATOR, MAX_CHUNK_ACCELERATOR)
+    return max(1, min(most, pixels // x.shape[2:].numel()))
 
 
 class ChunkResult(NamedTuple):
@@ -174,7 +94,8 @@ class PassRunner(ExitStack):
 
     def __init__(self, method: MultiPassAttribution, x: Tensor, batch_target: ResolvedTarget, image: int) -> None:
         super().__init__()
-        self.x, self.chunk, self.least, self.used, self.interrupted = x, method.chunk, 1, 0, False
+        self.x, self.least, self.used, self.interrupted = x, 1, 0, False
+        self.chunk = chunk_size(x) if method.chunk == "auto" else method.chunk
         self.stopped: Stopped = "complete"
         self.precisions: dict[str, str] = {}
         self.notes: list[str] = []
@@ -276,7 +197,7 @@ class PassRunner(ExitStack):
                 gradients = gradient_at(scores, at) if backward else inputs[:0]
             return ChunkResult(start, inputs, scores.detach(), gradients)
 
-        yield from self.chunks(compute, count, kind)
+        yield from self.chunks(compute, count)
 
     def _inputs(self, make: MakeInputs, start: int, stop: int) -> Tensor:
         with torch.no_grad(), no_autocast(self.x):
@@ -289,27 +210,23 @@ class PassRunner(ExitStack):
                 )
             return inputs.to(self.x)
 
-    def chunks(self, compute: Callable[[int, int], _T], count: int, kind: str) -> Iterator[_T]:
+    def chunks(self, compute: Callable[[int, int], _T], count: int) -> Iterator[_T]:
         """Yield the results of `compute(start, stop)` for the passes 0 to `count` - 1, until a limit is met.
 
         Args:
             compute: Runs the passes from `start` to `stop`. It may be called again with a smaller chunk.
             count: The number of passes.
-            kind: The kind of pass. The fastest chunk size is remembered for each kind.
         """
-        tuner = chunk_tuner_for(self._model, (kind, self._method.precision), self.x)
-        peak, largest, fits = _linux_memory("self/status", "VmHWM"), 0, sys.maxsize
         limit, tolerance = self._budget.passes, self._budget.tolerance
         most = count if limit is None else min(count, limit - self.used)
         self._extend_bar(most)
         at = 0
         while at < most and not self.is_over(at):
-            size = min(most - at, min(tuner.size(), fits) if self.chunk == "auto" else self.chunk, self._in_time(tuner))
+            size = min(most - at, self.chunk, self._in_time())
             if tolerance is not None:
                 size = min(size, CHECK_INTERVAL - at % CHECK_INTERVAL)
             if size > 1 and self._is_single:
                 size = 1
-            began = time.perf_counter()
             try:
                 with torch.enable_grad(), torch.autocast(**self._autocast):
                     result = compute(at, at + size)
@@ -325,14 +242,9 @@ class PassRunner(ExitStack):
                     raise
                 result = None
             if result is None:  # outside of the handler, whose traceback keeps the memory alive
-                tuner.too_large(size)
-                if self.chunk != "auto":
-                    self.chunk = size // 2
+                self.chunk = size // 2
                 torch.cuda.empty_cache()
                 continue
-            tuner.record(size, time.perf_counter() - began)
-            if size > largest:
-                largest, fits = size, _rows_that_fit(size, peak)
             at += size
             self.used += size
             self._bar.update(size)
@@ -355,10 +267,12 @@ class PassRunner(ExitStack):
         seconds = math.inf if self._budget.seconds is None else self._budget.seconds
         return seconds - (time.perf_counter() - self.began)
 
-    def _in_time(self, tuner: ChunkTuner) -> int:
+    def _in_time(self) -> int:
         """Return how many passes fit into the remaining time; at least one, and those that a map needs."""
-        passes = self._left * tuner.rate
-        return max(1, self.least - self.used, int(passes) if math.isfinite(passes) else sys.maxsize)
+        if self._budget.seconds is None:
+            return sys.maxsize
+        elapsed = max(time.perf_counter() - self.began, 1e-9)
+        return max(1, self.least - self.used, int(self._left * self.used / elapsed))
 
     def affordable(self, run: Callable[[int], object], most: int) -> int:
         """Return how many steps fit into the remaining time, from trials that take about a tenth of it.
@@ -457,9 +371,8 @@ class MultiPassAttribution(Attribution):
 
     Args:
         model: As for every method.
-        chunk: The number of passes that run at once; "auto" measures the fastest number and remembers it for the
-            process. Chunks of different sizes round differently, so two calls with "auto" agree to rounding only. With
-            a number, calls on one machine agree bit for bit.
+        chunk: The number of passes that run at once; "auto" chooses it by the size of the image.
+            Chunks of different sizes round differently.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
             and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
             gradients; passes with gradients run "fast". A copy that is slower on the first passes is not used.

@@ -106,7 +106,7 @@ class LayerPasses(MultiPassAttribution):
             with torch.no_grad():
                 return passes.target(stop - start)(tail(make(start, stop)))
 
-        return torch.cat(list(passes.chunks(compute, count, f"after {layer.layer}")))
+        return torch.cat(list(passes.chunks(compute, count)))
 
 
 def strongest(strength: Tensor, limit: int | None) -> Tensor:
@@ -507,7 +507,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
                 changed = first_tensor(self._run_with(passes.x, layer, layer.without(channels[None, ::2])))
             return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
 
-        if not all(list(passes.chunks(is_right, 1, "check"))):
+        if not all(list(passes.chunks(is_right, 1))):
             return None
         passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
         rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)

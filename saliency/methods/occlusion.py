@@ -123,7 +123,7 @@ class Occlusion(TimedAttribution):
             with torch.no_grad():
                 return start, passes.target(stop - start)(local(patches, tops, lefts))
 
-        yield from passes.chunks(compute, len(corners), f"window of {size[0]}x{size[1]}")
+        yield from passes.chunks(compute, len(corners))
         passes.notes.append(local.how)
 
 

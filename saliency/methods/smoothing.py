@@ -98,7 +98,7 @@ class NoisyAttribution(SampledAttribution):
                 rows = make(start, stop)
             return wrapped.explain(rows, passes.target(len(rows)))
 
-        for result in passes.chunks(compute, self.most_passes, f"{self.inner} of noisy copies"):
+        for result in passes.chunks(compute, self.most_passes):
             for stats in result.effort:
                 passes.precisions[self.inner] = stats.precision
             yield result
@@ -333,8 +333,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
             return TargetGradients(forward, passes.target(len(noisy))).gradient(layer.layer)  # (k, K, h, w)
 
         estimate = _SmoothMap(layer.maps)
-        gradients = passes.chunks(compute, self.most_passes, f"gradient at {layer.layer}")
-        for chunk in passes.until_precise(estimate, gradients):
+        for chunk in passes.until_precise(estimate, passes.chunks(compute, self.most_passes)):
             estimate.add(chunk)
         return from_estimate(estimate, layer.maps, layer=layer.layer)
 

@@ -144,7 +144,7 @@ class TIS(TimedAttribution):
             return passes.target(len(rows))(output)
 
         try:
-            return torch.cat(list(passes.chunks(compute, len(kept), "tokens")))
+            return torch.cat(list(passes.chunks(compute, len(kept))))
         except ModelError as error:
             problem = f"{type(self.model).__name__} cannot run on a part of its tokens (fixed positions or windows)"
             raise NotApplicableError(f"{self.name}: {problem}; {_INSTEAD}") from error

@@ -169,16 +169,14 @@ def _explains(method: Attribution, x: Tensor, target: Any) -> bool:
 def global_seed_does_not_matter(case: MethodCase) -> None:
     """The global random states do not affect the result."""
     model, x = case.model(), images(2)
-    # "auto" chooses the chunk size by timing, and results of different chunk sizes differ by rounding.
-    options = {"chunk": 2} if case.has_chunks else {}
-    method = case.on(model, **options)
+    method = case.on(model)
     first = method.attribute(x, [0, 1])
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng(devices=[]))
         undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the global one
         undo.callback(random.setstate, random.getstate())
         torch.rand(3, dtype=torch.float32, device="cpu"), np.random.rand(3), random.random()  # noqa: NPY002, S311
-        repeated, rebuilt = method.attribute(x, [0, 1]), case.on(model, **options).attribute(x, [0, 1])
+        repeated, rebuilt = method.attribute(x, [0, 1]), case.on(model).attribute(x, [0, 1])
     for explanation, what in ((repeated, "the same call again"), (rebuilt, "a new object with the same options")):
         equal = torch.equal(explanation.values, first.values) and torch.equal(explanation.scores, first.scores)
         require(equal, f"{what}, after the global random states changed, gave different values")

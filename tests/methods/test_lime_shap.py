@@ -278,8 +278,16 @@ def test_an_interrupt_gives_back_what_was_found_so_far() -> None:
 def test_an_interrupted_run_over_all_combinations_is_near_and_claims_no_error() -> None:
     value = interplay(8)
     x = torch.ones(1, 3, 4, 8, dtype=torch.float64)
-    found = KernelSHAP(Game(value, (2, 4)), segments=(2, 4), seconds=1e-9, chunk=121).attribute(x, 0)
-    assert found.effort[0].stopped == "seconds"
+    game, sizes = Game(value, (2, 4)), list[int]()
+
+    def interrupt(module: torch.nn.Module, inputs: tuple[Tensor], output: object) -> None:
+        sizes.append(len(inputs[0]))
+        if sizes.count(121) == 2:
+            raise KeyboardInterrupt
+
+    game.register_forward_hook(interrupt)
+    found = KernelSHAP(game, segments=(2, 4), chunk=121, on_interrupt="return").attribute(x, 0)
+    assert found.effort[0].stopped == "interrupt"
     assert found.effort[0].passes == 121
     assert found.error is None
     assert "all combinations" not in found.effort[0].note
