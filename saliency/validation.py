@@ -73,12 +73,7 @@ def is_integer(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:
 
 def is_real(value: object) -> TypeGuard[SupportsFloat]:
     """Return whether a value is a finite Python or NumPy number. A bool is not a number here."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that is too large for a float
-        return False
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def is_pair(value: object) -> TypeGuard[Sequence[SupportsInt]]:

@@ -39,12 +39,6 @@ _OPTIONS = {
     "forward_args": "additional_forward_args",
     "target": "targets class_idx class_index target_category attr_output",
 }
-_REMARKS = {
-    " and is a share of the range of the image": "stdevs",
-    ", and only needed where the layout is not recognised": "reshape_transform",
-    ", without the channels": "sliding_window_shapes strides",
-    ' and takes a name, such as "grad_cam"': "base_method attribution_method",
-}
 _INSTEAD = {
     "pass the target to attribute": "target targets class_idx class_index target_category attr_output",
     "move the model to the device; images follow it": "use_cuda device device_ids",
@@ -73,7 +67,7 @@ def option_hint(name: str, known: Collection[str]) -> str:
     """Return the end of an error about an unknown option, such as `; it is called steps here`."""
     for ours in _matches(name, _OPTIONS):
         if ours in known:
-            return f"; it is called {ours} here{''.join(_matches(name, _REMARKS))}"
+            return f"; it is called {ours} here"
     for advice in _matches(name, _INSTEAD):
         return f"; {advice}"
     return did_you_mean(name, known) or (f"; the options are {', '.join(known)}" if known else "")

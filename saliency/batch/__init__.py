@@ -52,7 +52,6 @@ def batch(
     whole: Whole = False,
     target: int | str | Target | None = None,
     targets: str | os.PathLike[str] | None = None,
-    columns: Mapping[str, str] | None = None,
     recursive: bool = False,
     style: OverlayStyle | None = None,
     maps: bool = False,
@@ -90,7 +89,6 @@ def batch(
         target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
             None for the top class of each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
-        columns: Names of the columns "path" and "target" of lists and `targets`; by default the usual ones.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
         maps: Whether the attribution values are saved, in float16.
@@ -130,7 +128,7 @@ def batch(
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112 - unlike Path, never raise
         raise BatchError(f"{folder} is a file, not a folder; choose another one for --out")
     places = [sources] if isinstance(sources, str | os.PathLike) else sources
-    images = find_images(places, recursive=recursive, targets=targets, columns=columns, out=folder)
+    images = find_images(places, recursive=recursive, targets=targets, out=folder)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):

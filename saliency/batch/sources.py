@@ -9,14 +9,12 @@ import os
 import posixpath
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from ..io.atomic_write import IMAGE_SUFFIXES
-from ..validation import check_choice
 from .errors import BatchError
 from .listing import ImageEntry
 from .output_folder import is_output
@@ -24,7 +22,6 @@ from .output_folder import is_output
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
 _SHARD_SUFFIXES = frozenset(("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
-_ReadList = Callable[[str], Iterator[ImageEntry]]
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
 _TARGETS = ("target", "class", "label", "category", "cls")
 
@@ -35,7 +32,6 @@ def find_images(
     recursive: bool = False,
     targets: str | os.PathLike[str] | None = None,
     out: Path | None = None,
-    columns: Mapping[str, str] | None = None,
 ) -> list[ImageEntry]:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
@@ -46,23 +42,21 @@ def find_images(
         recursive: Whether subfolders are searched. Links to folders are followed, each folder once.
         targets: File with paths and targets, for images that the sources contain without a target.
         out: Output folder of the run. Its files are skipped.
-        columns: Names of the columns "path" and "target" of lists; by default the usual ones.
 
     Raises:
         BatchError: A list cannot be read, or the targets match no image.
     """
     top = None if out is None else os.path.realpath(out)
-    read = partial(read_list, columns=columns or {})
     found: dict[tuple[object, ...], ImageEntry] = {}
     for source in map(os.fsdecode, sources):
         is_list = Path(source).suffix.lower() in LISTS
-        for number, image in enumerate(_images_of_source(source, recursive, top, read)):
+        for number, image in enumerate(_images_of_source(source, recursive, top)):
             found.setdefault((*image.key, *((source, number) if is_list else ())), image)
     images = list(found.values())
-    return images if targets is None else _with_targets(images, os.fsdecode(targets), read)
+    return images if targets is None else _with_targets(images, os.fsdecode(targets))
 
 
-def _images_of_source(source: str, recursive: bool, out: str | None, read: _ReadList) -> Iterator[ImageEntry]:
+def _images_of_source(source: str, recursive: bool, out: str | None) -> Iterator[ImageEntry]:
     """Yield the images of a source."""
     suffix = Path(source).suffix.lower()
     if is_output(source, out):
@@ -70,7 +64,7 @@ def _images_of_source(source: str, recursive: bool, out: str | None, read: _Read
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
         yield from _images_of_folder(source, recursive, out)
     elif os.path.isfile(source) and suffix in LISTS:  # noqa: PTH113
-        yield from read(source)
+        yield from read_list(source)
     elif os.path.isfile(source) and suffix == ".tar":  # noqa: PTH113
         yield from read_shard(source)
     elif glob.has_magic(source) and not os.path.lexists(source):
@@ -78,7 +72,7 @@ def _images_of_source(source: str, recursive: bool, out: str | None, read: _Read
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
         for match in matches:
-            yield from _images_of_source(match, recursive, out, read)
+            yield from _images_of_source(match, recursive, out)
     else:
         yield _entry(source)
 
@@ -166,7 +160,7 @@ def _shard_target(data: bytes, kind: str) -> int | str | None:
     return parse_target(target) if isinstance(target, int | str) else None
 
 
-def read_list(file: str, columns: Mapping[str, str]) -> Iterator[ImageEntry]:
+def read_list(file: str) -> Iterator[ImageEntry]:
     """Yield the images of a list. Relative paths are relative to the folder of the list.
 
     CSV and TSV have a header with the columns path and target in any order, or no header and path before target. CSV is
@@ -175,21 +169,18 @@ def read_list(file: str, columns: Mapping[str, str]) -> Iterator[ImageEntry]:
 
     Args:
         file: The list.
-        columns: Names of the columns "path" and "target", if they have other names.
 
     Raises:
         BatchError: The list cannot be read, or has no such column.
     """
-    paths = (columns["path"], columns["path"].casefold()) if "path" in columns else _PATHS
-    targets = (columns["target"], columns["target"].casefold()) if "target" in columns else _TARGETS
     try:
         # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
         with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
-            for number, fields in _rows(lines, Path(file).suffix.lower(), paths, columns):
-                path = _first(fields, paths)
+            for number, fields in _rows(lines, Path(file).suffix.lower()):
+                path = _first(fields, _PATHS)
                 if isinstance(path, str) and path:
                     whole = os.path.join(os.path.dirname(file), path)  # noqa: PTH118, PTH120 - keeps surrogates
-                    yield replace(_entry(whole), source=path, target=parse_target(_first(fields, targets)))
+                    yield replace(_entry(whole), source=path, target=parse_target(_first(fields, _TARGETS)))
                 else:
                     label = f"line {number}"
                     yield replace(_entry(file, (), "the line has no path"), source=f"{file}:{number}", label=label)
@@ -203,9 +194,7 @@ def parse_target(text: object) -> int | str | None:
     return text if isinstance(text, int) else str(text or "").strip() or None
 
 
-def _rows(
-    lines: TextIO, suffix: str, paths: Iterable[str], columns: Mapping[str, str]
-) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _rows(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[str, object]]]:
     """Yield the line number and the fields, by name, of every row of a list."""
     if suffix in (".csv", ".tsv"):
         names: list[str] = []
@@ -218,9 +207,7 @@ def _rows(
                 continue
             if not names:
                 names = [cell.strip().casefold() for cell in row]
-                for column in columns.values():
-                    check_choice("column", column.casefold(), names, error=BatchError)
-                if not set(names).isdisjoint(paths):
+                if not set(names).isdisjoint(_PATHS):
                     continue
                 names = ["path", "target"]
             yield reader.line_num, dict(zip(names, row, strict=False))
@@ -244,13 +231,13 @@ def _first(fields: Mapping[str, object], names: Iterable[str]) -> object:
     return next((fields[name] for name in names if name in fields), None)
 
 
-def _with_targets(images: list[ImageEntry], file: str, read: _ReadList) -> list[ImageEntry]:
+def _with_targets(images: list[ImageEntry], file: str) -> list[ImageEntry]:
     """Return the images with the targets of a list. Paths are matched first, then file names that are unique."""
     if not os.path.isfile(file):  # noqa: PTH113
         raise BatchError(f"the list of targets {file} does not exist")
     by_path: dict[str, int | str | None] = {}
     by_name: dict[str, set[int | str | None]] = {}
-    for entry in read(file):
+    for entry in read_list(file):
         if not entry.problem:
             by_path[entry.path] = by_path[os.path.abspath(entry.source)] = entry.target  # noqa: PTH100
             by_name.setdefault(entry.label, set()).add(entry.target)

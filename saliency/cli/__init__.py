@@ -155,7 +155,7 @@ texts:
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --columns --out --maps --restart --resume --retry "
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --out --maps --restart --resume --retry "
         f"--strict --format {_STYLE} --engine --batch-size --workers",
         "batch:run",
         f"""\

@@ -141,14 +141,6 @@ def _preprocess(text: str) -> dict[str, Any]:
     return dict(fields.get("pretrained_cfg", fields))
 
 
-def _columns(text: str) -> dict[str, str]:
-    """Parse the names of columns, as in `path=file,target=label`."""
-    columns = dict(part.split("=") for part in text.split(","))
-    if columns.keys() - {"path", "target"}:
-        raise ValueError("there are the columns path and target")
-    return columns
-
-
 def _field(text: str) -> tuple[str, Any]:
     """Parse a field of `Preprocess`: numbers separated by commas, or text. A single size is that of a square."""
     name, _, value = text.partition("=")
@@ -217,7 +209,6 @@ OPTIONS: dict[str, list[Option]] = {
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
         _option("--text TEXT", "one map per text against the others", "target", dest="texts", nargs="+", default=[]),
         _option("--targets FILE", "csv file with the columns path and target", "target"),
-        _option("--columns NAMES", "names of columns of lists, as in path=file,target=label", type=_columns),
         _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
         _option("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),

@@ -6,7 +6,6 @@ explodes, is zero or is NaN.
 
 from __future__ import annotations
 
-import inspect
 import math
 import textwrap
 from collections import Counter
@@ -52,11 +51,9 @@ _AFFINE = (*_CONVOLUTIONS, *_NORMS, *_NORMS_LAST, nn.Linear, nn.Bilinear, nn.Emb
 _Value = TypeVar("_Value", float, float | None)
 
 Loss = Callable[..., Tensor]
-"""Function loss(output) or loss(output, labels) that returns a scalar, or one number per image to be averaged."""
+"""Function loss(output), or loss(output, labels) for data with labels: a scalar, or one number per image to average."""
 
 _GRADIENT_STATISTICS = ("norm", "rms", "mean", "std", "min", "max")
-# Names of an optional second argument of a loss that takes labels.
-_LABELS = ("label", "labels", "target", "targets", "y", "y_true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,9 +398,10 @@ def gradient_statistics(
         model: Any `torch.nn.Module`. It is left bit for bit unchanged.
         data: A batch as the model takes it; images or their paths, if the model has a `preprocess`; or any iterable of
             batches, or of pairs of a batch and labels. A shape such as (8, 3, 224, 224) stands for noise.
-        loss_or_target: A function `loss(output)` or `loss(output, labels)`, such as `torch.nn.CrossEntropyLoss()`, that
-            returns a scalar, or one number per image to be averaged. Or a target: a class index or name, any other
-            target, or None for the top class of each image. The score is then the mean over the images.
+        loss_or_target: A function `loss(output)`, or `loss(output, labels)` if the data have labels, such as
+            `torch.nn.CrossEntropyLoss()`, that returns a scalar, or one number per image to be averaged. Or a target: a
+            class index or name, any other target, or None for the top class of each image. The score is then the mean
+            over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
         learning_rate: The learning rate of plain gradient descent. The `ratio` of a parameter is then the norm of its
             update divided by the norm of the weight; about 0.001 is usual. The ratio of a layer covers all its
@@ -439,7 +437,9 @@ def _is_loss(loss_or_target: Any) -> bool:
 def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: ModelCall) -> Tensor:
     """Return the loss or the mean score of a batch, which is differentiated, as a scalar tensor."""
     if _is_loss(loss_or_target):
-        name, value = "loss", _loss(loss_or_target, output, batch)
+        # Copy: tensors created under inference_mode cannot be saved for the backward pass.
+        labels = [] if batch.labels is None else [tree_map_tensors(batch.labels, torch.clone)]
+        name, value = "loss", loss_or_target(output, *labels)
     else:
         target = as_target(loss_or_target, batch.size, categories)
         name, value = "score", target.resolve_from(output)(output)
@@ -449,23 +449,6 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
     if not value.requires_grad:
         raise TargetError(f"the {name} has no gradient: the loss or the model detaches the output, or uses argmax")
     return value.mean()
-
-
-def _loss(loss: Any, output: Any, batch: ModelCall) -> Any:
-    try:
-        # The `__call__` of modules has no signature of its own.
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (ValueError, TypeError):  # functions written in C, such as torch.sum
-        return loss(output)
-    parameters = list(signature.parameters.values())
-    second = next((p for p in parameters[1:] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
-    is_required = second is not None and second.default is inspect.Parameter.empty
-    if is_required and batch.labels is None:
-        raise TargetError("the loss requires labels, but the data have none; pass pairs of a batch and labels")
-    if second is None or batch.labels is None or not (is_required or second.name in _LABELS):
-        return loss(output)
-    # Copy: tensors created under inference_mode cannot be saved for the backward pass.
-    return loss(output, tree_map_tensors(batch.labels, torch.clone))
 
 
 class _GradientCollector(_Collector):

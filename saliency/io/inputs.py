@@ -15,7 +15,7 @@ from typing import IO, Any, TypeGuard
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
@@ -33,15 +33,6 @@ for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "W
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
 _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -159,10 +150,10 @@ def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Ima
 def _apply_orientation(image: Image.Image) -> Image.Image:
     image.load()
     try:
-        turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        return image if is_upright else ImageOps.exif_transpose(image)
     except Exception:  # noqa: BLE001 - pixels can be intact although the metadata is damaged
-        turn = None
-    return image if turn is None else image.transpose(turn)
+        return image
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

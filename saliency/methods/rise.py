@@ -15,9 +15,6 @@ from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution
 from ..validation import check_flag, check_integer, check_number
 from .baselines import Filler, FillOption
 
-MASKS_PER_SUM = 16
-"""The number of masks that are added up at once; adding a single one takes as long."""
-
 
 class RISE(SampledAttribution):
     """The effect of each pixel's visibility on the score, estimated with random masks.
@@ -147,34 +144,20 @@ class MaskedScores(Estimate):
         self._scores = [0.0, 0.0]  # the sum of all, and of the even ones
         # With d a mask less its mean, and s a score: sums of s d, d; of these over even masks; of s s d d, s d d, d d.
         self._sums = torch.zeros(7, *scale.shape, dtype=precise_type(scale), device=scale.device)
-        self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._summed = 0
 
     def take(self, scores: Tensor, masks: Tensor) -> None:
         """Add the scores (k,) of masks (k, 1, H, W)."""
-        self._waiting.append((scores, masks))
-        self.count += len(scores)
-        if self.count - self._summed >= MASKS_PER_SUM:
-            self._add_up()
-
-    def _add_up(self) -> Tensor:
-        """The sums, with all waiting masks added."""
-        if not self._waiting:
-            return self._sums
-        scores, masks = (torch.cat(chunks) for chunks in zip(*self._waiting, strict=True))
-        self._waiting = []
         masks = masks.to(torch.promote_types(masks.dtype, torch.float32))  # sums in half precision are wrong
         scores = scores.to(masks) - self._level
         one, even = torch.ones_like(scores), torch.zeros_like(scores)
-        even[self._summed % 2 :: 2] = 1
-        self._summed += len(scores)
+        even[self.count % 2 :: 2] = 1
+        self.count += len(scores)
         self._scores[0] += float(scores.double().sum())
         self._scores[1] += float((scores * even).double().sum())
         off = (masks - self._centre if self._centre else masks).flatten(1)  # (k, H W)
         first = torch.stack([scores, one, scores * even, even]) @ off
         second = torch.stack([scores.square(), scores, one]) @ off.square()
         self._sums += torch.cat([first, second]).view_as(self._sums)
-        return self._sums
 
     def _map(self, scored: Tensor, bare: Tensor, total: float, count: int) -> Tensor:
         """The sum of s d, with scores counted from their mean if debiased."""
@@ -183,14 +166,14 @@ class MaskedScores(Estimate):
     @property
     def mean(self) -> Tensor:
         """The map (1, H, W)."""
-        scored, bare, *_ = self._add_up()
+        scored, bare, *_ = self._sums
         divisor = max(self.count - self._debiased, 1)
         return self._map(scored, bare, self._scores[0], self.count) / (self._scale * divisor)
 
     @property
     def variance(self) -> Tensor:
         """The variance (1, H, W) of the terms of the sum."""
-        scored, bare, _, _, squares, mixed, alone = self._add_up()
+        scored, bare, _, _, squares, mixed, alone = self._sums
         mean = self._scores[0] / self.count if self._debiased else 0.0
         total = scored - mean * bare
         spread: Tensor = squares - 2 * mean * mixed + mean * mean * alone - total.square() / self.count
@@ -198,7 +181,7 @@ class MaskedScores(Estimate):
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the maps of the even and of the odd masks, up to a factor."""
-        both, even = self._add_up()[:4].view(2, 2, *self._scale.shape)
+        both, even = self._sums[:4].view(2, 2, *self._scale.shape)
         odd, evens, (total, of_even) = both - even, (self.count + 1) // 2, self._scores
         odd_map = self._map(odd[0], odd[1], total - of_even, self.count - evens)
         return self._map(even[0], even[1], of_even, evens), odd_map

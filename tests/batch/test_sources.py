@@ -138,30 +138,6 @@ def test_lists_of_every_format_give_the_same_images(tmp_path: Path, name: str, t
     assert [photo.source for photo in found] == ["a.png", "sub/b.png", "c.png"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("list.csv", "Where;path;What\na.png;x;cat\nb.png;y;\n"),
-        ("list.jsonl", '{"Where": "a.png", "What": "cat", "path": 3}\n{"Where": "b.png"}\n'),
-    ],
-)
-def test_columns_may_have_other_names(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    touch(tmp_path, "a.png", "b.png")
-    columns = {"path": "Where", "target": "What"}
-    found = find_images([tmp_path / name], columns=columns)
-    assert [(photo.source, photo.target) for photo in found] == [("a.png", "cat"), ("b.png", None)]
-    found = find_images([tmp_path / "a.png", tmp_path / "b.png"], columns=columns, targets=tmp_path / name)
-    assert [photo.target for photo in found] == ["cat", None]
-
-
-@pytest.mark.parametrize("columns", [{"path": "file"}, {"target": "whta"}])
-def test_a_column_that_does_not_exist_is_an_error(tmp_path: Path, columns: dict[str, str]) -> None:
-    (tmp_path / "list.csv").write_text("path,what\na.png,cat\n")
-    with pytest.raises(BatchError, match=r"column='.*' is not one of 'path', 'what'"):
-        find_images([tmp_path / "list.csv"], columns=columns)
-
-
 def test_plain_lines_are_paths_with_any_characters(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a, b.png\n\n/x/c.png\r\n")
     found = find_images([tmp_path / "list.txt"])

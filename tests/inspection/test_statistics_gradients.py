@@ -253,7 +253,7 @@ def test_a_skip_around_a_layer_is_not_counted_at_its_output() -> None:
 def test_several_batches_of_any_size_count_as_one(kind: str) -> None:
     model, x = precise(), photos()
     of: Any = {
-        "loss": lambda output: output.square().mean(),
+        "loss": lambda output, labels: output.square().mean(),
         "labels": nn.CrossEntropyLoss(),
         "score": 2,
         "probability": saliency.probability(2),
@@ -295,7 +295,7 @@ def norms(model: nn.Module, data: Any, of: Any) -> list[float | None]:
     return [row.norm for row in gradient_statistics(model, data, of).parameters]
 
 
-def test_a_loss_takes_labels_where_it_has_an_argument_for_them() -> None:
+def test_a_loss_takes_the_labels_that_the_data_have() -> None:
     model, x = precise(), photos()
     pairs = [(x, LABELS)]
     wanted = norms(model, x, lambda output: F.cross_entropy(output, LABELS))
@@ -316,14 +316,7 @@ def test_a_loss_takes_labels_where_it_has_an_argument_for_them() -> None:
     ]
     for each in losses:
         assert norms(model, pairs, each) == pytest.approx(wanted), each
-    # An optional argument that is no label gets none, and what takes one argument gets one.
-    assert norms(model, pairs, lambda output, scale=1.0: scale * F.cross_entropy(output, LABELS)) == pytest.approx(
-        wanted
-    )
-    assert norms(model, pairs, torch.sum) == pytest.approx(norms(model, x, lambda output: output.sum()))
     assert norms(model, x, named) == pytest.approx(wanted)
-    with pytest.raises(TargetError, match="the loss requires labels, but the data have none"):
-        gradient_statistics(model, x, nn.CrossEntropyLoss())
 
 
 def test_a_target_is_the_mean_score_over_the_images() -> None:
