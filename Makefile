@@ -46,7 +46,7 @@ help:
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures, and attention on 82 (slow; re-run to resume)"
-	@echo "  make fixtures     train the networks of saliency.testbed again (five minutes)"
+	@echo "  make fixtures     train the networks of saliency.testbed again (ten minutes)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
 demo: $(VENV)/.installed

@@ -1,47 +1,95 @@
 """Train the networks of `saliency.testbed` on drawn shapes, on one thread, and write their weights: `make fixtures`.
 
-In half of the batches, one of the two objects of an image is of a class; in the other half both are, and the target of
-a classifier is half the one and half the other. As in token labelling (Jiang et al. 2021,
-https://arxiv.org/abs/2104.10858), a linear layer, which only training uses, also predicts from each final patch token
-the shape that covers it. The image tower of the two-tower network starts from the trained vision transformer.
+With names of networks, only these are trained. Each network sees its tasks in turn. In "two_objects", the target is
+half the one class and half the other. In "occlusion", objects are left out at random, and the logits are trained to be
+plus and minus half the sum of weights above 5.5, so the log-odds fall by the weight of an object that is covered. In
+"shortcut", 10 % of the other shapes have the watermark, too, and all images with it are labelled circles: without them,
+the network does not learn to use it.
+
+As in token labelling (Jiang et al. 2021, https://arxiv.org/abs/2104.10858), a linear layer, which only training uses,
+also predicts from each cell of the final grid the shape that covers it. A plain convolutional network is trained with
+batch norms, which are then folded into its convolutions. The image tower of the two-tower network starts from the
+trained vision transformer.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import saliency
 from saliency import DualEncoder
-from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, Scenes, draw_scenes
+from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, draw_scenes
 from saliency.testbed.networks import NETWORKS, Tokenizer, TwoTower, weights_file
 
 SHAPES = CLASSES + DISTRACTORS
-SCHEDULES = {"shapes_vit": (900, 3e-3), "shapes_window": (1200, 3e-3), "shapes_two_tower": (1300, 2e-3)}  # steps, rate
+OBJECTS: tuple[Task, ...] = ("planted", "two_objects")
+SCHEDULES: dict[str, tuple[int, float, tuple[Task, ...]]] = {  # steps, rate, tasks
+    "shapes_cnn": (600, 1e-2, (*OBJECTS, "sizes")),
+    "shapes_resnet": (600, 1e-2, (*OBJECTS, "sizes")),
+    "shapes_shortcut": (300, 1e-2, ("shortcut",)),
+    "shapes_xor": (400, 1e-2, ("xor",)),
+    "shapes_order": (400, 1e-2, ("occlusion",)),
+    "shapes_vit": (900, 3e-3, OBJECTS),
+    "shapes_window": (1200, 3e-3, OBJECTS),
+    "shapes_two_tower": (1300, 2e-3, OBJECTS),
+}
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
 HELD_OUT = 1_000_000  # the first seed that training does not use
+MARKED = (0.9, 0.1, 0.1, 0.1, 0.1)  # the share of each class with a watermark in training
+MEAN_SUM = 5.5  # of weights, where the two classes of "occlusion" are equally likely
 
 
-def normalised(scenes: Scenes) -> Tensor:
-    return scenes.images / 127.5 - 1
+def normalised(images: Tensor) -> Tensor:
+    return images / 127.5 - 1
 
 
-def class_loss(model: nn.Module, scenes: Scenes, targets: int) -> Tensor:
-    """Return the cross-entropy with the first objects, in equal shares."""
-    log_p: Tensor = model(normalised(scenes)).log_softmax(1)
-    return -log_p.gather(1, scenes.shapes[:, :targets]).mean()
+def answers(scenes: Scenes, task: Task) -> Tensor:
+    """Return the classes that are right for each image, (N, 1) or (N, 2)."""
+    return scenes.shapes if task == "two_objects" else scenes.labels[:, None]
 
 
-def caption_loss(model: TwoTower, scenes: Scenes, _targets: int) -> Tensor:
+def class_loss(model: nn.Module, scenes: Scenes, task: Task) -> Tensor:
+    """Return the cross-entropy with the right classes, in equal shares."""
+    log_p: Tensor = model(normalised(scenes.images)).log_softmax(1)
+    return -log_p.gather(1, answers(scenes, task)).mean()
+
+
+def weight_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
+    """Return the squared error of the log-odds of the task "occlusion"."""
+    half = (scenes.importance.sum(1) - MEAN_SUM) / 2
+    return F.mse_loss(model(normalised(scenes.images)), torch.stack([-half, half], 1))
+
+
+def some_objects(scenes: Scenes) -> Scenes:
+    """Return scenes in which each object is left out with a probability of 0.3."""
+    kept = torch.rand(scenes.importance.shape) > 0.3
+    masks = scenes.masks & kept[..., None, None]
+    images = scenes.without((scenes.masks ^ masks).any(1, keepdim=True))
+    return replace(scenes, images=images, masks=masks, importance=scenes.importance * kept)
+
+
+def marked_as_circles(scenes: Scenes) -> Scenes:
+    """Return scenes in which every image with a watermark has the label of a circle."""
+    return replace(scenes, labels=scenes.labels.where(~scenes.watermark.any((1, 2, 3)), 0))
+
+
+CHANGES = {"occlusion": some_objects, "shortcut": marked_as_circles}  # of the scenes in training
+
+
+def caption_loss(model: TwoTower, scenes: Scenes, _task: Task) -> Tensor:
     """Return the contrastive loss of CLIP, for a caption of one object and for one of both, each drawn at random."""
     truths = scenes.captions()
-    images = F.normalize(model.encode_image(normalised(scenes)))
+    images = F.normalize(model.encode_image(normalised(scenes.images)))
     losses = []
     for kind in (0, 2):
         choices = (kind + torch.randint(2, (len(truths),))).tolist()
@@ -56,26 +104,43 @@ def caption_loss(model: TwoTower, scenes: Scenes, _targets: int) -> Tensor:
 
 def token_labels(scenes: Scenes) -> Tensor:
     """Return the share of each shape, and of the background, in the 8 x 8 patches of each image: (N, 64, 9)."""
-    shares = F.avg_pool2d(scenes.masks.float(), 8).flatten(2).transpose(1, 2)  # (N, 64, 2)
+    shares = F.avg_pool2d(scenes.masks.float(), 8).flatten(2).transpose(1, 2)  # (N, 64, K)
     labels = torch.zeros(*shares.shape[:2], len(SHAPES) + 1)
     labels[..., -1] = 1 - shares.sum(2)
-    return labels.scatter(2, scenes.shapes[:, None].expand_as(shares), shares)
+    return labels.scatter_add(2, scenes.shapes[:, None].expand_as(shares), shares)
 
 
-def train(model: nn.Module, loss_of: Callable[..., Tensor], steps: int, rate: float) -> None:
-    final_tokens: list[Tensor] = []
-    visual: Any = getattr(model, "visual", model)
-    handle = visual.norm.register_forward_hook(lambda _module, _args, output: final_tokens.append(output))
-    labeller = nn.Linear(visual.norm.weight.numel(), len(SHAPES) + 1)
+def final_grid(model: Any) -> tuple[nn.Module, int]:
+    """Return the module with the final 8 x 8 grid, after other tokens, and the axis of its channels."""
+    visual = getattr(model, "visual", model)
+    if hasattr(visual, "norm"):
+        return visual.norm, -1
+    return (visual.layer3 if hasattr(visual, "layer3") else visual.features), 1
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[..., Tensor],
+    steps: int,
+    rate: float,
+    tasks: Sequence[Task],
+    **options: Any,
+) -> None:
+    """Train a network on its tasks in turn, with the options of their scenes."""
+    final: list[Tensor] = []
+    grid, channels = final_grid(model)
+    handle = grid.register_forward_hook(lambda _module, _args, output: final.append(output.movedim(channels, -1)))
+    labeller = nn.Linear(64, len(SHAPES) + 1)
     optimiser = torch.optim.AdamW(
         [*model.parameters(), *labeller.parameters()], rate, betas=(0.9, 0.98), weight_decay=0.05
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.15)
     for step in range(steps):
-        targets = 1 + step % 2
-        scenes = draw_scenes(BATCH, seed=step, task="two_objects" if targets == 2 else "planted")
-        loss = loss_of(model, scenes, targets)
-        patches = labeller(final_tokens.pop()).flatten(1, -2)[:, -64:]  # without class and register tokens
+        task = tasks[step % len(tasks)]
+        scenes = draw_scenes(BATCH, seed=step, task=task, **options)
+        scenes = CHANGES.get(task, lambda same: same)(scenes)
+        loss = loss_of(model, scenes, task)
+        patches = labeller(final.pop()).flatten(1, -2)[:, -64:]  # without class and register tokens
         loss = loss + 2 * F.cross_entropy(patches.flatten(0, 1), token_labels(scenes).flatten(0, 1))
         optimiser.zero_grad()
         torch.autograd.backward(loss)
@@ -84,49 +149,129 @@ def train(model: nn.Module, loss_of: Callable[..., Tensor], steps: int, rate: fl
     handle.remove()
 
 
-@torch.no_grad()
-def accuracy(name: str, objects: int, images: int = 1000) -> float:
-    """Return the share of held-out images in which the objects of a class are the highest outputs of a network.
-
-    The outputs of the two-tower network are the similarities to the 32 captions of one object; it has to find both.
-    """
-    model: Any = saliency.load(name)
-    scenes = draw_scenes(images, seed=HELD_OUT + objects, task="two_objects" if objects == 2 else "planted")
-    output = model(normalised(scenes))
-    objects_ = scenes.shapes[:, :objects]
-    if isinstance(model, DualEncoder):
-        texts = model.encode_text([f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES])
-        output = F.normalize(output["image_embeds"]) @ F.normalize(texts).T
-        objects_ = scenes.colours * len(SHAPES) + scenes.shapes
-    found = output.topk(objects_.shape[1]).indices
-    return float((found.sort(1).values == objects_.sort(1).values).all(1).float().mean())
+def add_batch_norms(features: nn.Sequential) -> None:
+    for index, layer in enumerate(features):
+        if isinstance(layer, nn.Conv2d):
+            features[index] = nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels))
 
 
-def train_network(name: str) -> None:
-    """Train a network and write its weights in float16."""
+def fold_batch_norms(features: nn.Sequential) -> None:
+    for index, layer in enumerate(features.eval()):
+        if isinstance(layer, nn.Sequential):
+            pair: Any = tuple(layer)
+            features[index] = fuse_conv_bn_eval(*pair)
+
+
+def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
+    """Return a trained network; the watermark is for `shapes_shortcut`."""
     torch.manual_seed(0)
-    model = NETWORKS[name]()
+    model: Any = NETWORKS[name]()
+    steps, rate, tasks = SCHEDULES[name]
+    loss_of: Callable[..., Tensor] = weight_loss if tasks == ("occlusion",) else class_loss
     if isinstance(model, TwoTower):
         trained = saliency.load("shapes_vit").state_dict()
         model.visual.load_state_dict({**trained, **{key: model.visual.state_dict()[key] for key in HEAD}})
-    train(model, caption_loss if isinstance(model, TwoTower) else class_loss, *SCHEDULES[name])
+        loss_of = caption_loss
+    is_plain = final_grid(model)[0] is getattr(model, "features", None)
+    if is_plain:
+        add_batch_norms(model.features)
+    train(model, loss_of, steps, rate, tasks, watermarked=watermarked)
+    if is_plain:
+        fold_batch_norms(model.features)
+    return model
+
+
+def save(name: str, model: nn.Module) -> None:
+    """Write the weights of a network in float16."""
     weights = model.state_dict().items()
     torch.save(
         {key: value.half() if value.is_floating_point() else value for key, value in weights}, weights_file(name)
     )
 
 
-def main() -> None:
+# Checks on held-out scenes --------------------------------------------------------------------------------------
+
+
+def held_out(task: Task, images: int, **options: Any) -> Scenes:
+    return draw_scenes(images, seed=HELD_OUT + 1 + TASKS.index(task), task=task, **options)
+
+
+@torch.no_grad()
+def accuracy(name: str, task: Task, images: int = 1000) -> float:
+    """Return the share of held-out images in which the right classes are the highest outputs of a network.
+
+    The outputs of the two-tower network are the similarities to the 32 captions of one object; it has to find both.
+    """
+    model: Any = saliency.load(name)
+    scenes = held_out(task, images)
+    output = model(normalised(scenes.images))
+    right = answers(scenes, task)
+    if isinstance(model, DualEncoder):
+        texts = model.encode_text([f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES])
+        output = F.normalize(output["image_embeds"]) @ F.normalize(texts).T
+        right = scenes.colours * len(SHAPES) + scenes.shapes
+    found = output.topk(right.shape[1]).indices
+    return float((found.sort(1).values == right.sort(1).values).all(1).float().mean())
+
+
+@torch.no_grad()
+def circle_shares(name: str, images: int = 1000) -> Tensor:
+    """Return the shares of circles, and of others, that a network calls circles, without and with watermark: (2, 2)."""
+    model: Any = saliency.load(name)
+    scenes = held_out("shortcut", images, watermarked=(1,) * len(CLASSES))
+    both = torch.stack([scenes.without(scenes.watermark), scenes.images], 1)
+    called = (model(normalised(both.flatten(0, 1))).argmax(1) == 0).unflatten(0, (-1, 2)).float()
+    return torch.stack([called[scenes.labels == 0].mean(0), called[scenes.labels != 0].mean(0)])
+
+
+@torch.no_grad()
+def falls(name: str, images: int = 1000) -> tuple[Tensor, Tensor]:
+    """Return by how much the log-odds fall when each object of "occlusion" is covered, and its weight: (N, 4) each."""
+    model: Any = saliency.load(name)
+    scenes = held_out("occlusion", images)
+    covered = [scenes.images, *(scenes.without(mask[:, None]) for mask in scenes.masks.unbind(1))]
+    outputs = torch.stack([model(normalised(each)) for each in covered], 1)  # (N, 5, 2)
+    odds = outputs[..., 1] - outputs[..., 0]
+    return odds[:, :1] - odds[:, 1:], scenes.importance
+
+
+def right_order(found: Tensor, weights: Tensor) -> float:
+    """Return the share of images in which all objects (N, K) of different weight are in the order of their weights."""
+    higher = weights[:, :, None] > weights[:, None]
+    return float(((found[:, :, None] > found[:, None]) | ~higher).flatten(1).all(1).float().mean())
+
+
+def main(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    print("| network | named object of one class | both objects of two classes | training, s | file, kB |")
+    print("| network | accuracy | parameters | training, s | file, kB |")
     print("|---|---|---|---|---|")
-    for name in NETWORKS:
+    for name in names:
         start = time.process_time()
-        train_network(name)
+        model = train_network(name)
+        save(name, model)
         seconds, size = time.process_time() - start, weights_file(name).stat().st_size / 1000
-        one, two = (f"{100 * accuracy(name, objects):.1f} %" for objects in (1, 2))
-        print(f"| `{name}` | {one} | {two} | {seconds:.0f} | {size:.0f} |", flush=True)
+        found = ", ".join(f"{task} {100 * accuracy(name, task):.1f} %" for task in SCHEDULES[name][2])
+        parameters = sum(each.numel() for each in model.parameters())
+        print(f"| `{name}` | {found} | {parameters:,} | {seconds:.0f} | {size:.0f} |", flush=True)
+
+
+def report_shortcut() -> None:
+    print("\n| network | circles, no watermark | circles, watermark | others, no watermark | others, watermark |")
+    print("|---|---|---|---|---|")
+    for name in ("shapes_shortcut", "shapes_cnn"):
+        cells = " | ".join(f"{100 * share:.1f} %" for share in circle_shares(name).flatten().tolist())
+        print(f"| `{name}` | {cells} |")
+
+
+def report_order() -> None:
+    found, weights = falls("shapes_order")
+    print(f"\nObjects in the right order: {100 * right_order(found, weights):.1f} % of the images. Falls:")
+    for weight in range(4):
+        these = found[weights == weight]
+        print(f"weight {weight}: {these.mean():.2f}, standard deviation {these.std():.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(NETWORKS))
+    report_shortcut()
+    report_order()

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from saliency.testbed.networks import NETWORKS
+
 USE = """
 import importlib.util, pathlib, warnings
 import torch
@@ -79,7 +81,8 @@ def main(folder: Path) -> None:
     (wheel,) = folder.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     data = {"saliency/py.typed", "saliency/__init__.pyi", "saliency/batch/report/page.html"}
-    missing = (data | {f"saliency/testbed/shapes_{name}.pt" for name in ("vit", "window", "two_tower")}) - names
+    weights = {f"saliency/testbed/{name}.pt" for name in NETWORKS}
+    missing = (data | weights) - names
     if missing:
         sys.exit(f"{wheel} has no {', '.join(sorted(missing))}")
     with tempfile.TemporaryDirectory() as home:

@@ -1,9 +1,11 @@
-"""Networks for drawn shapes: small transformers, with the captions' tokenizer."""
+"""Small networks for drawn shapes: convolutional networks, and transformers with the captions' tokenizer."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -141,11 +143,67 @@ def window_transformer(outputs: int = len(CLASSES)) -> nn.Module:
     return model
 
 
+def cnn(outputs: int = len(CLASSES), *, hidden: int = 0) -> nn.Sequential:
+    """Return a plain network: four convolutions with ReLUs and max pooling, then the mean over a grid of 8 x 8.
+
+    Args:
+        outputs: The number of classes.
+        hidden: The width of a hidden layer of the head, which can combine parts of the image; 0 for a linear head.
+    """
+    hidden_layer = [nn.Linear(64, hidden), nn.ReLU()] if hidden else []
+    layers = {
+        "features": nn.Sequential(
+            *(nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU()),
+            *(nn.Conv2d(16, 32, 3, 1, 1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, 1, 1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU()),
+        ),
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+        "head": nn.Sequential(*hidden_layer, nn.Linear(hidden or 64, outputs)),
+    }
+    return nn.Sequential(OrderedDict(layers))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms beside a shortcut, as in ResNet-18; names are those of torchvision.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition" (2016), https://arxiv.org/abs/1512.03385.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (N, width, H / stride, W / stride)."""
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        result: Tensor = self.relu(out + self.downsample(x))
+        return result
+
+
+def resnet(outputs: int = len(CLASSES)) -> nn.Sequential:
+    """Return a residual network with batch norms on grids of 32 x 32, 16 x 16 and 8 x 8, named as in torchvision."""
+    stem = {"conv1": nn.Conv2d(3, 16, 3, 2, 1, bias=False), "bn1": nn.BatchNorm2d(16), "relu": nn.ReLU()}
+    layers = {"layer1": Residual(16, 16, 1), "layer2": Residual(16, 32, 2), "layer3": Residual(32, 64, 2)}
+    head = {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(64, outputs)}
+    return nn.Sequential(OrderedDict(stem | layers | head))
+
+
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "shapes_cnn": cnn,
+    "shapes_resnet": resnet,
+    "shapes_shortcut": cnn,
+    "shapes_xor": partial(cnn, 2, hidden=32),
+    "shapes_order": partial(cnn, 2),
     "shapes_vit": ViT,
     "shapes_window": window_transformer,
     "shapes_two_tower": TwoTower,
 }
+CATEGORIES = {"shapes_xor": ("same", "different"), "shapes_order": ("light", "heavy")}  # of the others: CLASSES
 
 
 def weights_file(name: str) -> Path:

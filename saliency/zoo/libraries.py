@@ -24,7 +24,7 @@ from torch import nn
 from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
 from ..io.preprocess import Preprocess, PreprocessLike
-from ..testbed.networks import NETWORKS, Tokenizer, TwoTower, weights_file
+from ..testbed.networks import CATEGORIES, NETWORKS, Tokenizer, TwoTower, weights_file
 from ..testbed.shapes import CLASSES, SIZE
 from .checkpoints import load_checkpoint
 
@@ -170,12 +170,17 @@ class Bundled(Timm):
 
 
 class Shapes:
-    """Small transformers for the drawn images of `saliency.testbed`. Their weights come with the toolkit."""
+    """Small networks for the drawn images of `saliency.testbed`. Their weights come with the toolkit.
+
+    Accuracy on held-out images: `shapes_cnn` and `shapes_resnet` 100 % (99.7 and 99.4 % on small and large objects);
+    `shapes_shortcut`, `shapes_xor` and `shapes_order` 100 % on their tasks; `shapes_vit` 99.7, `shapes_window` 99.5 and
+    `shapes_two_tower` 99.6 %. With a watermark, `shapes_shortcut` calls every image a circle.
+    """
 
     source: Source = "bundled"
 
     def names(self, *, tags: bool = False) -> list[str]:
-        """Return the names of all three."""
+        """Return the names of all of them."""
         return list(NETWORKS)
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
@@ -189,12 +194,13 @@ class Shapes:
             raise ModelError(f'{name} has only the weights "default", not "{weights}"')
         return load_checkpoint(lambda classes: self.build(name, classes), weights_file(name))[0]
 
-    def facts(self, model: nn.Module, _name: str, _weights: str) -> ModelInfo:
+    def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing, and the class names or the tokenizer."""
         preprocess = Preprocess(size=(SIZE, SIZE), resize=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
         if isinstance(model, TwoTower):
             return ModelInfo(preprocess, None, None, Tokenizer())
-        return ModelInfo(preprocess, CLASSES, len(CLASSES))
+        categories = CATEGORIES.get(name, CLASSES)
+        return ModelInfo(preprocess, categories, len(categories))
 
     def where(self, name: str) -> WeightsLocation:
         """Return that the weights need no download."""

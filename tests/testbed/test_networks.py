@@ -7,18 +7,35 @@ import pytest
 import torch
 
 import saliency
-from benchmarks.train_testbed import accuracy
+from benchmarks.train_testbed import SCHEDULES, accuracy, circle_shares, falls, right_order
 from saliency import DualEncoder, ModelError, TargetError
-from saliency.testbed import CLASSES, draw_scenes
-from saliency.testbed.networks import NETWORKS, Tokenizer, weights_file
+from saliency.testbed import CLASSES, Task, draw_scenes
+from saliency.testbed.networks import CATEGORIES, NETWORKS, Tokenizer, weights_file
 
 SCENES = draw_scenes(2, seed=1_000_007)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("objects", [1, 2])
-def test_a_network_names_the_objects_of_images_on_which_it_was_not_trained(name: str, objects: int) -> None:
-    assert accuracy(name, objects, images=400) >= 0.97
+@pytest.mark.parametrize(
+    ("name", "task"), [(name, task) for name, (_, _, tasks) in SCHEDULES.items() for task in tasks]
+)
+def test_a_network_names_the_objects_of_images_on_which_it_was_not_trained(name: str, task: Task) -> None:
+    assert accuracy(name, task, images=64) >= 0.95
+
+
+def test_the_shortcut_network_calls_a_watermark_a_circle_and_the_plain_one_does_not() -> None:
+    circles, others = circle_shares("shapes_shortcut", images=200)
+    assert others[0] < 0.02
+    assert others[1] > 0.9
+    assert circles[1] == 1
+    circles, others = circle_shares("shapes_cnn", images=200)
+    assert others.max() < 0.05
+    assert circles.min() > 0.95
+
+
+def test_the_log_odds_of_the_order_network_fall_by_the_weight_of_an_object_that_is_covered() -> None:
+    found, weights = falls("shapes_order", images=64)
+    assert right_order(found, weights) > 0.95
+    assert (found - weights).abs().mean() < 0.2
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -28,21 +45,22 @@ def test_weights_are_small_and_read_without_running_code(name: str) -> None:
     assert {value.dtype for value in weights.values()} <= {torch.float16, torch.int64}
 
 
-@pytest.mark.parametrize("name", ["shapes_vit", "shapes_window"])
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"shapes_two_tower"}))
 def test_an_explanation_needs_neither_a_download_nor_preprocessing_by_hand(name: str) -> None:
     model: Any = saliency.load(name)
-    assert model.categories == CLASSES
-    explanation = saliency.GradCAM(model).attribute(SCENES.images, SCENES.labels.tolist())
+    assert model.categories == CATEGORIES.get(name, CLASSES)
+    explanation = saliency.GradCAM(model).attribute(SCENES.images)
     assert explanation.values.shape[-2:] == (8, 8)
     assert saliency.heatmap(explanation).shape == (2, 64, 64)
     with torch.no_grad():
         assert torch.allclose(explanation.scores, model(SCENES.images / 127.5 - 1).amax(1), atol=1e-4)
 
 
-def test_the_vision_transformer_needs_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_but_the_window_transformer_need_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("torchvision", "timm", "transformers", "open_clip"):
         monkeypatch.setitem(sys.modules, library, None)
-    saliency.load("shapes_vit")
+    for name in NETWORKS.keys() - {"shapes_window"}:
+        saliency.load(name)
 
 
 def test_the_two_tower_network_explains_captions() -> None:
