@@ -57,22 +57,22 @@ def test_the_label_is_the_class_of_the_first_object(task: Task) -> None:
 
 
 def test_small_and_large_objects_are_whole_and_their_sizes_are_independent() -> None:
-    scenes = draw_scenes(2000, seed=1, task="sizes")
+    scenes = draw_scenes(600, seed=1, task="sizes")
     small, large = (math.pi * radius**2 for radius in (5, 10))
     areas = scenes.masks.sum((2, 3))
     is_large = areas > (small + large) / 2
     assert (areas[is_large] / large - 1).abs().max() < 0.1
     assert (areas[~is_large] / small - 1).abs().max() < 0.3
-    assert (is_large.double().mean(0) - 0.5).abs().max() < 0.05
-    assert abs(float((is_large[:, 0] == is_large[:, 1]).double().mean()) - 0.5) < 0.05
+    assert (is_large.double().mean(0) - 0.5).abs().max() < 0.08
+    assert abs(float((is_large[:, 0] == is_large[:, 1]).double().mean()) - 0.5) < 0.08
 
 
 def test_a_watermark_is_on_the_given_share_of_each_class_and_changes_nothing_else() -> None:
     shares = (0.8, 0, 0.3, 0, 1)
-    scenes, planted = draw_scenes(1000, seed=8, task="shortcut", watermarked=shares), draw_scenes(1000, seed=8)
+    scenes, planted = draw_scenes(500, seed=8, task="shortcut", watermarked=shares), draw_scenes(500, seed=8)
     marked = scenes.watermark.any((1, 2, 3))
     for label, share in enumerate(shares):
-        assert abs(float(marked[scenes.labels == label].double().mean()) - share) < (0.08 if 0 < share < 1 else 1e-9)
+        assert abs(float(marked[scenes.labels == label].double().mean()) - share) < (0.15 if 0 < share < 1 else 1e-9)
     assert set(scenes.watermark[marked].sum((1, 2, 3)).tolist()) == {72}
     assert torch.equal(scenes.without(scenes.watermark), planted.images)
     assert torch.equal(scenes.masks, planted.masks)
@@ -80,7 +80,7 @@ def test_a_watermark_is_on_the_given_share_of_each_class_and_changes_nothing_els
 
 
 def test_the_label_of_xor_needs_both_parts() -> None:
-    scenes = draw_scenes(1000, seed=3, task="xor")
+    scenes = draw_scenes(500, seed=3, task="xor")
     for (one, other, third), label in zip(shapes_of(scenes), scenes.labels.tolist(), strict=True):
         assert {one, other} <= {"circle", "square"}
         assert third in DISTRACTORS
@@ -89,7 +89,7 @@ def test_the_label_of_xor_needs_both_parts() -> None:
     assert torch.equal(scenes.distractor, scenes.masks[:, 2:])
     for part in range(2):  # neither part alone tells the label
         for shape in range(2):
-            assert abs(float(scenes.labels[scenes.shapes[:, part] == shape].double().mean()) - 0.5) < 0.08
+            assert abs(float(scenes.labels[scenes.shapes[:, part] == shape].double().mean()) - 0.5) < 0.1
 
 
 def test_the_label_of_occlusion_follows_from_the_weights_of_the_objects() -> None:
