@@ -162,7 +162,7 @@ class Subject:
     def controlled(self, cells: Tensor) -> Tensor:
         """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
         rows = [cells, *control_maps(cells, self.seed)]
-        return torch.stack([resized(row, self.explanation.input_size) for row in rows])
+        return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
 
     def resized(self, values: Tensor) -> Tensor:
         """Return values (N, C, h, w), summed over the channels, in the size of the model's input: (N, H, W)."""
@@ -239,6 +239,11 @@ class Subject:
             counts = f"{len(self._reference)} images, and the explanation {len(self.explanation)}"
             raise MethodError(f"the reference has {counts}; expected the same images")
         return self._reference
+
+
+def resized_within(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize maps (N, h, w) within the range of each, so that rounding does not give a constant map an order."""
+    return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
 
 
 def control_maps(cells: Tensor, seed: int) -> list[Tensor]:
