@@ -273,6 +273,9 @@ def _last_call(name: str, calls: list[Tensor]) -> Tensor:
             f'layer "{name}" was not run in this forward, or returned no tensor '
             "(hooks do not run inside a scripted module)"
         )
+    if calls[-1].is_nested:
+        problem = f'layer "{name}" returns nested tensors, as nn.TransformerEncoder does for a padding mask'
+        raise LayerError(f"{problem}; build the encoder with enable_nested_tensor=False")
     if not calls[-1].is_floating_point():
         raise LayerError(f'the output of layer "{name}" is {calls[-1].dtype}; expected floating-point activations')
     return calls[-1]

@@ -155,7 +155,7 @@ texts:
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --out --maps --restart --resume --retry "
+        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --restart --resume --retry "
         f"--strict --format {_STYLE} --engine --batch-size --workers",
         "batch:run",
         f"""\
@@ -164,9 +164,11 @@ examples:
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
+  saliency batch photos/ --model open_clip/ViT-B-32 --text "a cat" "a dog"
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
+With --text, the first text is explained against the others.
 
 files:
   DIR/index.html       the gallery page

@@ -31,6 +31,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
             "command": ["saliency", *sys.argv[1:]],
             "on_progress": lambda progress: show(progress.done, progress.total, progress.failed),
         }
+        if arguments.texts:
+            from ..targets.embedding import text
+
+            options["target"] = text(arguments.texts[0], against=arguments.texts[1:])
         summary = batch(**options)
     _print_summary(summary, screen)
     # With --method all, a method that does not apply to the model is not a failure.

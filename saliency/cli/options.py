@@ -179,6 +179,7 @@ def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Opti
 
 
 _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD}; render: all)"
+_TEXT_HELP = "one map per text against the others; batch: of the first text"
 OPTIONS: dict[str, list[Option]] = {
     "": [
         _option("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
@@ -207,7 +208,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
         _option("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
-        _option("--text TEXT", "one map per text against the others", "target", dest="texts", nargs="+", default=[]),
+        _option("--text TEXT", _TEXT_HELP, "target", dest="texts", nargs="+", default=[]),
         _option("--targets FILE", "csv file with the columns path and target", "target"),
         _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),

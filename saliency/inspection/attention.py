@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -92,11 +93,13 @@ def attention(
     if reduce is not None:
         check_choice("reduce", reduce, get_args(Reduce))
     model = unwrap(model)
-    batch = read(image, model_attribute("preprocess", model), like=reference_tensor(model)).tensor
-    resolved = ResolvedTarget(target, len(batch), categories_of(model))
+    read_images = partial(read, preprocess=model_attribute("preprocess", model), like=reference_tensor(model))
+    batch = read_images(image).tensor
     names = [name for name, module in model.named_modules() if is_hookable(model, name, module)]
     backwards = int(target is not None)
     with prepared_for_attribution(model), bind_forward_args(forward_args, len(batch)):
+        resolved = ResolvedTarget(target, len(batch), categories_of(model))
+        resolved.bind(model, lambda reference: read_images(reference).tensor)
         forward = SharedForward(model, batch, backwards=backwards, traced=names, reads_attention=True)
         grads = TargetGradients(forward, resolved)
         if not grads.attention:

@@ -332,14 +332,31 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
     """Return a preprocessing without its crop; see `Preprocess.without_crop`.
 
     Raises:
-        ImageError: There is no preprocessing, or it is a function, whose crop cannot be taken out.
+        ImageError: There is no preprocessing; or it is a function, and `whole` is "aspect", or the function does not
+            give inputs of one size, or does more than resize, crop and normalise.
     """
     prepare = None if like is None else as_preprocess(like)
+    if isinstance(prepare, TransformPreprocess) and whole != "aspect":
+        prepare = _stretched(prepare)
     if isinstance(prepare, Preprocess):
         return prepare.without_crop(whole)
     came = "this model has no preprocessing" if prepare is None else "the preprocessing is a function"
     hint = "describe it, for example by preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
     raise ImageError(f"whole={whole!r}: {came}, so no crop can be taken out of it; {hint}")
+
+
+def _stretched(function: TransformPreprocess) -> Preprocess | TransformPreprocess:
+    """Return a preprocessing to the size and with the normalisation of a function; the function if it differs."""
+    pictures = [Image.new("RGB", (256, 256), color) for color in ("black", "white")]
+    pictures.append(Image.new("RGB", (400, 256), "rgb(20, 100, 200)"))
+    black, white, mixed = map(function, pictures)
+    size, scale = (black.shape[1], black.shape[2]), 1 / (white - black).mean((1, 2))
+    # Image processors of Hugging Face have an attribute `resample`.
+    resample = Image.Resampling(getattr(function.transform, "resample", Image.Resampling.BILINEAR))
+    mean = -black.mean((1, 2)) * scale
+    found = Preprocess(size, size, tuple(mean.tolist()), tuple(scale.tolist()), resample.name.lower())
+    is_equal = mixed.shape[1:] == size and torch.allclose(found(pictures[2]), mixed, atol=1e-3)
+    return found if is_equal else function
 
 
 def _is_torchvision_preset(transform: object) -> bool:

@@ -193,7 +193,7 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 
     def on_output(name: str, output: Any) -> None:
         tensor = first_tensor(output)
-        if tensor is not None:
+        if tensor is not None and not tensor.is_nested:  # as layers of nn.TransformerEncoder return for a padding mask
             callback(name, tensor)
 
     modules = dict(model.named_modules())

@@ -56,7 +56,7 @@ class TokenAttention:
         self._means: dict[AttentionCall, Tensor] = {}
         model, calls = type(grads.forward.model).__name__, grads.attention
         if not calls:
-            raise NotApplicableError(f"{method}: {model} has no attention that can be read; {_INSTEAD}")
+            raise NotApplicableError(f"{method}: {model} has no attention that can be read; use grad_cam or lrp")
         if grads.other_softmaxes:
             parts = f"{len(grads.other_softmaxes)} attentions of {model} cannot be read, because they mix heads or keys"
             raise NotApplicableError(f"{method}: {parts} by a formula of their own; {_INSTEAD}")
@@ -70,7 +70,7 @@ class TokenAttention:
         is_encoder = all(call.shape[3] == self.tokens for call in calls) and self.crosses in ([], [self.pooling])
         is_known = is_encoder or (decoders and self._has_decoder())
         if images != len(grads.x) or not self.blocks or not is_known or not is_chain(calls):
-            kinds = "windows, stages, channels, parallel branches"
+            kinds = "windows, stages, channels, parallel branches, pooling of patches only"
             problem = f"the attention of {model} is not among all tokens in each block ({kinds})"
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
 

@@ -45,9 +45,9 @@ class TokenStream:
         self._order = {node: at for at, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
         self.inputs = attention.grads.token_nodes[: len(attention.blocks)]
-        if attention.tokens not in result_shape(self.inputs[0])[:2]:
+        if attention.tokens not in result_shape(self.inputs[0])[:2] or len({*self.inputs}) < len(self.inputs):
             model = type(attention.grads.forward.model).__name__
-            raise NotApplicableError(f"{method}: other layers of {model} bypass all blocks; attn_lrp reads them too")
+            raise NotApplicableError(f"{method}: other layers of {model} bypass its blocks; attn_lrp reads them too")
 
     @cached_property
     def outputs(self) -> list[Node]:
@@ -301,7 +301,8 @@ class AttCAT(AttentionMap):
     Values: (N, 1, h, w), signed, in score units.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        NotApplicableError: The network has no attention, or not among all tokens in each block; or other layers bypass
+            its blocks, such as a head that reads several blocks.
         LayerError: The tokens are not a grid of patches.
         TargetError: The target does not fit the model's output.
 

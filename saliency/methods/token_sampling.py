@@ -50,7 +50,8 @@ class TIS(TimedAttribution):
     Here the mean score of all masks is subtracted, because the paper's map is shown stretched to 0..1, which removes a
     constant. The paper takes class probabilities: `attribute(image, saliency.probability("espresso"))`.
 
-    Every forward runs the model itself, regardless of `precision`.
+    Every forward runs the model itself, regardless of `precision`. The masks and the differences of scores depend on
+    the network's rounding, see docs/transformers.md for bfloat16.
 
     Args:
         model: As for every method.
@@ -169,7 +170,8 @@ class ViTCX(LayerPasses, TimedAttribution):
     corrects for pixels that many masks show. The mean effect of all masks is subtracted: the paper's map is the same up
     to a constant and a factor. The paper takes class probabilities: the target `saliency.probability(...)`.
 
-    Feature maps that are constant highlight nothing and form no cluster. With a single mask there is nothing to
+    The clusters depend on the network's rounding, see docs/transformers.md for bfloat16. Feature maps that are constant
+    highlight nothing and form no cluster. With a single mask there is nothing to
     compare, so the map is 0.
 
     Args:

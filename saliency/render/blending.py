@@ -32,6 +32,8 @@ Area = tuple[slice, slice]
 SEQUENTIAL = "inferno"
 DIVERGING = "bwr"  # its ends are bright, and stay visible on dark images
 
+HATCHED = "hatched: tokens with an outlying norm"  # legend
+
 CENTRE = 128  # the entry of zero in a centred table
 
 PER_UNIT = "score per unit of normalised input"

@@ -14,7 +14,7 @@ from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..io.preprocess import Frame
 from ..validation import check_integer
-from .blending import Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink, units
+from .blending import HATCHED, Opacity, ScaledMap, frame_of, method_titles, paint, probability, scale_map, shrink, units
 from .heatmap import SMOOTHING, shared_limit, single_images
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
 TITLE_HEIGHT = 0.3  # of the title above everything
 
 TITLE_SIZE, TEXT_SIZE = 9.0, 7.0  # points
-HATCHED = "\nhatched: tokens with an outlying norm"
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
 
 
@@ -184,7 +183,7 @@ def _add_bar(drawing: Figure, axes: Axes, scaled: ScaledMap, colormap: str | Non
     bar = drawing.colorbar(
         scale, cax=bar_axes, extend=extend, format=numbers, orientation="horizontal", ticks=MaxNLocator(3)
     )
-    label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else HATCHED)
+    label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else f"\n{HATCHED}")
     bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
     bar.ax.xaxis.get_offset_text().set_fontsize(TEXT_SIZE)

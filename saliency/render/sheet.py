@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..attribution.explanation import Explanation
 from ..errors import RenderError
 from ..validation import check_integer
-from .blending import Opacity, Thumbnail, as_drawing, method_titles, probability, require_one
+from .blending import HATCHED, Opacity, Thumbnail, as_drawing, method_titles, probability, require_one
 from .heatmap import SMOOTHING, Percentile
 
 PAPER = "#ffffff"
@@ -37,7 +37,7 @@ def contact_sheet(
     """Draw one row per image and one column per method, the original image first: RGB on white.
 
     The class and its probability are to the left of the row, the method is above the column. If a row explains several
-    classes, the class is below each overlay instead.
+    classes, the class is below each overlay instead. If outliers are hatched, a line at the bottom says what they are.
 
     Args:
         rows: One row per image, of explanations of one image by the same methods in the same order.
@@ -107,7 +107,10 @@ class _Sheet:
         self.gutter = min(math.ceil(longest), thumb * 3 // 4) + self.indent if titles else 0
         self.head = self.margin + self.line + self.gap
         width = self._left(len(rows[0].thumbs)) - self.gap + self.margin
-        height = self.head + sum(self._height(row) + self.gap for row in rows) - self.gap + self.margin
+        marks = (each.outliers for row in rows for each in row.explanations)
+        self.legend = HATCHED if any(mark is not None and mark.any() for mark in marks) else ""
+        below = self.margin + self.line if self.legend else self.margin - self.gap
+        height = self.head + sum(self._height(row) + self.gap for row in rows) + below
         self.picture = Image.new("RGB", (width, height), PAPER)
         self.pen = ImageDraw.Draw(self.picture)
 
@@ -123,6 +126,8 @@ class _Sheet:
                 self.picture.paste(thumb, (left, top + (row.thumb_height - thumb.height) // 2))
             self._write_classes(row, top)
             top += self._height(row) + self.gap
+        legend = ellipsised(self.legend, self.font, self.picture.width - 2 * self.margin)
+        self._write(legend, self.margin, top, "lm", SOFT_INK)
         return self.picture
 
     def _left(self, column: int) -> int:

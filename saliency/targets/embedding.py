@@ -36,7 +36,7 @@ class _EmbeddingTarget(OutputTarget):
     def pair(self, output: Any) -> tuple[Tensor, Tensor]:
         """Return the embeddings (N, D) of an output, and those to compare with (K, D), in float32 or wider."""
         if self.embeddings is None:
-            raise TargetError("only the method `attribute` takes a text or a reference as the target")
+            raise TargetError("only methods and `saliency.attention` take a text or a reference as the target")
         own = embedding(output)
         own = own.to(torch.promote_types(own.dtype, torch.float32))
         return own, self.embeddings.to(own)

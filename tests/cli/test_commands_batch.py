@@ -30,6 +30,7 @@ from saliency.cli import command_parser, main
 from saliency.cli.console import Screen
 from tests.batchwork import Tiny, assert_same, noise, photos, quick, rows
 from tests.commandline import forked_command
+from tests.dual_encoders import for_photos
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -124,6 +125,14 @@ def test_options_reach_the_library(run: Run, source: Path, tmp_path: Path) -> No
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert about["fingerprint"]["percentile"] == 90
     assert about["command"][0] == "saliency"
+
+
+def test_the_first_text_is_explained_against_the_others(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: for_photos())
+    assert run(source, "--out", tmp_path / "out", "--text", "a cat", "a dog", "a bus")[0] == 0
+    assert {each["name"] for each in rows(tmp_path / "out")} == {"a cat rather than a dog or a bus"}
 
 
 def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -233,3 +234,19 @@ def test_nothing_is_left_on_the_model() -> None:
     items = saliency.attention(model, x, 1)
     assert all(item.gradient.isfinite().all() for item in items)
     assert not before.changes()
+
+
+def similarity_to(embedding: Tensor, output: dict[str, Tensor]) -> Tensor:
+    return F.cosine_similarity(output["image_embeds"], embedding)
+
+
+def test_the_gradient_of_a_text_and_of_a_reference_is_that_of_its_score() -> None:
+    model: Any = saliency.load("shapes_two_tower")
+    x = images(2, (64, 64))
+    for target, embedding in (
+        (saliency.text("a red circle"), model.encode_text(["a red circle"])),
+        (saliency.similarity(x[0]), model(x[:1])["image_embeds"].detach()),
+    ):
+        wanted = saliency.attention(model, x, partial(similarity_to, embedding))
+        for found, item in zip(saliency.attention(model, x, target), wanted, strict=True):
+            close(found.gradient, item.gradient)

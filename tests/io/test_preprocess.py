@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision import models, transforms
 from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.functional import to_tensor
 
 import saliency
 from saliency.errors import ImageError
@@ -221,12 +222,40 @@ def test_the_crop_is_a_part_of_the_whole_image_at_its_own_aspect(size: tuple[int
     assert any(torch.equal(crop(noise(size)), part) for part in inside)
 
 
+def test_the_crop_of_a_function_is_left_out_with_its_size_and_normalisation() -> None:
+    for channels in (transforms.Lambda(lambda picture: picture), transforms.Grayscale()):
+        parts = [transforms.Resize(24), transforms.CenterCrop((20, 16)), channels, transforms.ToTensor()]
+        function = transforms.Compose([*parts, transforms.Normalize(0.4, 0.2)])
+        found = without_crop(function, whole=True)
+        assert (found.size, found.resize, found.fit) == ((20, 16), (20, 16), "stretch")
+        exact = noise((16, 20))  # neither resized nor cropped
+        wanted = transforms.Compose(function.transforms[2:])(exact)
+        torch.testing.assert_close(found(exact), wanted, rtol=0, atol=1e-5)
+
+
+def test_the_whole_image_is_resampled_as_by_the_image_processor() -> None:
+    transformers = pytest.importorskip("transformers")
+    found = without_crop(transformers.CLIPImageProcessor(), whole=True)
+    assert (found.size, found.interpolation) == ((224, 224), "bicubic")
+
+
+def without_normalisation(picture: Image.Image) -> Tensor:
+    small: Tensor = to_tensor(picture.resize((8, 8)))
+    return small
+
+
 @pytest.mark.parametrize(
-    ("like", "words"), [(None, "no preprocessing"), (lambda picture: torch.zeros(3, 8, 8), "is a function")]
+    ("like", "whole", "words"),
+    [
+        (None, "aspect", "no preprocessing"),
+        (without_normalisation, "aspect", "is a function"),
+        (lambda picture: without_normalisation(picture).flip(0), True, "is a function"),  # BGR
+        (to_tensor, True, "is a function"),  # any size
+    ],
 )
-def test_a_crop_that_cannot_be_taken_out_is_refused(like: Any, words: str) -> None:
-    with pytest.raises(ImageError, match=rf"whole='aspect': .*{words}.*saliency.Preprocess\(size="):
-        without_crop(like, "aspect")
+def test_a_crop_that_cannot_be_taken_out_is_refused(like: Any, whole: Any, words: str) -> None:
+    with pytest.raises(ImageError, match=rf"whole={whole!r}: .*{words}.*saliency.Preprocess\(size="):
+        without_crop(like, whole)
 
 
 def test_equal_descriptions_are_equal_and_hash_alike() -> None:

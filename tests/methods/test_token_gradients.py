@@ -244,7 +244,16 @@ def test_windows_and_stages_are_refused(method: Any) -> None:
 def test_layers_that_bypass_all_blocks_are_refused(method: Any) -> None:
     bypass, vit = nn.Conv2d(3, 5, 8, 8), timm_model("vit_tiny_patch16_224", img_size=32)
     model = OwnForward(lambda m, x: m.vit(x) + m.bypass(x).mean((2, 3)), vit=vit, bypass=bypass)
-    with pytest.raises(NotApplicableError, match="bypass all blocks"):
+    with pytest.raises(NotApplicableError, match="bypass its blocks"):
+        method(model.eval()).attribute(images(1, (32, 32)), 1)
+
+
+@pytest.mark.parametrize("method", [saliency.AttCAT, saliency.TokenTM, LeGrad])
+def test_a_head_that_reads_several_blocks_is_refused(method: Any) -> None:
+    """Such as the linear heads of DINOv2 on four blocks: the tokens before the later ones are not the only way."""
+    vit = timm_model("vit_tiny_patch16_224", img_size=32, num_classes=0)
+    model = OwnForward(lambda m, x: sum(m.vit.get_intermediate_layers(x, 3)).mean(1), vit=vit)
+    with pytest.raises(NotApplicableError, match="bypass its blocks"):
         method(model.eval()).attribute(images(1, (32, 32)), 1)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import TIS, NotApplicableError, ViTCX, generator
+from saliency import TIS, GradCAM, LayerError, NotApplicableError, ViTCX, generator
 from saliency.testing import images, tiny_model, tiny_transformer
 from tests.models import OwnForward
 
@@ -128,6 +128,21 @@ def test_blocks_without_a_module_of_their_own_are_refused() -> None:
 
     with pytest.raises(NotApplicableError, match="has no module for each block"):
         TIS(OwnForward(forward, patches=nn.Conv2d(3, 8, 4, stride=4))).attribute(images(1), 0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_an_encoder_with_padding_are_refused_where_they_are_read() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        tokens = model.patches(x).flatten(2).mT
+        padding = torch.zeros(tokens.shape[:2], dtype=torch.bool)
+        scores: Tensor = model.encoder(tokens, src_key_padding_mask=padding).mean(1)
+        return scores
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    model = OwnForward(forward, patches=nn.Conv2d(3, 8, 8, 8), encoder=encoder).eval()
+    with pytest.raises(LayerError, match=r'"encoder.layers.0" returns nested tensors.*enable_nested_tensor=False'):
+        TIS(model, masks=2).attribute(images(1, (32, 32)), 0)
+    assert GradCAM(model).attribute(images(1, (32, 32)), 0).layer == "encoder"
 
 
 def test_a_shortage_of_time_leaves_whole_masks() -> None:

@@ -83,10 +83,13 @@ def test_a_map_of_marked_cells_alone_says_so() -> None:
         overlay(alone)
 
 
-def test_thumbnails_and_figures_are_hatched_and_figures_say_what_it_means() -> None:
+def test_thumbnails_and_figures_are_hatched_and_say_what_it_means() -> None:
     frame = Frame(Image.new("RGB", (300, 200), "black"), (50.0, 0.0, 250.0, 200.0))
     sheet, plain = (pixels_of(contact_sheet([[hatched(frame, zeroed=zero)]], thumb=240)) for zero in (False, True))
-    rows, columns, _ = np.nonzero(sheet != plain)
+    end = len(plain) - 240 // 9  # the lower margin
+    assert (plain[end:] == 255).all()
+    assert (sheet[end:] != 255).any()
+    rows, columns, _ = np.nonzero(sheet[:end] != plain[:end])
     size = 240 / 300 * np.array([200 / 4, 200 / 5])
     assert np.abs([np.ptp(rows) + 1, np.ptp(columns) + 1] - size).max() <= 2
     bars = [axes.child_axes[0].get_xlabel() for axes in figure(hatched(frame)).axes if axes.child_axes]
@@ -103,7 +106,7 @@ def test_saved_and_stored_maps_are_drawn_again_with_the_same_stripes(
     photos(tmp_path / "photos", 1)
     model: Any = tiny_transformer()
     model.preprocess = Preprocess(size=(16, 20), resize=None, mean=(0.5,) * 3, std=(0.5,) * 3)
-    monkeypatch.setattr(TokenAttention, "outliers", lambda self: marks())
+    monkeypatch.setattr(TokenAttention, "outliers", marks())
     quick(tmp_path / "photos", tmp_path / "run", model=model, methods=("attention_rollout",), maps=True)
     (drawn,) = (tmp_path / "run").rglob("00.attention_rollout.png")
     (again,) = redraw(tmp_path / "run", tmp_path / "again")
