@@ -18,7 +18,7 @@ CLASSES = ("circle", "square", "triangle", "cross", "ring")
 DISTRACTORS = ("dome", "bar", "hourglass")  # never the class of an image
 COLOURS = {"red": (0.9, 0.2, 0.2), "green": (0.1, 0.7, 0.2), "blue": (0.2, 0.3, 0.9), "yellow": (0.9, 0.8, 0.1)}
 SIZE = 64  # pixels per edge
-HEAVY = 6  # the least sum of weights of an image of the second class, for the task "occlusion"
+_HEAVY = 6  # the least sum of weights of an image of the second class, for the task "occlusion"
 
 _NAMES = CLASSES + DISTRACTORS
 _RADIUS = 8.0  # pixels; a shape has the area of a circle of this radius
@@ -104,7 +104,8 @@ def draw_scenes(
     hues = torch.cat([_draw_pairs(count, len(COLOURS), random) for _ in range(0, objects, 2)], 1)[:, :objects]
     radii = torch.full(kinds.shape, _RADIUS, device="cpu", dtype=torch.float32)
     if task == "sizes":
-        radii = torch.tensor(_RADII, device="cpu")[torch.randint(2, kinds.shape, generator=random, device="cpu")]
+        large = torch.randint(2, kinds.shape, generator=random, device="cpu")
+        radii = torch.tensor(_RADII, device="cpu", dtype=torch.float32)[large]
     centres, axes, first = (_draw_halves if objects == 2 else _draw_quadrants)(radii, random)
     masks = _draw_masks(kinds, centres, radii)
     ground, grain = _draw_noise(count, random)
@@ -121,7 +122,7 @@ def _draw_objects(task: Task, count: int, random: torch.Generator) -> tuple[Tens
         kinds = torch.randint(4, (count, 4), generator=random, device="cpu")
         importance = 3 - kinds
         kinds = torch.where(importance == 0, _draw_distractors((count, 4), random), kinds)
-        return kinds, (importance.sum(1) >= HEAVY).long(), importance
+        return kinds, (importance.sum(1) >= _HEAVY).long(), importance
     if task == "xor":
         parts = torch.randint(2, (count, 2), generator=random, device="cpu")
         kinds = torch.cat([parts, _draw_distractors((count, 1), random)], 1)
