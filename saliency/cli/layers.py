@@ -148,12 +148,12 @@ def _gradient_sections(
 
 def _select_rows(table: Table[Any], names: set[str]) -> Table[Any]:
     """Return the table with only the rows with these names."""
-    return Table([row for row in table if row.name in names], table.columns, table.title, table.notes)
+    return table.of((row for row in table if row.name in names), table.notes)
 
 
 def _print(table: Table[Any], screen: Screen) -> None:
     """Print a table and its notes. On a terminal, the lines of the table are cut to its width."""
-    screen.say(str(Table(table.rows, table.columns, table.title)), cut=True)
+    screen.say(str(table.of(table)), cut=True)
     if table.notes:
         screen.say("\n".join(["", *map(visible, table.notes)]))
     screen.say()

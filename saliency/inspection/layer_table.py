@@ -358,12 +358,6 @@ class MultiplyAdds(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flops = _flop_formula(func)
-        if flops is None and torch.is_inference_mode_enabled():
-            # Under inference_mode, composite operations are not decomposed before dispatch.
-            with self:
-                output = func.decompose(*args, **kwargs)
-            if output is not NotImplemented:
-                return output
         output = func(*args, **kwargs)
         if flops is not None:
             self.multiply_adds += int(flops(*args, **kwargs, out_val=output)) // 2

@@ -12,7 +12,6 @@ import random
 import re
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from ..attribution.base import METHODS, Attribution, explain_together, source, summary
 from ..attribution.explanation import Explanation, Sign
-from ..errors import ImageError, NonFiniteError, NotApplicableError, SaliencyError, TargetError
+from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
 from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
 from .unchanged import UNCHANGED_CHECKS, Snapshot, with_user_state
@@ -596,24 +595,6 @@ def not_finite(case: MethodCase) -> None:
         require_raises((NonFiniteError,), partial(case.explain, model, x), f"{bad} in the input")
     model.register_forward_hook(lambda module, inputs, output: output * math.nan)
     require_raises((NonFiniteError,), lambda: case.explain(model), "a model that returns NaN")
-
-
-@check
-def unscaled_input(case: MethodCase) -> None:
-    """A float tensor with values in 0..255 gives a warning."""
-    x = images(2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        case.on(case.model()).read((x - x.min()) / (x.max() - x.min()) * 255)
-    require(any("0..255" in str(warning.message) for warning in caught), "no warning for a float tensor in 0..255")
-
-
-@check
-def empty_batch(case: MethodCase) -> None:
-    """A batch of no images raises ImageError."""
-    method = case.on(case.model())
-    require_raises((ImageError,), lambda: method.attribute(images(1)[:0], 0), "a batch of no images")
-    require_raises((ImageError,), lambda: method.attribute([], 0), "a list of no images")
 
 
 @check

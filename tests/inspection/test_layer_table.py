@@ -206,29 +206,6 @@ def test_functions_between_the_layers_are_counted(function: Callable[[Tensor], T
     assert of_the_model(lambda m, x: function(m.i(x)), (2, 6, 8), i=nn.Identity()) == expected
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda x: F.linear(x, torch.ones(5, 8)), 2 * 6 * 8 * 5),
-        (lambda x: x @ x.mT, 2 * 6 * 6 * 8),
-        (lambda x: torch.einsum("ntc,nsc->nts", x, x), 2 * 6 * 6 * 8),
-        (lambda x: F.conv1d(x, torch.ones(3, 6, 2)), 2 * 3 * 7 * 6 * 2),
-        (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), 2 * 2 * 6 * 6 * 8),
-        (lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)), 2 * 6 * 3 * 8 * 8),
-    ],
-)
-def test_functions_under_inference_mode_in_the_model_are_counted_too(
-    function: Callable[[Tensor], Tensor], expected: int
-) -> None:
-    def forward(model: Any, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return function(x)
-
-    assert of_the_model(forward, (2, 6, 8)) == expected
-    with torch.inference_mode():
-        assert of_the_model(lambda m, x: function(x), (2, 6, 8)) == expected
-
-
 def test_the_recurrent_layers_that_cudnn_fuses() -> None:
     x, h = torch.empty(5, 3, 4, device="meta"), torch.empty(2, 3, 6, device="meta")
     weights = list(nn.LSTM(4, 6, num_layers=2, device="meta").parameters())
