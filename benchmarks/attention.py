@@ -1,14 +1,12 @@
 """Measure time and memory of attention methods against a forward pass, and against one forward and one backward pass.
 
-The ratios of methods without a backward pass are to a forward pass without gradients. torchcam's LeGrad of all blocks
-runs in the same rounds, if torchcam 0.5 is installed, on torchvision's networks.
+The ratios of methods without a backward pass are to a forward pass without gradients.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer
 
 import saliency
 from benchmarks.relevance import network, ours, plain, print_tables
@@ -44,22 +42,6 @@ def together(model: nn.Module, x: Tensor) -> Contender:
     return lambda: saliency.explain_together(explainers, x, 3)
 
 
-def torchcam(model: nn.Module, x: Tensor) -> dict[str, Contender]:
-    """Return a function that runs torchcam's LeGrad, by name; {} if it is not installed or not made for the network."""
-    try:
-        from torchcam.methods import LeGrad
-    except ImportError:
-        return {}
-    if not isinstance(model, VisionTransformer):
-        return {}
-
-    def run() -> object:
-        with LeGrad(model, list(model.encoder.layers)) as cam:
-            return cam([3] * len(x), model(x.detach().requires_grad_()))
-
-    return {"torchcam LeGrad": run}
-
-
 def measure(name: str, batch: int, rounds: int) -> None:
     """Print the time ratios of all methods on one network."""
     model = network(name)
@@ -67,7 +49,7 @@ def measure(name: str, batch: int, rounds: int) -> None:
     x = torch.randn(batch, 3, 224, 224)
     contenders: dict[str, Contender] = {"forward": forward(model, x), "plain": plain(model, x)}
     contenders |= {method: ours(model, x, method) for method in methods()}
-    contenders |= {"all together": together(model, x)} | torchcam(model, x)
+    contenders["all together"] = together(model, x)
     times = interleaved(contenders, rounds)
     bases = {True: times.pop("forward"), False: times.pop("plain")}
     for contender, timing in times.items():

@@ -33,6 +33,9 @@ from .hooks.dual_encoder import DualEncoder as DualEncoder
 from .inspection.attention import attention as attention
 from .inspection.ledger import draw_ledger as draw_ledger
 from .inspection.statistics import gradient_flow as gradient_flow
+from .inspection.trust import TrustCard as TrustCard
+from .inspection.trust import draw_trust as draw_trust
+from .inspection.trust import trust as trust
 from .io.preprocess import Preprocess as Preprocess
 from .methods import METHODS as METHODS
 from .methods.cam import CAM as CAM

@@ -57,6 +57,11 @@ class Maps:
         target = self.subject.explained_target if target is None else target
         return (method or self.subject.method).attribute(images, target).values
 
+    def again(self) -> Tensor:
+        """Return the maps of the explained images, computed again."""
+        values: Tensor = self.once("again", self, self.subject.images)
+        return values
+
     def _mapless(self, images: Tensor) -> Tensor:
         shape = (len(images), 1, *self.subject.explanation.values.shape[2:])
         if self.control == "constant":

@@ -59,21 +59,32 @@ class MPRT(MethodMetric):
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the falls of the images."""
-        own = maps.own if not self.noise else self._maps(maps, None)
-        same = similarity(own, self._maps(maps, None), absolute=self.absolute)
-        draws = []
-        for draw in range(self.draws):
-            others = [self._maps(maps, method) for method in self._randomised(maps, draw)]
-            draws.append(torch.stack([similarity(own, other, absolute=self.absolute) for other in others], 1))
-        similarities = torch.stack(draws)  # (draws, N, layers)
+        similarities = self.similarities(maps)  # (draws, N, layers)
+        same = similarity(self._own(maps), self._maps(maps, None), absolute=self.absolute)
         falls = same[:, None] - similarities.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
         return Outcome(falls.mean(1), error, curves=torch.cat([same[:, None], similarities.mean(0)], 1))
 
+    def similarities(self, maps: Maps) -> Tensor:
+        """Return the similarities of the maps to those of randomised models: (draws, N, layers)."""
+        options = (self.order, self.absolute, self.layers, self.noise, self.samples)
+        rows = [
+            maps.once(("similarities", *options, draw), self._similarities, maps, draw) for draw in range(self.draws)
+        ]
+        return torch.stack(rows)
+
+    def _similarities(self, maps: Maps, draw: int) -> Tensor:
+        """Return the similarities for one draw of the weights: (N, layers)."""
+        own, others = self._own(maps), (self._maps(maps, method) for method in self._randomised(maps, draw))
+        return torch.stack([similarity(own, other, absolute=self.absolute) for other in others], 1)
+
+    def _own(self, maps: Maps) -> Tensor:
+        return self._maps(maps, None) if self.noise else maps.own
+
     def _maps(self, maps: Maps, method: Attribution | None) -> Tensor:
         images = maps.subject.images
         if not self.noise:
-            return maps(images, method)
+            return maps.again() if method is None else maps(images, method)
         noisy = (maps(images + maps.noise(self.noise, number), method) for number in range(self.samples))
         return torch.stack(list(noisy)).mean(0)
 
@@ -161,7 +172,7 @@ class RandomLogit(MethodMetric):
         others = torch.rand(len(images), count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
         others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
         order = others.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
-        again = [maps(images), *(maps(images, target=column.tolist()) for column in order.T)]
+        again = [maps.again(), *(maps(images, target=column.tolist()) for column in order.T)]
         curve = torch.stack([similarity(maps.own, other, absolute=self.absolute) for other in again], 1)
         falls = curve[:, :1] - curve[:, 1:]
         return Outcome(falls.mean(1), standard_error(falls), curves=curve)

@@ -18,8 +18,8 @@ from ..layers.find import find, scan_layers
 from ..targets.targets import class_scores
 from ..validation import check_integer, check_number
 from .base import Outcome, Subject
-from .method_metric import Maps, MethodMetric, outputs
-from .randomisation import standard_error
+from .method_metric import Maps, MethodMetric, outputs, similarity
+from .randomisation import MPRT, standard_error
 
 SMALLEST = 1e-6
 """Relative changes are divided by at least this number."""
@@ -86,6 +86,34 @@ class AvgSensitivity(RobustnessMetric):
         """Compute the mean changes."""
         changes = self.changes(maps)
         return Outcome(changes.mean(1), standard_error(changes))
+
+
+class NoiseMargin(RobustnessMetric):
+    """Similarity of the map under noise, less that under random weights; higher is better.
+
+    A map that ignores the model has a value of 0, whether it is constant or noise.
+
+    Args:
+        radius: As for `RobustnessMetric`.
+        samples: As for `RobustnessMetric`.
+        draws: The number of draws of the weights.
+
+    Values: (N,), a difference of means of Spearman's correlations.
+
+    Source: The comparison is ours; its parts are those of `AvgSensitivity` and `MPRT`.
+    """
+
+    name = "noise_margin"
+    higher_is_better = True
+
+    draws: Option[int] = Option(3, check_integer, least=2)
+
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the differences."""
+        under_noise = torch.stack([similarity(maps.own, values) for _, values in self.noisy(maps)], 1)
+        under_weights = MPRT(layers=1, draws=self.draws).similarities(maps)[:, :, 0].T
+        error = torch.hypot(standard_error(under_noise), standard_error(under_weights))
+        return Outcome(under_noise.mean(1) - under_weights.mean(1), error)
 
 
 class LocalLipschitz(RobustnessMetric):

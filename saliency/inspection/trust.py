@@ -1,0 +1,307 @@
+"""The trust card of a map: is it any good, with errors and beside maps that know nothing about the prediction?"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attribution.base import METHODS, Attribution, explain_together
+from ..attribution.explanation import Explanation
+from ..errors import LayerError, MethodError, NotApplicableError
+from ..io.atomic_write import atomic_write
+from ..io.inputs import ImagesLike
+from ..metrics.agreement import RankCorrelation
+from ..metrics.base import Control, Measurement, Metric, Subject, measure
+from ..metrics.faithfulness import Deletion, Infidelity, Insertion
+from ..metrics.randomisation import MPRT, RandomLogit
+from ..metrics.robustness import NoiseMargin
+from ..render.figure import TEXT_SIZE, TITLE_SIZE, new_figure
+from ..render.overlay import overlay
+from ..targets.targets import TargetLike
+from ..validation import check_number
+from .tables import Column, Table, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY, GREEN, INK = "#8a8f98", "#1a8a4a", "#202430"
+MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
+
+UNCLEAR = "cannot be told from chance with this budget"
+OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
+"""The methods with which a map is compared; only the last one on a model without a layer for CAMs."""
+
+VERDICTS = {
+    "mprt": "the map changes when the weights are randomised",
+    "random_logit": "the map changes with the explained class",
+    "noise_margin": "noise changes the map less than random weights do",
+    "deletion": "deleting the marked pixels lowers the score faster",
+    "insertion": "inserting the marked pixels raises the score faster",
+    "infidelity": "the map predicts how far hidden squares lower the score",
+    "rank_correlation": "other methods mark the same pixels",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """One property of a map.
+
+    Attributes:
+        name: The metric.
+        value: Its value.
+        error: The standard error of the value; NaN if the metric does not sample.
+        controls: The value of each map that knows nothing about the prediction.
+        control_errors: The standard error of the difference to each of them.
+        higher_is_better: Whether higher values are better.
+        verdict: One sentence, or `UNCLEAR` unless the value beats all controls by two standard errors.
+    """
+
+    name: str
+    value: float
+    error: float
+    controls: dict[str, float]
+    control_errors: dict[str, float]
+    higher_is_better: bool
+    verdict: str
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the value beats all controls by two standard errors."""
+        return self.verdict != UNCLEAR
+
+
+def _plus_minus(value: float, error: float) -> str:
+    return number(value) if math.isnan(error) else f"{number(value)} ± {number(error)}"
+
+
+_COLUMNS: tuple[Column[Property], ...] = (
+    Column("metric", lambda row: row.name.replace("_", " "), "left"),
+    Column("", lambda row: "✓" if row.is_clear else "?", "left"),
+    Column("value", lambda row: _plus_minus(row.value, row.error), hint="with its standard error, if it samples"),
+    Column("better", lambda row: "higher" if row.higher_is_better else "lower", "left"),
+    Column("controls", lambda row: ", ".join(f"{k} {number(v)}" for k, v in row.controls.items()), "left"),
+    Column("verdict", lambda row: row.verdict, "left"),
+)
+
+
+class TrustCard(Table[Property]):
+    """The properties of one map. It prints as text, displays as HTML and converts with `dataframe()`.
+
+    Attributes:
+        explanation: The explanation of the image.
+        measurements: The measurement of each metric, with its curve.
+        seconds: The time that the card took.
+        seed: The seed of all draws.
+    """
+
+    explanation: Explanation
+    measurements: dict[str, Measurement]
+    seconds: float
+    seed: int
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the card as .json or .html, atomically, and return the path.
+
+        Raises:
+            MethodError: The suffix is another one.
+            OSError: The file cannot be written.
+        """
+        path = Path(path)
+        writers: dict[str, Callable[[], str]] = {".json": self._json, ".html": self._page}
+        if path.suffix not in writers:
+            raise MethodError(f'cannot save a trust card to "{path.name}": the suffix must be .json or .html')
+        with atomic_write(path) as temporary:
+            temporary.write_text(writers[path.suffix](), encoding="utf-8")
+        return path
+
+    def _json(self) -> str:
+        rows = [{**asdict(row), "settings": dict(self.measurements[row.name].settings)} for row in self]
+        card = {
+            "title": self.title,
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "notes": self.notes,
+            "properties": rows,
+        }
+        return json.dumps(_without_nan(card), indent=2) + "\n"
+
+    def _page(self) -> str:
+        title = html.escape(self.title)
+        style = "<style>body { font-family: sans-serif; margin: 2em }</style>"
+        head = f'<meta charset="utf-8"><title>{title}</title>{style}'
+        return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{self._repr_html_()}</body></html>\n"
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace NaN by None, which JSON has."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def trust(
+    method: Attribution, image: ImagesLike, target: TargetLike = None, *, seconds: float | None = None, seed: int = 0
+) -> TrustCard:
+    """Measure whether a map of one image can be believed.
+
+    Each property is measured beside maps that know nothing about the prediction. A verdict is given only where the map
+    beats all of them by two standard errors.
+
+    Args:
+        method: The method.
+        image: One image, as for `Attribution.attribute`.
+        target: As for `Attribution.attribute`.
+        seconds: A limit of time. Fewer samples are drawn if more would not fit, and metrics that call the method are
+            left out if two calls would not fit. Without it, the card is the same for the same seed: about 300
+            forwards and 20 calls of the method.
+        seed: The seed of all draws.
+
+    Raises:
+        MethodError: There are several images, or `seconds` is invalid.
+    """
+    began = time.perf_counter()
+    explanation = method.attribute(image, target)
+    if len(explanation) != 1:
+        raise MethodError(f"a trust card is of one image, got {len(explanation)}")
+    subject = Subject(explanation, method=method, inputs=image, target=target, seed=seed)
+    metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
+    context: dict[str, Any] = {"method": method, "inputs": subject.images, "target": target, "seed": seed}
+    measurements = measure(metrics, explanation, **context)
+    measurements.append(_agreement(subject))
+    card = TrustCard([_property(each) for each in measurements], _COLUMNS, _title(explanation), _notes(explanation))
+    card.explanation, card.seed = explanation, seed
+    card.measurements = {each.metric: each for each in measurements}
+    card.seconds = time.perf_counter() - began
+    return card
+
+
+def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
+    """Return the metrics of a card, with as many samples as fit into the time."""
+    draws, steps, samples = 5, 8, 60
+    if seconds is not None:
+        call = _seconds_of(lambda: subject.method.attribute(subject.images, subject.explained_target))
+        forward = _seconds_of(lambda: subject.scores_of(subject.images))
+        draws = min(draws, int(0.4 * seconds / call / 5))
+        steps = max(2, min(steps, int(0.4 * seconds / forward / 20)))
+        samples = max(20, min(samples, int(0.1 * seconds / forward)))
+    metrics: list[Metric] = []
+    if draws >= 2:
+        metrics += [
+            MPRT(layers=1, draws=draws),
+            RandomLogit(draws=draws),
+            NoiseMargin(samples=draws, draws=draws),
+        ]
+    curves = [Deletion(steps=steps), Insertion(steps=steps)]
+    return [*metrics, *curves, Infidelity(samples=samples)]
+
+
+def _seconds_of(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _agreement(subject: Subject) -> Measurement:
+    """Return the mean rank correlation with other methods that share one forward."""
+    method = subject.method
+    names = [name for name in OTHERS if name != method.name]
+    others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
+    try:
+        references = explain_together(others, subject.images, subject.explained_target)
+    except (LayerError, NotApplicableError):  # no layer for a CAM
+        references = explain_together(others[-1:], subject.images, subject.explained_target)
+    metric = RankCorrelation()
+    each = [metric.measure(subject.explanation, reference=other, seed=subject.seed) for other in references]
+    controls = {name: Control(*_means(one.controls[name] for one in each)) for name in each[0].controls}
+    return replace(each[0], values=torch.stack([one.values for one in each]).mean(0), controls=controls)
+
+
+def _means(controls: Iterable[Control]) -> Iterable[Tensor]:
+    """Return the mean values and errors of controls; the errors of one image's maps are not independent."""
+    return (torch.stack(parts).mean(0) for parts in zip(*controls, strict=True))
+
+
+def _property(measurement: Measurement) -> Property:
+    clear = bool(measurement.beats_controls[0])
+    controls = {name: float(control.values[0]) for name, control in measurement.controls.items()}
+    errors = {name: float(control.error[0]) for name, control in measurement.controls.items()}
+    return Property(
+        measurement.metric,
+        float(measurement.values[0]),
+        math.nan if measurement.error is None else float(measurement.error[0]),
+        controls,
+        errors,
+        bool(measurement.higher_is_better),
+        VERDICTS[measurement.metric] if clear else UNCLEAR,
+    )
+
+
+def _title(explanation: Explanation) -> str:
+    return f"Trust card of {explanation.method} for {explanation.target_names[0]}"
+
+
+def _notes(explanation: Explanation) -> list[str]:
+    notes = ["controls: maps that know nothing about the prediction; ✓: better than all of them by two standard errors"]
+    if explanation.coverage is not None:
+        notes.append(f"coverage: {explanation.coverage}")
+    if explanation.residual is not None:
+        share = float(explanation.residual[0]) / (float(explanation.scores[0]) or 1.0)
+        notes.append(f"residual: {share:.2%} of the score")
+    return notes
+
+
+def draw_trust(card: TrustCard) -> Figure:
+    """Draw a trust card: the overlay, and each property on an axis of its own, on which better values lie to the right.
+
+    The bars are two standard errors. The controls are grey. The value is green if it beats all of them by two errors.
+
+    Args:
+        card: The result of `trust`.
+
+    Returns:
+        A matplotlib Figure, which a notebook shows.
+    """
+    rows = list(card)
+    drawing = new_figure(10, 0.5 * len(rows) + 1)
+    grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
+    picture = drawing.add_subplot(grid[:, 0])
+    picture.imshow(np.asarray(overlay(card.explanation)))
+    picture.set_axis_off()
+    for number_of_row, row in enumerate(rows):
+        _draw_property(drawing.add_subplot(grid[number_of_row, 1]), row)
+    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2)
+    from matplotlib.lines import Line2D  # takes a second to import
+
+    names = dict.fromkeys(name for row in rows for name in row.controls)
+    keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
+    drawing.legend(handles=keys, loc="outside lower right", ncols=len(keys), fontsize=TEXT_SIZE, frameon=False)
+    return drawing
+
+
+def _draw_property(axes: Axes, row: Property) -> None:
+    """Draw the value and the controls of a property on one line."""
+    for name, value in row.controls.items():
+        spread = 2 * row.control_errors[name]
+        axes.errorbar(value, 0, xerr=spread, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
+    error = 0.0 if math.isnan(row.error) else 2 * row.error
+    axes.errorbar(row.value, 0, xerr=error, color=GREEN if row.is_clear else INK, marker="D", markersize=7)
+    axes.set_title(f"{row.name.replace('_', ' ')}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
+    axes.set_yticks([])
+    axes.tick_params(labelsize=TEXT_SIZE - 1)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    if not row.higher_is_better:
+        axes.invert_xaxis()

@@ -1,0 +1,88 @@
+"""The trust card: verdicts only against all controls, the same for the same seed, and its forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import saliency
+from saliency import MethodError, VanillaGradient
+from saliency.attribution.base import Attribution, BatchAttribution
+from saliency.attribution.resolved_target import ResolvedTarget
+from saliency.inspection.trust import UNCLEAR, TrustCard, draw_trust, trust
+from saliency.testing import Snapshot, images, tiny_model
+
+
+class Constant(Attribution):
+    """A method that ignores the model."""
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        return BatchAttribution(torch.ones_like(x), target(self.model(x)))
+
+
+@pytest.fixture(scope="module")
+def card() -> TrustCard:
+    return trust(VanillaGradient(tiny_model()), images(1), 1)
+
+
+def test_a_verdict_needs_to_beat_all_controls_by_two_errors(card: TrustCard) -> None:
+    assert any(row.is_clear for row in card)
+    for row in card:
+        sign = 1 if row.higher_is_better else -1
+        margins = [sign * (row.value - value) - 2 * row.control_errors[name] for name, value in row.controls.items()]
+        assert row.is_clear == (min(margins) > 0)
+
+
+def test_a_constant_map_gets_no_verdict() -> None:
+    assert [row.verdict for row in trust(Constant(tiny_model()), images(1), 1)] == [UNCLEAR] * 7
+
+
+def test_the_seed_determines_the_card(card: TrustCard) -> None:
+    again = trust(VanillaGradient(tiny_model()), images(1), 1)
+    assert [row.value for row in again] == pytest.approx([row.value for row in card], rel=1e-4, abs=1e-6)
+    other = trust(VanillaGradient(tiny_model()), images(1), 1, seed=1)
+    assert other["infidelity"].value != pytest.approx(card["infidelity"].value, rel=1e-4)
+
+
+def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
+    short = trust(VanillaGradient(tiny_model()), images(1), 1, seconds=1e-6)
+    assert len(short) < len(card)
+    few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
+    assert few < usual / 2
+
+
+def test_the_card_touches_nothing() -> None:
+    method, x = VanillaGradient(tiny_model().train()), images(1)
+    before = Snapshot(model=method.model, method=method, x=x)
+    trust(method, x, 1)
+    assert not before.changes()
+
+
+def test_the_card_prints_and_saves(card: TrustCard, tmp_path: Path) -> None:
+    assert "vanilla_gradient" in str(card)
+    assert "deletion" in str(card)
+    saved: Any = json.loads(card.save(tmp_path / "card.json").read_text("utf-8"))
+    assert [row["name"] for row in saved["properties"]] == [row.name for row in card]
+    assert "<table" in card.save(tmp_path / "card.html").read_text("utf-8")
+    with pytest.raises(MethodError, match=r'"card.png": the suffix must be .json or .html'):
+        card.save(tmp_path / "card.png")
+
+
+def test_the_card_draws_each_property_on_an_axis() -> None:
+    model = saliency.load("shapes_cnn")
+    photo = saliency.testbed.draw_scenes(1, seed=3).images[0].permute(1, 2, 0).numpy()
+    method = VanillaGradient(model)
+    card = trust(method, photo)
+    drawing = draw_trust(card)
+    assert len(drawing.axes) == 1 + len(card)
+    assert drawing.axes[1].get_title(loc="left")
+
+
+def test_several_images_are_refused() -> None:
+    with pytest.raises(MethodError, match="of one image, got 2"):
+        trust(VanillaGradient(tiny_model()), images(2), 1)
