@@ -14,7 +14,7 @@ from ..methods.baselines import FillOption
 from ..methods.segments import ResolvedSegments, SegmentsLike, resolve_segments
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .perturbed import PerturbationMetric, PerturbedImage, area, correlation, jackknife, row_ranks
+from .perturbed import PerturbationMetric, PerturbedImage, area, check_shares, correlation, jackknife, row_ranks
 
 Order = Literal["morf", "lerf"]
 
@@ -489,7 +489,7 @@ class Sufficiency(PerturbationMetric):
     name = "sufficiency"
     higher_is_better = False
 
-    shares: Option[tuple[float, ...]] = Option((0.01, 0.05, 0.1, 0.2, 0.5))
+    shares: Option[tuple[float, ...]] = Option((0.01, 0.05, 0.1, 0.2, 0.5), check_shares)
     fill: FillOption = FillOption()
 
     def measure_image(self, image: PerturbedImage) -> Outcome:

@@ -14,9 +14,11 @@ from torch.nn.functional import conv2d, pad
 from ..attribution.base import METHODS
 from ..engine.estimates import generator, tied_ranks
 from ..engine.multi_pass import ImageAttribution, MakeInputs, MultiPassAttribution, PassRunner
+from ..errors import MethodError
 from ..methods.baselines import Fill, Filler, GivenImages
 from ..methods.segments import ResolvedSegments, Segments, segmented
 from ..render.heatmap import reduced_maps
+from ..validation import check_number
 from .base import Metric, Outcome, Subject
 
 GROUPS = 20
@@ -71,11 +73,13 @@ class PerturbedImage:
         full: The score of the image.
         maps: (M, H, W) the map and the controls.
         seed: The seed of all draws.
+        preprocess: How images become the model's input, if known.
     """
 
     def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int) -> None:
         self.passes, self.x, self.full = passes, passes.x, float(score)
         self.maps, self.seed = subject.maps[:, index], subject.seed
+        self.preprocess = subject.reader.preprocess
         self._subject, self._index = subject, index
         self._known: dict[Hashable, Tensor] = {}
         self._segments: dict[Any, Segments] = {}
@@ -110,7 +114,7 @@ class PerturbedImage:
         """Return the segments of the image."""
         key = by if isinstance(by, int | tuple) else id(by)
         if key not in self._segments:
-            self._segments[key] = segmented(self.x, by, self._subject.reader.preprocess)
+            self._segments[key] = segmented(self.x, by, self.preprocess)
         return self._segments[key]
 
     def scores(self, key: Hashable, count: int, make: MakeInputs) -> Tensor:
@@ -231,6 +235,13 @@ def ranks_of(values: Tensor) -> Tensor:
     order = values.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)
+
+
+def check_shares(option: str, shares: object) -> tuple[float, ...]:
+    """Return shares of the pixels, each above 0 and at most 1. Raises MethodError for others, or for none."""
+    if not isinstance(shares, list | tuple) or not shares:
+        raise MethodError(f"{option}={shares!r} is invalid; expected shares of the pixels, such as (0.1, 0.2)")
+    return tuple(check_number(option, share, above=0, most=1) for share in shares)
 
 
 def fill_name(fill: Fill) -> Hashable:
