@@ -53,7 +53,7 @@ class PIC(PerturbationMetric):
         counts = [0, *(round(share * image.pixels) for share in self.shares)]
         scores = image.curves(counts, self.fill, insert=True)
         largest = _file_size(image, image.x[0])
-        limits = torch.tensor(counts, device=image.x.device)[:, None, None]
+        limits = torch.tensor(counts, dtype=torch.int64, device=image.x.device)[:, None, None]
         filler = Filler(image.x, self.fill)
         curves = []
         for ranks, row in zip(image.ranks, scores, strict=True):

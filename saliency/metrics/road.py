@@ -53,7 +53,8 @@ class ROAD(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the mean scores of one image."""
-        limits = torch.tensor([round(share * image.pixels) for share in self.shares], device=image.x.device)
+        counts = [round(share * image.pixels) for share in self.shares]
+        limits = torch.tensor(counts, dtype=torch.int64, device=image.x.device)
         curves = []
         for row, ranks in enumerate(image.ranks):
             place = image.pixels - 1 - ranks if self.order == "lerf" else ranks
@@ -101,7 +102,7 @@ def imputed(x: Tensor, missing: Tensor) -> Tensor:
 def _neighbours(images: Tensor) -> Tensor:
     """Return the weighted sum of the neighbours of each pixel of images (k, C, H, W)."""
     count = images.shape[0] * images.shape[1]
-    kernel = torch.tensor(WEIGHTS).to(images).expand(count, 1, 3, 3)
+    kernel = torch.tensor(WEIGHTS, dtype=images.dtype, device=images.device).expand(count, 1, 3, 3)
     return conv2d(images.flatten(0, 1)[None], kernel, padding=1, groups=count).view_as(images)
 
 
