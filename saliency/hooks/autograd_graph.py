@@ -166,7 +166,8 @@ def call_node(node: Any, grads: Gradients) -> Gradients:
 
 @functools.cache
 def _saved_names(node_class: Hashable) -> list[str]:
-    return [name for name in dir(node_class) if name.startswith("_raw_saved_")]
+    constants = {"_raw_saved_weight", "_raw_saved_bias", "_raw_saved_running_mean", "_raw_saved_running_var"}
+    return [name for name in dir(node_class) if name.startswith("_raw_saved_") and name not in constants]
 
 
 def free_saved(node: Any) -> None:
@@ -264,8 +265,8 @@ def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     Python object: a deep graph of these would overflow the stack. Therefore the metadata of a node holds the next
     nodes: Python frees nested dictionaries and tuples of any depth.
     """
-    functions: tuple[tuple[Node | None, int], ...] = node.next_functions
-    if functions:
+    functions: tuple[tuple[Node | None, int], ...] = node.metadata.get("saliency.next_functions", ())
+    if not functions and (functions := node.next_functions):
         node.metadata["saliency.next_functions"] = functions
     return functions
 
@@ -353,7 +354,7 @@ class GradSpec(NamedTuple):
         """Return a gradient in this shape and type."""
         if grad.shape != self.shape:
             grad = grad.sum_to_size(self.shape)
-        return grad.to(self.dtype)
+        return grad if grad.dtype == self.dtype else grad.to(self.dtype)
 
     def sum_of(self, grads: Gradients, operands: Iterable[int]) -> Tensor | None:
         """Return the sum of the gradients of some operands; None if none has a gradient."""

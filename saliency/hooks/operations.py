@@ -253,11 +253,11 @@ class OperationRecord(DispatchMode):
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
         self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
-        addresses = _addresses(result)
+        addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
             operation.result = self._kept_result(operation, result)
-            for address in {*_addresses(operation.result), *_addresses(args)}:
+            for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
         self._operations.setdefault(number, operation)
         return result

@@ -130,9 +130,11 @@ class Walk:
         self.ledger = {"input": self.per_image(self.relevance), **self.absorbed(self.nodes)}
 
     def _visit(self, node: Node) -> None:
-        count = result_count(node)
-        fixed = tuple(self.watch((node, at), self._fixed.pop((node, at), None), 1.0) for at in range(count))
-        grads = tuple(self.watch((node, at), self._arrived.pop((node, at), None)) for at in range(count))
+        edges = [(node, at) for at in range(result_count(node))]
+        fixed, grads = (tuple(arrived.pop(edge, None) for edge in edges) for arrived in (self._fixed, self._arrived))
+        if self.watched:
+            fixed = tuple(self.watch(edge, part, 1.0) for edge, part in zip(edges, fixed, strict=True))
+            grads = tuple(map(self.watch, edges, grads))
         on_path = [function in self.on_path for function, _ in self.next[node]]
         visit = Visit(self, node, self.record.operation(node), grads, on_path)
         if any(grad is not None for grad in grads):
