@@ -188,7 +188,6 @@ class Propagation:
         if visit.node in self._merged:
             scale, shift, grad = map(at_least_float32, self._merged.pop(visit.node))
             op = op.merged(scale, shift)
-            grad = grad if op.unit is None else grad * op.unit
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
         walk.treated[f"{kind} by {rule.name}"] += 1

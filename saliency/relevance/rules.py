@@ -30,7 +30,7 @@ class LinearOperation:
     """A convolution or matrix product of one call, with the batch norm that is merged into it.
 
     A positive factor of an output channel changes no share. So if a batch norm has only positive factors, weights, bias
-    and output are those divided by these factors, and G at the output is multiplied by them.
+    and output are those divided by these factors. G is that at the output with them, before `scaled`.
 
     Attributes:
         input: The input a, in the shape of the call: (N, C, H, W) or (rows, features).
@@ -115,9 +115,13 @@ class LinearOperation:
 
     def relevance(self, grad: Tensor) -> Tensor:
         """Return the relevance of the output as a new tensor, given G at the output."""
-        if self.recorded is None or self.scale is not None or self.shift is None:
-            return self.output * grad
-        return (self.recorded + self.shift).mul_(grad)  # without a second new tensor
+        if self.recorded is None or self.unit is None or self.shift is None:
+            return self.scaled(self.output * grad)
+        return torch.addcmul(self.shift * self.unit, self.recorded, self.unit).mul_(grad)
+
+    def scaled(self, grad: Tensor) -> Tensor:
+        """Multiply G at the output, or what is proportional to it, in place by the factors of the batch norm."""
+        return grad if self.unit is None else grad.mul_(self.unit)
 
     def bias_share(self, shares: Tensor, bias: Tensor) -> Tensor:
         """Return shares times a bias, summed at least over the channels."""
@@ -186,7 +190,7 @@ class Rule(ABC):
 
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
-        return Passed(relevance=self.relevance(op, op.output * grad))
+        return Passed(relevance=self.relevance(op, op.relevance(grad)))
 
 
 class _GradientRule(Rule):
@@ -194,7 +198,8 @@ class _GradientRule(Rule):
 
     def relevance(self, op: LinearOperation, relevance: Tensor) -> Tensor:
         """Return the relevance of the input, given the relevance of the output."""
-        return op.input * cast("Tensor", self.propagate(op, divided(relevance, op.output)).grad)
+        grad = divided(relevance, op.relevance(relevance.new_ones(())))
+        return op.input * cast("Tensor", self.propagate(op, grad).grad)
 
 
 @dataclass(frozen=True)
@@ -222,14 +227,15 @@ class Epsilon(_GradientRule):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         if not self.epsilon:
-            return Passed(op.back(grad), biases=None if op.bias is None else op.bias_share(grad, op.bias))
+            kept = grad if op.unit is None else grad * op.unit
+            return Passed(op.back(kept), biases=None if op.bias is None else op.bias_share(kept, op.bias))
         size = op.root_mean_square.clamp_(min=torch.finfo(grad.dtype).tiny) if self.relative else grad.new_ones(())
-        epsilon = self.epsilon * size if op.unit is None else self.epsilon * size / op.unit
-        denominator = op.output.abs().add_(epsilon)
-        lost = torch.div(epsilon, denominator, out=denominator).mul_(grad)
-        kept = grad - lost
-        biases = None if op.bias is None else op.bias_share(kept, op.bias)
-        return Passed(op.back(kept), biases=biases, lost=lost.mul_(op.output))
+        epsilon = self.epsilon * size
+        denominator = op.output.abs().add_(epsilon if op.unit is None else epsilon / op.unit)
+        shares = torch.div(op.output, denominator, out=denominator).mul_(grad)
+        lost = shares.sum(op.dims, keepdim=True).mul_(epsilon)
+        kept = op.scaled(shares.copysign_(grad))
+        return Passed(op.back(kept), biases=None if op.bias is None else op.bias_share(kept, op.bias), lost=lost)
 
 
 @dataclass(frozen=True)
@@ -260,11 +266,13 @@ class Gamma(_GradientRule):
         z = op.output
         if op.is_nonnegative and not bool(z.clamp(max=0).mul_(grad).any()):
             # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
-            return op.divide(z * grad, self._reduced(op.weight), None if op.bias is None else self._reduced(op.bias))
+            return op.divide(
+                op.relevance(grad), self._reduced(op.weight), None if op.bias is None else self._reduced(op.bias)
+            )
         # The sum of both parts of which the one with the sign of z counts more.
         sums = op.magnitudes(op.bias).mul_(self.gamma / 2).add_(z.abs(), alpha=1 + self.gamma / 2)
         sums.clamp_(min=torch.finfo(z.dtype).tiny)
-        signed = torch.div(z, sums, out=sums).mul_(grad)
+        signed = op.scaled(torch.div(z, sums, out=sums).mul_(grad))
         shares = signed * z.sign()
         return op.spread(shares.mul_(1 + self.gamma / 2), signed.mul_(self.gamma / 2), op.bias)
 
@@ -307,24 +315,26 @@ class AlphaBeta(_GradientRule):
         if not self.beta and op.is_nonnegative:
             return op.divide(op.relevance(grad), op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0))
         sums = op.magnitudes(bias)
-        relevance = op.output * grad
-        shares = relevance / sums
+        shares = op.scaled((op.output / sums).mul_(grad))
         sums.clamp_(min=torch.finfo(sums.dtype).tiny)
         # From -1, where all parts are negative, to 1.
         balance = torch.div(op.output if self.bias else op.unbiased(sums), sums, out=sums)
-        up, lost = self._part(self.alpha, relevance, shares, 1 + balance)
+        up, lost = self._part(op, grad, self.alpha, shares, 1 + balance)
         if not self.beta:
             return op.spread(up, up, bias, lost)
-        down, kept = self._part(-self.beta, relevance, shares, balance.neg_().add_(1))
-        lost = kept if lost is None else lost if kept is None else lost + kept
-        return op.spread(up - down, up.add_(down), bias, lost)
+        down, kept = self._part(op, grad, -self.beta, shares, torch.sub(balance.new_ones(()), balance, out=balance))
+        lost = kept if lost is None else lost if kept is None else lost.add_(kept)
+        up.mul_(self.alpha)
+        return op.spread(torch.add(up, down, alpha=self.beta), up.sub_(down, alpha=self.beta), bias, lost)
 
     @staticmethod
-    def _part(factor: float, relevance: Tensor, shares: Tensor, sums: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _part(
+        op: LinearOperation, grad: Tensor, factor: float, shares: Tensor, sums: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Divide shares by the sums of the parts of one sign, which are overwritten; return also what is lost."""
         torch.threshold_(sums, 2 * _ROUNDING * torch.finfo(sums.dtype).eps, 0)
         quotients, dead = _divide(shares, sums)
-        return quotients.mul_(factor), None if dead is None else factor * torch.where(dead, relevance, 0)
+        return quotients, None if dead is None else op.relevance(grad).mul_(dead).mul_(factor)
 
 
 @dataclass(frozen=True)
@@ -362,7 +372,8 @@ class Contrast(AlphaBeta):
     def propagate(self, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what the rule passes to the input, given G at the output."""
         passed = super().propagate(op, grad)
-        return passed._replace(lost=op.output * grad if passed.lost is None else passed.lost + op.output * grad)
+        relevance = op.relevance(grad)
+        return passed._replace(lost=relevance if passed.lost is None else relevance.add_(passed.lost))
 
 
 @dataclass(frozen=True)
