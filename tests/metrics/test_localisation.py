@@ -142,6 +142,8 @@ def test_iou_takes_the_pixels_above_its_threshold() -> None:
     for threshold, expected in {0.9: 1 / 4, 0.5: 3 / 5, 0.2: 4 / 6, "area": 3 / 5}.items():
         metric = IoU(threshold=threshold)  # type: ignore[arg-type] # a mixture of keys
         assert metric.measure(explanation_of(relevance), masks=mask).values.item() == pytest.approx(expected)
+    one = explanation_of((relevance == 1).float())
+    assert IoU(threshold="area").measure(one, masks=mask).values.item() == 1 / 4  # zeros are not high
     with pytest.raises(MethodError, match="threshold"):
         IoU(threshold=1.5)
 
