@@ -361,13 +361,13 @@ def _no_method(name: object) -> str:
     return f'no method "{name}"{hint}'
 
 
-def summary(cls: type[Attribution]) -> str:
-    """Return the first paragraph of a method's docstring."""
+def summary(cls: type) -> str:
+    """Return the first paragraph of the docstring of a method or metric."""
     return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
 
 
-def source(cls: type[Attribution]) -> str:
-    """Return the paper that a method's docstring cites, with its URL."""
+def source(cls: type) -> str:
+    """Return the paper that the docstring of a method or metric cites, with its URL."""
     match = re.search(r"Source: (.*?)(?:\n\n|\Z)", inspect.getdoc(cls) or "", re.DOTALL)
     return " ".join(match[1].split()) if match else ""
 

@@ -14,7 +14,7 @@ from .base import Outcome
 from .faithfulness import MonotonicityCorrelation
 from .method_metric import Maps, MethodMetric
 from .perturbed import PerturbationMetric, PerturbedImage, correlation
-from .robustness import norm
+from .robustness import norm, relative
 
 
 class Completeness(PerturbationMetric):
@@ -93,8 +93,7 @@ class InputInvariance(MethodMetric):
         with HookManager(persistent=True) as hooks:
             hooks.revise_input(method.model, lambda x: x - self.shift)
             shifted = maps(maps.subject.images + self.shift, method)
-        change = norm(shifted - maps.own)
-        return Outcome(torch.where(change > 0, change / norm(maps.own), 0.0))
+        return Outcome(relative(norm(shifted - maps.own), norm(maps.own)))
 
 
 class ARCC(MethodMetric):

@@ -142,6 +142,7 @@ class Subject:
         seed: int = 0,
     ) -> None:
         require_explanation(explanation, "a metric")
+        reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed = explanation, seed
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target

@@ -146,7 +146,7 @@ class RandomLogit(MethodMetric):
 
     Args:
         absolute: Whether magnitudes are compared.
-        draws: The number of other classes, drawn for each image, for the standard error.
+        draws: The number of other classes, drawn at random, for the standard error.
 
     Values: (N,), the similarity of a map that is computed again, less the mean similarity to the maps of other
     classes. The curve has the similarities: the first for the same class.
@@ -169,7 +169,8 @@ class RandomLogit(MethodMetric):
         subject = maps.subject
         images, classes = subject.images, subject.explanation.target
         count = class_probabilities(subject.once("output", outputs, subject.method, images[:1])).shape[1]
-        others = torch.rand(len(images), count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
+        draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
+        others = draws.repeat(len(images), 1)
         others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
         order = others.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
         again = [maps.again(), *(maps(images, target=column.tolist()) for column in order.T)]

@@ -45,8 +45,8 @@ class RobustnessMetric(MethodMetric):
             yield images, maps.once((self.radius, number), maps, images)
 
     def changes(self, maps: Maps) -> Tensor:
-        """Return the change of each map, relative to the map: (N, samples). 0 for maps that stay zero."""
-        return torch.stack([_relative(norm(values - maps.own), norm(maps.own)) for _, values in self.noisy(maps)], 1)
+        """Return the change of each map, relative to the map: (N, samples)."""
+        return torch.stack([relative(norm(values - maps.own), norm(maps.own)) for _, values in self.noisy(maps)], 1)
 
 
 class MaxSensitivity(RobustnessMetric):
@@ -244,8 +244,9 @@ def norm(tensor: Tensor) -> Tensor:
     return tensor.flatten(1).square().sum(1).sqrt()
 
 
-def _relative(change: Tensor, size: Tensor) -> Tensor:
-    return torch.where(change > 0, change / size, 0.0)
+def relative(change: Tensor, size: Tensor) -> Tensor:
+    """Return a change (N,) as a share of a size; 0 for no change, NaN for a change of nothing."""
+    return torch.where(change > 0, torch.where(size > 0, change / size, torch.nan), 0.0)
 
 
 def _each_relative(change: Tensor, values: Tensor) -> Tensor:

@@ -24,9 +24,20 @@ from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
 from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
+from .metric_checks import check_metric, metric_checks
 from .unchanged import Snapshot
 
-__all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model", "tiny_model_for", "tiny_transformer"]
+__all__ = [
+    "Snapshot",
+    "check_method",
+    "check_metric",
+    "checks",
+    "images",
+    "metric_checks",
+    "tiny_model",
+    "tiny_model_for",
+    "tiny_transformer",
+]
 
 
 def checks(

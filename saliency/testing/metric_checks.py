@@ -1,0 +1,137 @@
+"""Checks of a metric: its documentation, its results, and that it leaves everything as it was.
+
+from saliency.testing import check_metric
+
+check_metric(MyMetric)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attribution.base import source, summary
+from ..attribution.explanation import Explanation
+from ..attribution.options import declared_options
+from ..errors import NonFiniteError
+from ..methods.gradient import InputXGradient, VanillaGradient
+from ..metrics.base import Measurement, Metric
+from .case import SIZE, images, require, require_raises, require_same, tiny_model
+from .unchanged import Snapshot
+
+FEW: dict[str, Any] = {"steps": 4, "samples": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
+"""Options that make metrics fast, where they have them."""
+
+METRIC_CHECKS: dict[str, Callable[[type[Metric]], None]] = {}
+
+
+def _check(function: Callable[[type[Metric]], None]) -> Callable[[type[Metric]], None]:
+    METRIC_CHECKS[function.__name__.lstrip("_")] = function
+    return function
+
+
+def metric_checks(metric: type[Metric]) -> list[tuple[str, Callable[[], None]]]:
+    """Return the name of each check of a metric, with a function that raises AssertionError if the metric fails it."""
+    return [(name, partial(check, metric)) for name, check in METRIC_CHECKS.items()]
+
+
+def check_metric(metric: type[Metric]) -> None:
+    """Run all checks on a metric.
+
+    Args:
+        metric: The class. All of its options have defaults.
+
+    Raises:
+        AssertionError: The metric fails a check; the message names it.
+    """
+    for name, check in metric_checks(metric):
+        try:
+            check()
+        except AssertionError as error:
+            raise AssertionError(f"{metric.__name__}: {name}: {error}") from error
+
+
+def _explanation(x: Tensor | None = None) -> Explanation:
+    x = images(2) if x is None else x
+    return InputXGradient(tiny_model()).attribute(x, list(range(len(x))))
+
+
+def _measure(metric: type[Metric], explanation: Explanation, x: Tensor, **changed: Any) -> Measurement:
+    options = {name: value for name, value in FEW.items() if name in declared_options(metric)}
+    method = InputXGradient(tiny_model())
+    masks = torch.zeros(len(x), *SIZE, dtype=torch.bool, device="cpu")
+    masks[:, 4:12, 4:12] = True
+    reference = VanillaGradient(method.model).attribute(x, list(explanation.target))
+    context: dict[str, Any] = {"method": method, "inputs": x, "masks": masks, "reference": reference}
+    return metric(**options).measure(explanation, **{**context, **changed})
+
+
+@_check
+def _documented(metric: type[Metric]) -> None:
+    """The docstring has a summary, the shape and units of the values, and a source."""
+    require(bool(summary(metric)), "the docstring has no summary")
+    require("Values: (N,)" in (metric.__doc__ or ""), 'the docstring has no paragraph "Values: (N,), ..."')
+    require(bool(source(metric)), 'the docstring has no paragraph "Source: ..."')
+
+
+@_check
+def _shapes(metric: type[Metric]) -> None:
+    """There is one value per image, and the error, the controls and the curve have the shapes that are documented."""
+    result = _measure(metric, _explanation(), images(2))
+    rows = [result.values, *(part for control in result.controls.values() for part in control)]
+    rows += [] if result.error is None else [result.error]
+    require(all(row.shape == (2,) and row.dtype == torch.float64 for row in rows), "expected (N,) of float64")
+    require(not result.values.isinf().any(), f"a value is infinite: {result.values}")
+    json.dumps(dict(result.settings))
+    if result.curve is not None and result.at is not None:
+        require(result.curve.shape == (2, len(result.at)), f"the curve has shape {tuple(result.curve.shape)}")
+
+
+@_check
+def _images_alone(metric: type[Metric]) -> None:
+    """The values of a batch are those of its images, measured one at a time."""
+    x, together = images(2), _explanation()
+    values = [_measure(metric, together[i], x[i : i + 1]).values for i in range(2)]
+    require_same(torch.cat(values), _measure(metric, together, x).values, "images measured alone", rounding=1e-4)
+
+
+@_check
+def _seeded(metric: type[Metric]) -> None:
+    """The same seed gives the same values."""
+    first, second = (_measure(metric, _explanation(), images(2), chunk=2).values.nan_to_num() for _ in range(2))
+    require(torch.equal(first, second), "two calls differ")
+
+
+@_check
+def _chunks(metric: type[Metric]) -> None:
+    """The values do not depend on how many passes run at once."""
+    first, second = (_measure(metric, _explanation(), images(2), chunk=size).values for size in (1, 7))
+    require_same(second.nan_to_num(), first.nan_to_num(), "chunks of 7 instead of 1", rounding=1e-4)
+
+
+@_check
+def _unchanged(metric: type[Metric]) -> None:
+    """The model, the method, the image, the map and the global random states are left as they were."""
+    explanation, x, method = _explanation(), images(2), InputXGradient(tiny_model().train())
+    before = Snapshot(model=method.model, method=method, x=x, values=explanation.values)
+    _measure(metric, explanation, x, method=method)
+    require(not before.changes(), f"changed: {', '.join(before.changes())}")
+
+
+@_check
+def _degenerate_maps(metric: type[Metric]) -> None:
+    """Zero and constant maps have an answer, and NaN is an error."""
+    explanation = _explanation()
+    for value in (0.0, 1.0):
+        flat = replace(explanation, values=torch.full_like(explanation.values, value))
+        values = _measure(metric, flat, images(2)).values
+        require(not values.isinf().any(), f"a map of {value} has the value {values}")
+    bad = replace(explanation, values=torch.full_like(explanation.values, math.nan))
+    require_raises((NonFiniteError,), partial(_measure, metric, bad, images(2)), "a map of NaN")

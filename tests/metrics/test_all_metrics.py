@@ -1,0 +1,36 @@
+"""Every metric of the registry keeps every promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from saliency.metrics import METRICS, Outcome, PerturbationMetric, PerturbedImage
+from saliency.testing import check_metric, metric_checks
+
+CASES = [
+    pytest.param(check, id=f"{name}-{promise}") for name in METRICS for promise, check in metric_checks(METRICS[name])
+]
+
+
+@pytest.mark.parametrize("check", CASES)
+def test_every_metric_keeps_every_promise(check: Callable[[], None]) -> None:
+    check()
+
+
+def test_a_metric_that_reads_the_global_random_state_fails() -> None:
+    class Unseeded(PerturbationMetric):
+        """Random numbers.
+
+        Values: (N,), of no meaning.
+
+        Source: none, https://example.org.
+        """
+
+        def measure_image(self, image: PerturbedImage) -> Outcome:
+            return Outcome(torch.rand(len(image.maps), dtype=torch.float64))
+
+    with pytest.raises(AssertionError, match="Unseeded: images_alone: images measured alone"):
+        check_metric(Unseeded)
