@@ -147,14 +147,14 @@ class StructuralSimilarity(AgreementMetric):
 
     def compare(self, maps: Tensor, reference: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for reference maps (N, H, W)."""
-        return ssim(maps, reference.expand_as(maps))
+        return ssim(maps, reference)
 
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
     """Return the structural similarity (...) of maps (..., H, W), each divided by its largest magnitude.
 
-    The window is a Gaussian of 11 pixels with a standard deviation of 1.5, and lies within the map. The range of the
-    values is -1 to 1 for all maps, so the constants of the formula are 0.02² and 0.06².
+    Leading axes are broadcast. The window is a Gaussian of 11 pixels with a standard deviation of 1.5, and lies within
+    the map. The range of the values is -1 to 1 for all maps, so the constants of the formula are 0.02² and 0.06².
 
     Raises:
         MethodError: The maps are smaller than the window.

@@ -147,6 +147,10 @@ class RocAuc(LocalisationMetric):
         return ((ranks * masks).sum((2, 3)) - inside * (inside + 1) / 2) / (inside * outside)
 
 
+def _check_threshold(option: str, value: Threshold) -> Threshold:
+    return value if value == "area" else check_number(option, value, above=0, most=1, hint=', or "area"')
+
+
 class IoU(LocalisationMetric):
     """Intersection over union of the object and the high pixels of the map.
 
@@ -162,9 +166,7 @@ class IoU(LocalisationMetric):
 
     name = "iou"
 
-    threshold: ConvertedOption[Threshold, Threshold] = ConvertedOption(
-        0.2, lambda name, value: value if value == "area" else check_number(name, value, above=0, most=1)
-    )
+    threshold: ConvertedOption[Threshold, Threshold] = ConvertedOption(0.2, _check_threshold)
 
     def compare(self, maps: Tensor, masks: Tensor) -> Tensor:
         """Compute the values (M, N) of maps (M, N, H, W) for masks (N, H, W)."""

@@ -144,7 +144,7 @@ def test_iou_takes_the_pixels_above_its_threshold() -> None:
         assert metric.measure(explanation_of(relevance), masks=mask).values.item() == pytest.approx(expected)
     one = explanation_of((relevance == 1).float())
     assert IoU(threshold="area").measure(one, masks=mask).values.item() == 1 / 4  # zeros are not high
-    with pytest.raises(MethodError, match="threshold"):
+    with pytest.raises(MethodError, match='above 0 and of at most 1, or "area"'):
         IoU(threshold=1.5)
 
 
