@@ -5,17 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from ..attribution.base import Attribution
 from ..engine.estimates import generator
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import TargetLike
+from .agreement import WINDOW, ssim
 from .base import Metric, Outcome, Subject
 from .perturbed import correlation, row_ranks
+
+Similarity = Literal["spearman", "absolute", "ssim"]
+SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
 
 MAPLESS = ("constant", "random", "edges")
 """The controls of metrics that call the method: a constant, new noise for each call, and the edges of the image."""
@@ -112,19 +117,23 @@ def _all_maps(subject: Subject) -> list[Maps]:
     return [Maps(subject, control) for control in ("", *MAPLESS)]
 
 
-def similarity(first: Tensor, second: Tensor, *, absolute: bool = False) -> Tensor:
-    """Return Spearman's correlation of maps (N, C, h, w), summed over the channels: (N,). Equal maps have 1.
+def similarity(first: Tensor, second: Tensor, kind: Similarity = "spearman") -> Tensor:
+    """Return the similarity of maps (N, C, h, w), summed over the channels: (N,). Equal maps have 1.
 
     Args:
         first: The first maps.
         second: The second maps.
-        absolute: Whether magnitudes are compared.
+        kind: "spearman" is the rank correlation, "absolute" that of magnitudes, and "ssim" the structural similarity,
+            for which maps of less than 11 cells are enlarged.
     """
-    rows = [maps.sum(1).flatten(1) for maps in (first, second)]
-    if absolute:
-        rows = [row.abs() for row in rows]
-    correlations = correlation(row_ranks(rows[0]), row_ranks(rows[1]))
-    return torch.where((rows[0] == rows[1]).all(1), 1.0, correlations)
+    maps = [values.sum(1, keepdim=True).double() for values in (first, second)]
+    if kind == "ssim":
+        edges = [max(WINDOW, edge) for edge in maps[0].shape[2:]]
+        values = ssim(*(interpolate(each, edges, mode="bilinear")[:, 0] for each in maps))
+    else:
+        rows = [each.flatten(1).abs() if kind == "absolute" else each.flatten(1) for each in maps]
+        values = correlation(row_ranks(rows[0]), row_ranks(rows[1]))
+    return torch.where((maps[0] == maps[1]).flatten(1).all(1), 1.0, values)
 
 
 def outputs(method: Attribution, images: Tensor) -> Any:

@@ -23,7 +23,7 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import class_probabilities
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .method_metric import Maps, MethodMetric, outputs, similarity
+from .method_metric import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarity
 
 Randomised = Literal["cascading", "independent"]
 
@@ -33,7 +33,7 @@ class MPRT(MethodMetric):
 
     Args:
         order: "cascading" keeps the layers above randomised; "independent" randomises one layer at a time.
-        absolute: Whether magnitudes are compared.
+        compare: The similarity of two maps: "spearman", the rank correlation; "absolute", that of magnitudes; "ssim".
         layers: The number of steps, each of which randomises an equal number of layers; None takes one for each layer.
         draws: The number of draws of the weights, for the standard error.
         noise: The largest change of a value of the input. Above 0, each map is the mean over noisy images.
@@ -51,7 +51,7 @@ class MPRT(MethodMetric):
     higher_is_better = True
 
     order: Option[Randomised] = Option("cascading", check_choice, ("cascading", "independent"))
-    absolute: Option[bool] = Option(False)
+    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
     layers: Option[int | None] = Option(None, check_integer)
     draws: Option[int] = Option(1, check_integer)
     noise: Option[float] = Option(0.0, check_number, least=0)
@@ -60,14 +60,14 @@ class MPRT(MethodMetric):
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the falls of the images."""
         similarities = self.similarities(maps)  # (draws, N, layers)
-        same = similarity(self._own(maps), self._maps(maps, None), absolute=self.absolute)
+        same = similarity(self._own(maps), self._maps(maps, None), self.compare)
         falls = same[:, None] - similarities.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
         return Outcome(falls.mean(1), error, curves=torch.cat([same[:, None], similarities.mean(0)], 1))
 
     def similarities(self, maps: Maps) -> Tensor:
         """Return the similarities of the maps to those of randomised models: (draws, N, layers)."""
-        options = (self.order, self.absolute, self.layers, self.noise, self.samples)
+        options = (self.order, self.compare, self.layers, self.noise, self.samples)
         rows = [
             maps.once(("similarities", *options, draw), self._similarities, maps, draw) for draw in range(self.draws)
         ]
@@ -76,7 +76,7 @@ class MPRT(MethodMetric):
     def _similarities(self, maps: Maps, draw: int) -> Tensor:
         """Return the similarities for one draw of the weights: (N, layers)."""
         own, others = self._own(maps), (self._maps(maps, method) for method in self._randomised(maps, draw))
-        return torch.stack([similarity(own, other, absolute=self.absolute) for other in others], 1)
+        return torch.stack([similarity(own, other, self.compare) for other in others], 1)
 
     def _own(self, maps: Maps) -> Tensor:
         return self._maps(maps, None) if self.noise else maps.own
@@ -145,7 +145,7 @@ class RandomLogit(MethodMetric):
     """Fall of the similarity of the map when another class is explained; higher is better.
 
     Args:
-        absolute: Whether magnitudes are compared.
+        compare: The similarity of two maps: "spearman", the rank correlation; "absolute", that of magnitudes; "ssim".
         draws: The number of other classes, drawn at random, for the standard error.
 
     Values: (N,), the similarity of a map that is computed again, less the mean similarity to the maps of other
@@ -161,7 +161,7 @@ class RandomLogit(MethodMetric):
     name = "random_logit"
     higher_is_better = True
 
-    absolute: Option[bool] = Option(False)
+    compare: Option[Similarity] = Option("spearman", check_choice, SIMILARITIES)
     draws: Option[int] = Option(5, check_integer)
 
     def measure_maps(self, maps: Maps) -> Outcome:
@@ -174,7 +174,7 @@ class RandomLogit(MethodMetric):
         others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
         order = others.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
         again = [maps.again(), *(maps(images, target=column.tolist()) for column in order.T)]
-        curve = torch.stack([similarity(maps.own, other, absolute=self.absolute) for other in again], 1)
+        curve = torch.stack([similarity(maps.own, other, self.compare) for other in again], 1)
         falls = curve[:, :1] - curve[:, 1:]
         return Outcome(falls.mean(1), standard_error(falls), curves=curve)
 

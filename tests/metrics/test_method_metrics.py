@@ -32,13 +32,14 @@ def measured(metric: str, method: Attribution, x: Tensor, **options: object) -> 
     return METRICS[metric](**options).measure(explanation, method=method, inputs=x)
 
 
+@pytest.mark.parametrize("compare", ["spearman", "absolute", "ssim"])
 @pytest.mark.parametrize("order", ["cascading", "independent"])
-def test_a_constant_method_keeps_its_map_and_a_gradient_does_not(order: str) -> None:
-    constant = measured("mprt", Constant(tiny_model()), images(2), order=order)
+def test_a_constant_method_keeps_its_map_and_a_gradient_does_not(order: str, compare: str) -> None:
+    constant = measured("mprt", Constant(tiny_model()), images(2), order=order, compare=compare)
     assert constant.curve is not None
     assert torch.equal(constant.curve, torch.ones_like(constant.curve))
     assert not constant.beats_controls.any()
-    gradient = measured("mprt", VanillaGradient(tiny_model()), images(2), order=order)
+    gradient = measured("mprt", VanillaGradient(tiny_model()), images(2), order=order, compare=compare)
     assert gradient.beats_controls.all()
 
 
