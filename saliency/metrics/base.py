@@ -226,7 +226,7 @@ class Subject:
             raise MethodError("this metric needs to know where the object is: pass masks=... of shape (N, H, W)")
         size = self.explanation.input_size
         masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
-        if masks.numel() != len(self.explanation) * size[0] * size[1]:
+        if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
             expected = (len(self.explanation), *size)
             raise MethodError(f"the masks have shape {tuple(masks.shape)}; expected {expected}, as the model sees them")
         return masks.view(-1, *size)

@@ -153,6 +153,9 @@ def test_masks_that_are_missing_or_of_another_size_are_an_error(maps: Tensor, ma
         measure("iou", explanation_of(maps))
     with pytest.raises(MethodError, match=r"\(3, 20, 50\); expected \(3, 40, 50\)"):
         measure("iou", explanation_of(maps), masks=masks[:, ::2])
+    with pytest.raises(MethodError, match=r"\(3, 50, 40\); expected \(3, 40, 50\)"):
+        measure("iou", explanation_of(maps), masks=masks.mT)
+    assert torch.equal(values("iou", maps, masks[:, None]), values("iou", maps, masks))
 
 
 def test_a_collage_holds_images_of_different_classes_with_the_mask_of_each_cell() -> None:
