@@ -5,11 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import SupportsFloat, SupportsInt, TypeGuard, TypeVar
+from typing import NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
 from .errors import MethodError, SaliencyError, did_you_mean
 
 _Choice = TypeVar("_Choice")
+_Entry = TypeVar("_Entry")
+
+
+class Registry(dict[str, _Entry]):
+    """Classes by name. A missing name raises KeyError with the closest names.
+
+    Args:
+        noun: What the classes are, for errors: "method".
+    """
+
+    def __init__(self, noun: str) -> None:
+        super().__init__()
+        self._noun = noun
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(self._missing(name))
+
+    def find(self, name: object) -> _Entry:
+        """Return the class with this name. Raises MethodError for another name, with the closest ones."""
+        if not isinstance(name, str) or name not in self:
+            raise MethodError(self._missing(name))
+        return self[name]
+
+    def _missing(self, name: object) -> str:
+        hint = did_you_mean(str(name), self) or f"; the {self._noun}s are {', '.join(self)}"
+        return f'no {self._noun} "{name}"{hint}'
 
 
 def check_choice(

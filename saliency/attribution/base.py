@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError, did_you_mean
+from ..errors import MethodError, NonFiniteError
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.operations import Keep
@@ -28,22 +28,14 @@ from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..layers.layout import LayoutFunction, as_layout, bind_layout
 from ..targets.targets import TargetLike, as_categories
-from ..validation import check_choice
+from ..validation import Registry, check_choice
 from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
 
-
-class _Registry(dict[str, type["Attribution"]]):
-    """Methods by name. A missing name raises KeyError with the closest names."""
-
-    def __missing__(self, name: object) -> NoReturn:
-        raise KeyError(_no_method(name))
-
-
-METHODS: dict[str, type[Attribution]] = _Registry()
+METHODS: Registry[type[Attribution]] = Registry("method")
 """All methods by name. A class with a `name` is registered when it is defined."""
 
 
@@ -346,19 +338,8 @@ def read_one_forward(
 
 
 def get_method(name: object) -> type[Attribution]:
-    """Return the method with this name.
-
-    Raises:
-        MethodError: The name is unknown; the message lists the closest names.
-    """
-    if not isinstance(name, str) or name not in METHODS:
-        raise MethodError(_no_method(name))
-    return METHODS[name]
-
-
-def _no_method(name: object) -> str:
-    hint = did_you_mean(str(name), METHODS) or "; the methods are " + ", ".join(METHODS)
-    return f'no method "{name}"{hint}'
+    """Return the method with this name. Raises MethodError for another name, with the closest ones."""
+    return METHODS.find(name)
 
 
 def summary(cls: type) -> str:

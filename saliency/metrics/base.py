@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation, Setting
 from ..attribution.options import Chunk, HasOptions, Precision, declared_options
 from ..engine.estimates import generator
-from ..errors import MethodError, did_you_mean
+from ..errors import MethodError
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..io.inputs import ImagesLike
 from ..methods.gradient import VanillaGradient
 from ..render.heatmap import reduced_maps, require_explanation, resized
 from ..targets.targets import TargetLike, probability
-from ..validation import check_choice
+from ..validation import Registry, check_choice
 
 Score = Literal["probability", "explained"]
 
@@ -35,14 +35,7 @@ CONTROLS = ("constant", "centre", *["random"] * RANDOM_MAPS)
 """The controls of a map, in the order of `control_maps`."""
 
 
-class _Registry(dict[str, type["Metric"]]):
-    """Metrics by name. A missing name raises KeyError with the closest names."""
-
-    def __missing__(self, name: object) -> NoReturn:
-        raise KeyError(_no_metric(name))
-
-
-METRICS: dict[str, type[Metric]] = _Registry()
+METRICS: Registry[type[Metric]] = Registry("metric")
 """All metrics by name. A class with a `name` is registered when it is defined."""
 
 
@@ -306,14 +299,7 @@ class Metric(HasOptions, ABC):
 
 def get_metric(name: object) -> type[Metric]:
     """Return the metric with this name. Raises MethodError for another name, with the closest ones."""
-    if not isinstance(name, str) or name not in METRICS:
-        raise MethodError(_no_metric(name))
-    return METRICS[name]
-
-
-def _no_metric(name: object) -> str:
-    hint = did_you_mean(str(name), METRICS) or "; the metrics are " + ", ".join(METRICS)
-    return f'no metric "{name}"{hint}'
+    return METRICS.find(name)
 
 
 def measure(
