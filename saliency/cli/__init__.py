@@ -178,6 +178,26 @@ files:
 
 {_EXIT_CODES}""",
     ),
+    "evaluate": Command(
+        "compare methods by metrics on a folder of images",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --metrics --masks --set-metric --out",
+        "evaluate:run",
+        f"""\
+examples:
+  saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
+  saliency evaluate photos/ -m grad_cam rise --set-metric steps=28 --out measured
+  saliency evaluate photos/ --masks masks/ --metrics pointing_game relevance_rank
+
+Each method is measured on each image, beside maps that know nothing about the
+prediction. Run the same command again to resume, or with more methods.
+
+files:
+  DIR/evaluation.html  the table, which can be sorted, and all differences
+  DIR/evaluation.json  the same, with the values of each image
+  DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
+
+{_EXIT_CODES}""",
+    ),
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",
         f"MAPS --quiet --method --out --format {_STYLE}",

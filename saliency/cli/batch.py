@@ -24,8 +24,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
     with screen.progress() as show:
         options = arguments_of(batch, arguments) | {
-            "sources": list(_sources(arguments.sources)),
-            "methods": _methods(arguments.methods or [METHOD]),
+            "sources": list(read_sources(arguments.sources)),
+            "methods": select_methods(arguments.methods or [METHOD]),
             "options": dict(arguments.settings or ()),
             "style": overlay_style(arguments),
             "command": ["saliency", *sys.argv[1:]],
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     return 1 if summary.kinds.keys() - expected else 0
 
 
-def _sources(words: list[str]) -> Iterator[str]:
+def read_sources(words: list[str]) -> Iterator[str]:
     """Yield the sources. The word "-" stands for the paths on standard input, one per line or separated by NUL."""
     for word in words:
         if word != "-":
@@ -52,7 +52,7 @@ def _sources(words: list[str]) -> Iterator[str]:
         yield from map(os.fsdecode, filter(None, data.split(b"\0") if b"\0" in data else data.splitlines()))
 
 
-def _methods(names: list[str]) -> list[str]:
+def select_methods(names: list[str]) -> list[str]:
     """Return the methods given by --method, without duplicates."""
     if ALL not in names:
         return list(dict.fromkeys(names))

@@ -88,7 +88,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
         raise UsageError("no image was given; try: saliency explain photo.jpg")
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
     options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
-    network = _open_network(options, arguments.device, screen)
+    network = open_network(options, arguments.device, screen)
     files = [f"{image.name}.{method}.png" for image in images for method in methods]
     _prepare_folder(arguments.out, [*files, SHEET] if arguments.sheet else files, [image.path for image in images])
     rows: list[Row] = []
@@ -139,7 +139,7 @@ def _methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(methods)), images
 
 
-def _open_network(options: RunOptions, device: str, screen: Screen) -> Network:
+def open_network(options: RunOptions, device: str, screen: Screen) -> Network:
     """Load the model on its device, with the methods."""
     first, *others = find_devices(device, options.model)
     if others:

@@ -215,6 +215,13 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
         _option("--set OPTION=VALUE", "see saliency methods NAME", dest="settings", type=_setting, action="append"),
     ],
+    "metrics": [
+        _option("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
+        _option("--masks FOLDER", "masks of the objects, not black, with the names of the images"),
+        _option(
+            "--set-metric OPTION=VALUE", "such as steps=28", dest="metric_settings", type=_setting, action="append"
+        ),
+    ],
     "output": [
         _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),

@@ -1,0 +1,497 @@
+"""Comparison of methods by several metrics over many images: means, ranks and significant differences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ..attribution.base import Attribution
+from ..attribution.explanation import Explanation
+from ..errors import ImageError, MethodError, plural
+from ..io.atomic_write import atomic_write
+from ..io.inputs import ImageLike, open_picture
+from ..metrics.base import Metric, get_metric, measure
+from ..targets.targets import TargetLike
+from ..validation import check_choice
+from .tables import Column, Table, escaped, number
+
+LEVEL = 0.05
+"""Probability that any difference of a comparison is called significant if there is none."""
+
+DRAWS = 2000
+"""Bootstrap draws of the images for the ranges of ranks."""
+
+EXACT, FLIPS = 14, 20_000
+"""Largest number of images for which all changes of signs are counted, and the random ones drawn for more images."""
+
+_Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Value of one metric for one method and image.
+
+    Attributes:
+        image: The image.
+        method: The method.
+        metric: The metric.
+        value: The value; None where the metric is not defined.
+        controls: The values of maps that know nothing about the prediction, by their names.
+        higher_is_better: None if neither is better.
+        seconds: Duration of the method.
+    """
+
+    image: str
+    method: str
+    metric: str
+    value: float | None
+    controls: Mapping[str, float]
+    higher_is_better: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One method, or one control, by one metric.
+
+    Attributes:
+        name: The method, or "random", "constant", "centre" and the like: the mean over the controls of all methods.
+        metric: The metric.
+        mean: The mean over the images.
+        error: The standard error of the mean over the images; None for one image.
+        better: "higher" or "lower"; empty if neither is better.
+        rank: The place among the methods, from 1; None for controls, and if neither is better.
+        rank_low, rank_high: The range that contains 95 % of the ranks if the images are drawn again (bootstrap).
+        better_than: The methods, and the controls of this method, that this method is significantly better than.
+        images: The number of images for which all methods have a value.
+        seconds: The median duration of the method for one image; None for controls.
+    """
+
+    name: str
+    metric: str
+    mean: float
+    error: float | None
+    better: str
+    rank: int | None = None
+    rank_low: int | None = None
+    rank_high: int | None = None
+    better_than: tuple[str, ...] = ()
+    images: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceRow:
+    """Paired difference between a method and another one, or one of its controls.
+
+    Attributes:
+        name: The method.
+        other: What is subtracted.
+        metric: The metric.
+        mean: The mean difference over the images.
+        error: The standard error of the mean; None for one image.
+        p: The p-value of the sign-flip test over the images, corrected by Holm for all differences of the comparison.
+    """
+
+    name: str
+    other: str
+    metric: str
+    mean: float
+    error: float | None
+    p: float
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the corrected p-value is at most `LEVEL`."""
+        return self.p <= LEVEL
+
+
+def _range(row: ComparisonRow) -> str:
+    return "" if row.rank is None else f"{row.rank_low} to {row.rank_high}"
+
+
+_ROW: tuple[Column[ComparisonRow], ...] = (
+    Column("metric", lambda row: row.metric, "left"),
+    Column("better", lambda row: row.better, "left"),
+    Column("method", lambda row: row.name, "left"),
+    Column("mean", lambda row: number(row.mean), hint="over the images"),
+    Column("error", lambda row: number(row.error), hint="standard error over the images"),
+    Column("rank", lambda row: str(row.rank or "")),
+    Column("95 %", _range, hint="range of the rank if the images are drawn again"),
+    Column("better than", lambda row: ", ".join(row.better_than), "left", hint="significantly"),
+    Column("images", lambda row: str(row.images)),
+    Column("seconds", lambda row: number(row.seconds), hint="of the method, for one image (median)"),
+)
+_DIFFERENCE: tuple[Column[DifferenceRow], ...] = (
+    Column("metric", lambda row: row.metric, "left"),
+    Column("method", lambda row: row.name, "left"),
+    Column("less", lambda row: row.other, "left"),
+    Column("difference", lambda row: number(row.mean), hint="mean over the images"),
+    Column("error", lambda row: number(row.error), hint="standard error over the images"),
+    Column("p", lambda row: number(row.p), hint="corrected for all differences"),
+    Column("", lambda row: "significant" if row.is_significant else "", "left"),
+)
+
+
+class Comparison(Table[ComparisonRow]):
+    """Table of methods and controls by metrics, best first. It prints as text and displays as HTML.
+
+    Args:
+        results: The values of all methods, images and metrics. An image counts for a metric if all methods have a value
+            for it.
+        seed: The seed of the tests and of the ranges of ranks.
+
+    Attributes:
+        differences: The paired differences between the methods, and of each from its controls, with their p-values, by
+            each metric of which higher or lower is better.
+        results: The values of all methods, images and metrics.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
+    """
+
+    def __init__(self, results: Iterable[Result], seed: int = 0) -> None:
+        self.results = tuple(results)
+        names = dict.fromkeys(result.metric for result in self.results)
+        metrics = [_MetricValues([each for each in self.results if each.metric == name]) for name in names]
+        measured = [metric for metric in metrics if metric.images]
+        drawn = [each for metric in measured if metric.higher is not None for each in metric.differences(seed)]
+        corrected = holm(np.array([each[-1] for each in drawn]))
+        differences = [DifferenceRow(*each[:-1], float(p)) for each, p in zip(drawn, corrected, strict=True)]
+        rows = [row for metric in measured for row in metric.rows(differences, seed)]
+        super().__init__(rows, _ROW, "Comparison of methods", _notes(metrics, len(differences)))
+        self.differences = Table(differences, _DIFFERENCE, "Paired differences")
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the comparison atomically, in the format of the suffix, and return the path.
+
+        Args:
+            path: A file that ends in .json (with the differences and the value of each image), .html (a page with
+                tables that can be sorted) or .csv (the rows).
+
+        Raises:
+            MethodError: The suffix is another one.
+            OSError: The file cannot be written.
+        """
+        path = Path(path)
+        writers = {".json": self._json, ".html": self._page, ".csv": self._csv}
+        check_choice("suffix", path.suffix, tuple(writers))
+        with atomic_write(path) as temporary:
+            temporary.write_text(writers[path.suffix](), "utf-8", newline="")
+        return path
+
+    def _json(self) -> str:
+        rows, results = [asdict(row) for row in self], [asdict(result) for result in self.results]
+        differences = [asdict(row) for row in self.differences]
+        content = {"rows": rows, "differences": differences, "notes": self.notes, "results": results}
+        return json.dumps(content, indent=1) + "\n"
+
+    def _csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow([field.name for field in fields(ComparisonRow)])
+        writer.writerows([*asdict(row).values()] for row in self)
+        return text.getvalue()
+
+    def _page(self) -> str:
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escaped(self.title)}</title><style>{_STYLE}</style></head>\n"
+            f"<body><h1>{escaped(self.title)}</h1>\n{Table(self.rows, self.columns, notes=self.notes).to_html()}\n"
+            f"{self.differences.to_html()}\n<script>{_SCRIPT}</script></body></html>\n"
+        )
+
+
+_STYLE = """
+:root { color-scheme: light dark; --saliency-ground: Canvas; }
+body { margin: 2rem clamp(1rem, 3vw, 3rem) 4rem; font: 15px/1.5 system-ui, sans-serif; }
+.saliency-table > div { max-height: none !important; }
+th { cursor: pointer !important; }
+"""
+
+_SCRIPT = """
+for (const head of document.querySelectorAll("th")) {
+  head.tabIndex = 0;
+  head.onclick = () => {
+    const falls = head.ariaSort === "ascending", body = head.closest("table").tBodies[0];
+    const text = row => row.cells[head.cellIndex].textContent;
+    const order = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b) : (a || Infinity) - (b || Infinity);
+    const rows = [...body.rows].sort((a, b) => order(text(a), text(b)));
+    for (const other of head.parentNode.cells) other.ariaSort = null;
+    head.ariaSort = falls ? "descending" : "ascending";
+    body.append(...falls ? rows.reverse() : rows);
+  };
+  head.onkeydown = event => event.key === "Enter" && head.onclick();
+}
+"""
+
+
+class _MetricValues:
+    """Values of one metric.
+
+    Args:
+        results: The results of this metric.
+
+    Attributes:
+        images: The images for which all methods have a value.
+        values: (K, n) the values of K methods.
+        controls: (K, n) the values of the controls of each method, by their names.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.name, self.higher = results[0].metric, results[0].higher_is_better
+        self.methods = list(dict.fromkeys(result.method for result in results))
+        found = {(result.method, result.image): result for result in results if result.value is not None}
+        self.measured = list(dict.fromkeys(result.image for result in results))
+        self.images = [image for image in self.measured if all((name, image) in found for name in self.methods)]
+        rows = [[found[name, image] for image in self.images] for name in self.methods]
+        self.values = np.array([[each.value for each in row] for row in rows], dtype=np.float64)
+        self.controls = {
+            control: np.array([[each.controls[control] for each in row] for row in rows], dtype=np.float64)
+            for control in results[0].controls
+        }
+        self.seconds = [float(np.median([each.seconds for each in row])) if row else 0.0 for row in rows]
+
+    def differences(self, seed: int) -> list[tuple[str, str, str, float, float | None, float]]:
+        """Return the fields of all differences, with p-values that are not corrected."""
+        pairs = list(combinations(range(len(self.methods)), 2))
+        named = [(self.methods[a], self.methods[b], _difference(self.values[a], self.values[b])) for a, b in pairs]
+        for control, values in self.controls.items():
+            named += [(name, control, _difference(self.values[k], values[k])) for k, name in enumerate(self.methods)]
+        if not named:
+            return []
+        p = sign_flip_test(np.stack([values for *_, values in named], 1), seed)
+        return [
+            (name, other, self.name, *_mean(values), float(own))
+            for (name, other, values), own in zip(named, p, strict=True)
+        ]
+
+    def rows(self, differences: Sequence[DifferenceRow], seed: int) -> list[ComparisonRow]:
+        """Return the rows of the methods, best first, and of the controls."""
+        better = {None: "", True: "higher", False: "lower"}[self.higher]
+        sign = -1 if self.higher else 1
+        wins = [
+            (each.name, each.other) if sign * each.mean < 0 else (each.other, each.name)
+            for each in differences
+            if better and each.metric == self.name and each.is_significant
+        ]
+        ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
+        count = len(self.images)
+        rows = []
+        for k, name in enumerate(self.methods):
+            beaten = tuple(worse for winner, worse in wins if winner == name)
+            about = (*_mean(self.values[k]), better, *ranks[k], beaten, count, self.seconds[k])
+            rows.append(ComparisonRow(name, self.name, *about))
+        rows.sort(key=lambda row: row.rank or 0)
+        controls = [(name, *_mean(values.mean(0))) for name, values in self.controls.items()]
+        return rows + [
+            ComparisonRow(name, self.name, mean, error, better, images=count) for name, mean, error in controls
+        ]
+
+
+def _difference(first: _Array, second: _Array) -> _Array:
+    """Return the difference of values (n,), and zero where only rounding tells them apart."""
+    return np.where(np.isclose(first, second, rtol=1e-9, atol=1e-12), 0.0, first - second)
+
+
+def _mean(values: _Array) -> tuple[float, float | None]:
+    """Return the mean of values (n,) and its standard error, None for one value."""
+    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+    return float(values.mean()), error
+
+
+def _notes(metrics: Sequence[_MetricValues], count: int) -> list[str]:
+    """Return what the numbers mean, and which images and metrics are left out."""
+    notes = [
+        f"{metric.name}: {plural(left, 'image')} left out, for which not all methods have a value"
+        for metric in metrics
+        if (left := len(metric.measured) - len(metric.images))
+    ]
+    notes.append(
+        f"better than: sign-flip test over the images at {100 * LEVEL:g} %, corrected by Holm for "
+        f"{plural(count, 'difference')} between methods, and from their own controls"
+    )
+    images = max((len(metric.images) for metric in metrics), default=0)
+    if count and count * 2.0 ** (1 - images) > LEVEL:
+        least = math.ceil(1 + math.log2(count / LEVEL))
+        notes.append(f"with {plural(images, 'image')} no difference can be significant; {least} or more are needed")
+    return notes
+
+
+def sign_flip_test(differences: _Array, seed: int = 0) -> _Array:
+    """Return the p-values (m,) of paired differences (n, m): two-sided, with a mean of zero as the hypothesis.
+
+    If a method is as good as another one, each difference is as likely as its negative. The p-value is the share of
+    changes of signs that give a mean at least as large: of all up to `EXACT` differences, else of `FLIPS` random ones.
+
+    Args:
+        differences: The differences between two methods for n images, for m pairs.
+        seed: The seed of the random changes.
+
+    Source: Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses" (2005), https://doi.org/10.1007/b138696.
+    """
+    count = len(differences)
+    if count <= EXACT:
+        flips = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
+    else:
+        flips = np.random.default_rng(seed).integers(0, 2, (FLIPS, count), dtype=np.int8)
+        flips[0] = 0  # the observed signs are one of the equally likely changes
+    rounding = 1e-12 * np.abs(differences).sum(0)
+    least = np.abs(differences.sum(0)) - rounding
+    parts = np.array_split(flips, min(len(flips), 16))
+    extreme = [(np.abs((1 - 2.0 * part) @ differences) >= least).sum(0) for part in parts]
+    shares: _Array = np.sum(extreme, 0) / len(flips)
+    return shares
+
+
+def holm(p: _Array) -> _Array:
+    """Return p-values (m,) corrected for m tests: where nothing differs, any is at most 5 % with a probability of 5 %.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
+    """
+    order = p.argsort()
+    corrected = np.empty_like(p)
+    corrected[order] = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order]).clip(max=1)
+    return corrected
+
+
+def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
+    """Return for each row of values (K, n) its rank by the mean, 1 for the lowest, and the range of 95 % of its ranks.
+
+    The range is that of `DRAWS` bootstrap draws of the n columns.
+
+    Args:
+        values: The values of K methods for n images.
+        seed: The seed of the draws.
+
+    Source: Efron, "Bootstrap Methods: Another Look at the Jackknife" (1979), https://doi.org/10.1214/aos/1176344552.
+    """
+    count = values.shape[1]
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), DRAWS)
+    means = np.concatenate([np.ones((1, count)), draws]) @ values.T  # (1 + DRAWS, K)
+    ranks = 1 + (means[:, None, :] < means[:, :, None]).sum(2)
+    low, high = np.quantile(ranks[1:], [0.025, 0.975], axis=0, method="inverted_cdf")
+    return list(zip(ranks[0].tolist(), low.tolist(), high.tolist(), strict=True))
+
+
+def compare(
+    methods: Sequence[Attribution],
+    images: Sequence[ImageLike],
+    targets: TargetLike = None,
+    metrics: Sequence[str | Metric] = ("deletion", "insertion"),
+    *,
+    masks: Sequence[Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """Compare methods by several metrics over images: which one should be used for this model?
+
+    The metrics of an image and method share their passes.
+
+    Args:
+        methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options.
+        images: The images.
+        targets: One target for all images, a list with one for each image, or None for the top class of each image.
+        metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options.
+        masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
+            image, in which the object is not black; or a tensor (H, W) as the model sees it.
+        seed: The seed of all draws.
+        **options: As for `saliency.metrics.measure`: `score`, `chunk`, `precision`, `progress`.
+
+    Returns:
+        A table of methods and controls by metrics, with errors, ranks and significant differences.
+
+    Raises:
+        MethodError: A metric does not exist or lacks something, or the numbers of targets, masks and images differ.
+        ImageError: A mask has another size than its image.
+        SaliencyError: A method or an image raises it.
+    """
+    resolved = [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in metrics]
+    each = targets if isinstance(targets, list | tuple) else [targets] * len(images)
+    shown = [None] * len(images) if masks is None else masks
+    if not len(each) == len(shown) == len(images):
+        raise MethodError(f"got {len(each)} targets and {len(shown)} masks for {len(images)} images")
+    results: list[Result] = []
+    for index, (image, target, mask) in enumerate(zip(images, each, shown, strict=True)):
+        for name, method in zip(unique_names(methods), methods, strict=True):
+            results += measure_image(str(index), name, method, image, target, resolved, mask, seed=seed, **options)
+    return Comparison(results, seed)
+
+
+def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
+    """Return the names of methods or metrics. Those of one name are named with their options."""
+    names = [part.name for part in parts]
+    return [part.name if names.count(part.name) == 1 else repr(part) for part in parts]
+
+
+def measure_image(
+    name: str,
+    method_name: str,
+    method: Attribution,
+    image: ImageLike,
+    target: Any,
+    metrics: Sequence[Metric],
+    mask: Any = None,
+    **options: Any,
+) -> list[Result]:
+    """Explain one image, and measure the explanation by all metrics.
+
+    Args:
+        name: The name of the image in the results.
+        method_name: The name of the method in the results.
+        method: The method.
+        image: The image.
+        target: The target.
+        metrics: The metrics.
+        mask: The mask of the object, as for `compare`.
+        **options: As for `saliency.metrics.measure`.
+
+    Raises:
+        SaliencyError: As for `compare`.
+    """
+    start = time.perf_counter()
+    explanation = method.attribute(image, target)
+    explanation.values.cpu()  # waits for a GPU
+    seconds = time.perf_counter() - start
+    seen = None if mask is None else _mask_as_seen(mask, explanation)
+    context = {"method": method, "inputs": image, "target": target, "masks": seen, **options}
+    measurements = measure(metrics, explanation, **context)
+    results = []
+    for metric, each in zip(unique_names(metrics), measurements, strict=True):
+        value = float(each.values[0])
+        controls = {control: float(own.values[0]) for control, own in each.controls.items()}
+        known = None if math.isnan(value) else value
+        results.append(Result(name, method_name, metric, known, controls, each.higher_is_better, seconds))
+    return results
+
+
+def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
+    """Return a mask as the model sees it, from a picture of the size of the image or a tensor (H, W).
+
+    Raises:
+        ImageError: The picture has another size than the image, or the image was given as a tensor.
+    """
+    if not isinstance(mask, str | os.PathLike | Image.Image):
+        return torch.as_tensor(mask, device="cpu")
+    picture, frame = open_picture(mask), explanation.frames[0]
+    if frame is None or frame.picture.size != picture.size:
+        size = "a tensor" if frame is None else "x".join(map(str, frame.picture.size))
+        raise ImageError(f"the mask has {'x'.join(map(str, picture.size))} pixels; expected those of the image, {size}")
+    height, width = explanation.input_size
+    seen = picture.transform((width, height), Image.Transform.EXTENT, frame.box)
+    return torch.as_tensor(np.asarray(seen).any(-1), device="cpu")

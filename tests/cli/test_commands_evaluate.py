@@ -1,0 +1,166 @@
+"""The command `saliency evaluate`: measured images, resumed runs, masks, failures and exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from saliency import GradCAM
+from saliency.cli import evaluate, main
+from saliency.inspection.comparison import Result, measure_image
+from saliency.metrics import measure
+from saliency.metrics.faithfulness import Deletion
+from tests.batchwork import Tiny, noise, photos, plain
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    photos(tmp_path / "in", 3)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The images and methods that are measured, not read from files."""
+    seen = []
+
+    def spy(name: str, method_name: str, *arguments: Any, **options: Any) -> list[Result]:
+        seen.append((name, method_name))
+        return measure_image(name, method_name, *arguments, **options)
+
+    monkeypatch.setattr(evaluate, "measure_image", spy)
+    return seen
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny(nan_on_white=True))
+
+    def go(*words: object) -> tuple[int, str, str]:
+        common = ["--out", tmp_path / "out", "--set-metric", "steps=2", "--metrics", "deletion"]
+        code = main([str(word) for word in ["evaluate", *words, *common]])
+        return code, *capsys.readouterr()
+
+    return go
+
+
+def content(tmp_path: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    return read
+
+
+def test_a_folder_becomes_a_table_a_page_and_a_file_of_values(run: Run, source: Path, tmp_path: Path) -> None:
+    code, out, err = run(source, "-m", "grad_cam", "layer_cam", "--target", "cat")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].split()[:4] == ["metric", "better", "method", "mean"]
+    assert "sign-flip test" in out
+    assert f"table: {tmp_path}/out/evaluation.html" in out
+    assert {row["name"] for row in content(tmp_path)["rows"]} == {
+        *("grad_cam", "layer_cam", "random"),
+        "constant",
+        "centre",
+    }
+    explanation = GradCAM(Tiny()).attribute(source / "01.png", "cat")
+    (expected,) = measure([Deletion(steps=2)], explanation, method=GradCAM(Tiny()))
+    own = [
+        each["value"] for each in content(tmp_path)["results"] if (each["image"], each["method"]) == ("01", "grad_cam")
+    ]
+    assert own == [pytest.approx(float(expected.values))]
+
+
+def test_a_rerun_reads_what_is_measured_and_measures_what_is_new(
+    run: Run, source: Path, tmp_path: Path, measured: list[tuple[str, str]]
+) -> None:
+    run(source)
+    first = content(tmp_path)
+    assert measured == [("00", "grad_cam"), ("01", "grad_cam"), ("02", "grad_cam")]
+    measured.clear()
+    noise(source / "01.png", 9)  # has changed
+    assert run(source, "-m", "grad_cam", "layer_cam")[0] == 0
+    assert measured == [("00", "layer_cam"), ("01", "grad_cam"), ("01", "layer_cam"), ("02", "layer_cam")]
+    measured.clear()
+    assert run(source, "-m", "grad_cam", "layer_cam")[0] == 0
+    assert measured == []
+    assert len(content(tmp_path)["results"]) == 2 * len(first["results"])
+    run(source, "--set-metric", "fill=blur")
+    assert len(measured) == 3
+
+
+def test_an_interrupted_run_keeps_what_is_measured(
+    run: Run, source: Path, measured: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def interrupted(name: str, *arguments: Any, **options: Any) -> list[Result]:
+        if name == "02":
+            raise KeyboardInterrupt
+        return measure_image(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "measure_image", interrupted)
+        assert run(source)[0] == 130
+    measured.clear()
+    assert run(source)[0] == 0
+    assert measured == [("02", "grad_cam")]
+
+
+def test_an_unreadable_image_is_reported_and_does_not_stop_the_others(run: Run, source: Path, tmp_path: Path) -> None:
+    (source / "00.png").write_bytes(b"no image")
+    plain(source / "03.png", (255, 255, 255))  # scores NaN
+    code, out, err = run(source, "-m", "grad_cam", "layer_cam")
+    assert code == 1
+    assert err.count("00.png is not an AVIF") == 1
+    assert "03.png by grad_cam" in err
+    assert "2 images with failures" in out
+    assert {each["image"] for each in content(tmp_path)["results"]} == {"01", "02"}
+
+
+def test_nothing_is_written_if_every_image_fails(run: Run, tmp_path: Path) -> None:
+    plain(noise(tmp_path / "in" / "a.png", 0), (255, 255, 255))
+    assert run(tmp_path / "in")[0] == 1
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_masks_are_found_by_name_and_a_missing_one_is_a_failure(run: Run, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    for name in ("00", "01"):
+        mask = Image.new("L", (40, 30))
+        mask.paste(1, (10, 0, 40, 30))
+        mask.save(tmp_path / "masks" / f"{name}.bmp")
+    code, _, err = run(source, "--masks", tmp_path / "masks", "--metrics", "relevance_rank")
+    assert code == 1
+    assert '02.png has no mask: no image in the folder of --masks is called "02"' in err
+    by_image = {each["image"] for each in content(tmp_path)["results"] if each["metric"] == "relevance_rank"}
+    assert by_image == {"00", "01"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--metrics", "insertoin"], 'no metric "insertoin"; did you mean "insertion"'),
+        (["--metrics", "pointing_game"], r"pass masks="),
+        (["-m", "grad_cma"], "grad_cam"),
+        (["--set-metric", "stpes=3"], 'no option "stpes" of deletion'),
+        (["--target", "zebra"], "zebra"),
+        (["--masks", "nowhere"], "there is no image: nowhere"),
+    ],
+)
+def test_an_invalid_command_line_exits_with_two(run: Run, source: Path, words: list[str], message: str) -> None:
+    code, _, err = run(source, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_all_methods_may_include_some_that_do_not_apply(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "select_methods", lambda names: ["grad_cam", "attention_rollout"])
+    assert run(source, "--limit", "1", "-m", "all")[0] == 0
+    assert run(source, "--limit", "1", "-m", "grad_cam", "attention_rollout")[0] == 1
+    assert len(list((tmp_path / "out" / "results").iterdir())) == 1
