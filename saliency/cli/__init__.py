@@ -185,8 +185,8 @@ files:
         f"""\
 examples:
   saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
-  saliency evaluate photos/ -m grad_cam rise --set-metric steps=28 --out measured
-  saliency evaluate photos/ --masks masks/ --metrics pointing_game relevance_rank
+  saliency evaluate photos/ -m grad_cam rise --set-metric steps=28
+  saliency evaluate photos/ --masks masks/ --metrics pointing_game
 
 Each method is measured on each image, beside maps that know nothing about the
 prediction. Run the same command again to resume, or with more methods.
