@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from ..attribution.base import Attribution
 from ..engine.estimates import generator
 from ..hooks.model_state import prepared_for_attribution, run_model
+from ..render.heatmap import resized
 from ..targets.targets import TargetLike
 from .agreement import WINDOW, ssim
 from .base import Metric, Outcome, Subject
@@ -22,7 +22,7 @@ from .perturbed import correlation, row_ranks
 Similarity = Literal["spearman", "absolute", "ssim"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
 
-MAPLESS = ("constant", "random", "edges")
+METHOD_CONTROLS = ("constant", "random", "edges")
 """The controls of metrics that call the method: a constant, new noise for each call, and the edges of the image."""
 
 
@@ -31,7 +31,7 @@ class Maps:
 
     Args:
         subject: What is measured.
-        control: One of `MAPLESS`, or "" for the method.
+        control: One of `METHOD_CONTROLS`, or "" for the method.
 
     Attributes:
         subject: What is measured.
@@ -46,7 +46,7 @@ class Maps:
     @cached_property
     def own(self) -> Tensor:
         """The maps of the explained images (N, C, h, w)."""
-        return self._mapless(self.subject.images) if self.control else self.subject.explanation.values
+        return self._control_maps(self.subject.images) if self.control else self.subject.explanation.values
 
     def __call__(self, images: Tensor, method: Attribution | None = None, target: TargetLike = None) -> Tensor:
         """Return the maps (N, C, h, w) of images as the model's input (N, C, H, W).
@@ -58,7 +58,7 @@ class Maps:
         """
         self.calls += 1
         if self.control:
-            return self._mapless(images)
+            return self._control_maps(images)
         target = self.subject.explained_target if target is None else target
         return (method or self.subject.method).attribute(images, target).values
 
@@ -67,13 +67,14 @@ class Maps:
         values: Tensor = self.once("again", self, self.subject.images)
         return values
 
-    def _mapless(self, images: Tensor) -> Tensor:
-        shape = (len(images), 1, *self.subject.explanation.values.shape[2:])
+    def _control_maps(self, images: Tensor) -> Tensor:
+        shape = (1, *self.subject.explanation.values.shape[2:])
         if self.control == "constant":
-            return images.new_ones(shape)
+            return images.new_ones(len(images), *shape)
         if self.control == "random":
             source = generator(self.subject.seed, self.calls)
-            return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu").to(images)
+            noise = torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
+            return noise.to(images).expand(len(images), *shape)
         grey = images.mean(1, keepdim=True)
         down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (2, 3))
         return torch.hypot(down, across)
@@ -110,30 +111,40 @@ class MethodMetric(Metric):
         stacked: Any = {name: torch.stack(part).cpu().double() for name, part in parts.items() if part[0] is not None}
         if "error" in stacked:
             stacked["difference_error"] = torch.hypot(stacked["error"], stacked["error"][:1])
-        return rows[0]._replace(**stacked, passes=sources[0].calls - before, controls=MAPLESS)
+        return rows[0]._replace(**stacked, passes=sources[0].calls - before, controls=METHOD_CONTROLS)
 
 
 def _all_maps(subject: Subject) -> list[Maps]:
-    return [Maps(subject, control) for control in ("", *MAPLESS)]
+    return [Maps(subject, control) for control in ("", *METHOD_CONTROLS)]
 
 
-def similarity(first: Tensor, second: Tensor, kind: Similarity = "spearman") -> Tensor:
-    """Return the similarity of maps (N, C, h, w), summed over the channels: (N,). Equal maps have 1.
+def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "spearman") -> Tensor:
+    """Return the similarity of maps (N, C, h, w), summed over the channels, to k others: (N, k). Equal maps have 1.
 
     Args:
-        first: The first maps.
-        second: The second maps.
+        first: The maps.
+        others: The other maps.
         kind: "spearman" is the rank correlation, "absolute" that of magnitudes, and "ssim" the structural similarity,
             for which maps of less than 11 cells are enlarged.
     """
-    maps = [values.sum(1, keepdim=True).double() for values in (first, second)]
+    own, columns = None, []
+    for other in others:
+        is_equal = (first == other).flatten(1).all(1).cpu()
+        if is_equal.all():
+            columns.append(torch.ones_like(is_equal, dtype=torch.float64))
+            continue
+        own = _comparable(first, kind) if own is None else own
+        values = (ssim if kind == "ssim" else correlation)(own, _comparable(other, kind))
+        columns.append(torch.where(is_equal, 1.0, values.cpu()))
+    return torch.stack(columns, 1)
+
+
+def _comparable(values: Tensor, kind: Similarity) -> Tensor:
+    """Return the maps (N, 1, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
+    maps = values.sum(1).double()
     if kind == "ssim":
-        edges = [max(WINDOW, edge) for edge in maps[0].shape[2:]]
-        values = ssim(*(interpolate(each, edges, mode="bilinear")[:, 0] for each in maps))
-    else:
-        rows = [each.flatten(1).abs() if kind == "absolute" else each.flatten(1) for each in maps]
-        values = correlation(row_ranks(rows[0]), row_ranks(rows[1]))
-    return torch.where((maps[0] == maps[1]).flatten(1).all(1), 1.0, values)
+        return resized(maps, (max(WINDOW, maps.shape[1]), max(WINDOW, maps.shape[2])))
+    return row_ranks((maps.abs() if kind == "absolute" else maps).flatten(1))
 
 
 def outputs(method: Attribution, images: Tensor) -> Any:

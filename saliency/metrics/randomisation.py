@@ -23,7 +23,7 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import class_probabilities
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .method_metric import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarity
+from .method_metric import SIMILARITIES, Maps, MethodMetric, Similarity, outputs, similarities
 
 Randomised = Literal["cascading", "independent"]
 
@@ -59,24 +59,22 @@ class MPRT(MethodMetric):
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the falls of the images."""
-        similarities = self.similarities(maps)  # (draws, N, layers)
-        same = similarity(self._own(maps), self._maps(maps, None), self.compare)
-        falls = same[:, None] - similarities.mean(2).T
+        randomised = self.randomised_similarities(maps)  # (draws, N, layers)
+        same = similarities(self._own(maps), [self._maps(maps, None)], self.compare)  # (N, 1)
+        falls = same - randomised.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
-        return Outcome(falls.mean(1), error, curves=torch.cat([same[:, None], similarities.mean(0)], 1))
+        return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
 
-    def similarities(self, maps: Maps) -> Tensor:
+    def randomised_similarities(self, maps: Maps) -> Tensor:
         """Return the similarities of the maps to those of randomised models: (draws, N, layers)."""
         options = (self.order, self.compare, self.layers, self.noise, self.samples)
-        rows = [
-            maps.once(("similarities", *options, draw), self._similarities, maps, draw) for draw in range(self.draws)
-        ]
-        return torch.stack(rows)
+        draws = range(self.draws)
+        return torch.stack([maps.once((*options, draw), self._one_draw, maps, draw) for draw in draws])
 
-    def _similarities(self, maps: Maps, draw: int) -> Tensor:
+    def _one_draw(self, maps: Maps, draw: int) -> Tensor:
         """Return the similarities for one draw of the weights: (N, layers)."""
-        own, others = self._own(maps), (self._maps(maps, method) for method in self._randomised(maps, draw))
-        return torch.stack([similarity(own, other, self.compare) for other in others], 1)
+        others = (self._maps(maps, method) for method in self._randomised(maps, draw))
+        return similarities(self._own(maps), others, self.compare)
 
     def _own(self, maps: Maps) -> Tensor:
         return self._maps(maps, None) if self.noise else maps.own
@@ -174,7 +172,7 @@ class RandomLogit(MethodMetric):
         others[torch.arange(len(images), device="cpu"), torch.tensor(classes, dtype=torch.int64, device="cpu")] = 2
         order = others.argsort(1)[:, : min(self.draws, count - 1)]  # the explained class comes last
         again = [maps.again(), *(maps(images, target=column.tolist()) for column in order.T)]
-        curve = torch.stack([similarity(maps.own, other, self.compare) for other in again], 1)
+        curve = similarities(maps.own, again, self.compare)
         falls = curve[:, :1] - curve[:, 1:]
         return Outcome(falls.mean(1), standard_error(falls), curves=curve)
 

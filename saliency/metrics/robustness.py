@@ -18,7 +18,7 @@ from ..layers.find import find, scan_layers
 from ..targets.targets import class_scores
 from ..validation import check_integer, check_number
 from .base import Outcome, Subject
-from .method_metric import Maps, MethodMetric, outputs, similarity
+from .method_metric import Maps, MethodMetric, outputs, similarities
 from .randomisation import MPRT, standard_error
 
 SMALLEST = 1e-6
@@ -110,8 +110,8 @@ class NoiseMargin(RobustnessMetric):
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the differences."""
-        under_noise = torch.stack([similarity(maps.own, values) for _, values in self.noisy(maps)], 1)
-        under_weights = MPRT(layers=1, draws=self.draws).similarities(maps)[:, :, 0].T
+        under_noise = similarities(maps.own, (values for _, values in self.noisy(maps)))
+        under_weights = MPRT(layers=1, draws=self.draws).randomised_similarities(maps)[:, :, 0].T
         error = torch.hypot(standard_error(under_noise), standard_error(under_weights))
         return Outcome(under_noise.mean(1) - under_weights.mean(1), error)
 
