@@ -128,7 +128,7 @@ class TargetGradients:
         scores: (N,) the scores.
         scores_in_graph: The same, with the graph of the forward.
         attention: The attention calls on which the scores depend, in order, if the forward reads attention.
-        other_softmaxes: Softmaxes before the last of these calls that are not part of one.
+        unread_softmaxes: Softmaxes before the last of these calls that are not part of one.
     """
 
     def __init__(self, forward: SharedForward, target: ResolvedTarget) -> None:
@@ -141,9 +141,9 @@ class TargetGradients:
         self._shared: list[tuple[Any, Any]] = []
         self._input_gradient: Tensor | None = None
         self.attention: list[AttentionCall] = []
-        self.other_softmaxes: list[Node] = []
+        self.unread_softmaxes: list[Node] = []
         if forward.reads_attention:  # before a backward pass frees the graph
-            self.attention, self.other_softmaxes = find_attention(self.nodes, len(self.x))
+            self.attention, self.unread_softmaxes = find_attention(self.nodes, len(self.x))
 
     @cached_property
     def nodes(self) -> list[Node]:

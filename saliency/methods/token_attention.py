@@ -57,8 +57,9 @@ class TokenAttention:
         model, calls = type(grads.forward.model).__name__, grads.attention
         if not calls:
             raise NotApplicableError(f"{method}: {model} has no attention that can be read; use grad_cam or lrp")
-        if grads.other_softmaxes:
-            parts = f"{len(grads.other_softmaxes)} attentions of {model} cannot be read, because they mix heads or keys"
+        if grads.unread_softmaxes:
+            count = len(grads.unread_softmaxes)
+            parts = f"{count} attentions of {model} cannot be read, because they mix heads or keys"
             raise NotApplicableError(f"{method}: {parts} by a formula of their own; {_INSTEAD}")
         images, _, _, self.tokens = calls[0].shape
         self.blocks = [call for call in calls if call.shape[2] == call.shape[3]]

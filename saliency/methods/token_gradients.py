@@ -61,17 +61,17 @@ class TokenStream:
         """
         blocks = dict(zip(self.inputs, self._attention.blocks, strict=True))  # with the last call of each
         if len(blocks) == 1:
-            raise self._unlike()
+            raise self._last_block_error()
         (_, before), (between, last) = list(blocks.items())[-2:]
         end = self._order[last.node]
         start = max(end - self._order[before.node] + self._order[between], 0)
         known, similar = self.nodes[self._order[between] : self._order[before.node]], self.nodes[start:end]
         if [node.name() for node in known] != [node.name() for node in similar] or similar[0] not in self._passages:
-            raise self._unlike()
+            raise self._last_block_error()
         after = dict(zip(blocks, [*list(blocks)[1:], similar[0]], strict=True))
         return [after[node] for node in self.inputs]
 
-    def _unlike(self) -> NotApplicableError:
+    def _last_block_error(self) -> NotApplicableError:
         model = type(self._attention.grads.forward.model).__name__
         problem = f"{model} has not two blocks that are alike at its end, so the tokens after the last one are unknown"
         return NotApplicableError(f'{self._method}: {problem}; le_grad with score="final" does not need them')
