@@ -129,7 +129,7 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save {_STYLE}",
+        f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save --trust {_STYLE}",
         "explain:run",
         f"""\
 examples:
@@ -195,6 +195,21 @@ files:
   DIR/evaluation.html  the table, which can be sorted, and all differences
   DIR/evaluation.json  the same, with the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
+
+{_EXIT_CODES}""",
+    ),
+    "trust": Command(
+        "measure whether the heatmap of one image can be believed",
+        f"IMAGE {_MODEL} --seconds --seed --json --html --png",
+        "trust:run",
+        f"""\
+examples:
+  saliency trust cat.jpg -m grad_cam --target "tiger cat"
+  saliency trust cat.jpg -m guided_backprop --html card.html --png card.png
+  saliency trust cat.jpg --json > card.json
+
+Each property is measured beside maps that know nothing about the prediction. It
+has a verdict only where the heatmap is better by two standard errors.
 
 {_EXIT_CODES}""",
     ),

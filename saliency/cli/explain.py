@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
-from ..attribution.base import get_method
+from ..attribution.base import Attribution, get_method
 from ..attribution.explanation import Explanation
 from ..batch.drawing import write_results
 from ..batch.errors import Failure, sentence
@@ -26,6 +27,7 @@ from ..batch.run import require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
+from ..inspection.trust import TrustCard, trust
 from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..render.blending import shrink
@@ -33,9 +35,10 @@ from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
 from .console import Screen, UsageError
-from .options import ALL, METHOD, arguments_of, overlay_style
+from .options import ALL, METHOD, SECONDS, arguments_of, overlay_style
 
 SHEET = "sheet.png"
+CARDS = ("html", "png")  # files of a trust card
 THUMB = 240
 
 
@@ -45,12 +48,16 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     Raises:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
-    methods, more_images = _methods_and_images(arguments.methods or [METHOD])
+    methods, more_images = methods_and_images(arguments.methods or [METHOD])
     with tempfile.TemporaryDirectory() as scratch:
         images = _find_images(arguments, more_images, Path(scratch))
         if arguments.out != Path("-"):
             return _explain(arguments, methods, images, screen)
-        if len(images) * len(methods) != 1 or arguments.sheet or arguments.save or screen.is_terminal:
+        if (
+            len(images) * len(methods) != 1
+            or any((arguments.sheet, arguments.save, arguments.trust))
+            or screen.is_terminal
+        ):
             raise UsageError("-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, images, Screen(quiet=True))
@@ -89,10 +96,12 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
     options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
     network = open_network(options, arguments.device, screen)
-    files = [f"{image.name}.{method}.png" for image in images for method in methods]
+    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARDS if arguments.trust)]
+    files = [f"{image.name}.{method}.{suffix}" for image in images for method in methods for suffix in suffixes]
     _prepare_folder(arguments.out, [*files, SHEET] if arguments.sheet else files, [image.path for image in images])
     rows: list[Row] = []
     thumbs: list[dict[str, Explanation]] = []
+    cards: list[tuple[Row, TrustCard | Exception]] = []
     # With --method all, a method that does not apply to the model is not a failure.
     expected = "NotApplicableError" if ALL in (arguments.methods or ()) else None
     index = 0
@@ -110,6 +119,9 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
                 for row in write_results(options, arguments.out, Task(index, image, tuple(methods)), loaded, results):
                     rows.append(row)
                     result = results.get(row["method"])
+                    if arguments.trust and row["overlay"]:
+                        method = network.methods[methods.index(row["method"])]
+                        cards.append((row, _write_card(method, loaded, arguments.out / row["overlay"])))
                     if arguments.sheet and row["overlay"] and isinstance(result, Explanation) and loaded.picture:
                         frame = shrink(Frame(loaded.picture, loaded.box), THUMB)
                         sign = options.style.sign or result.sign
@@ -118,13 +130,13 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
         raise KeyboardInterrupt(f"{index} of {len(images)} images are done") from None
     finally:
         screen.subject = ""
-        failures = _print_results(rows, expected, arguments.out, screen)
+        failures = _print_results(rows, expected, arguments.out, screen) + _print_cards(cards, screen)
     if arguments.sheet:
         _write_sheet(thumbs, options, arguments.out, screen)
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
-def _methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words after --method into methods without duplicates, and images that follow them.
 
     "all" stands for every method. A word that is not a method is an image if it has a suffix or exists.
@@ -161,6 +173,38 @@ def _prepare_folder(out: Path, files: Sequence[str], images: Sequence[str]) -> N
             raise UsageError(f"--out {out}: {file} would replace one of the images; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=out).close()
+
+
+def _write_card(method: Attribution, loaded: LoadedImage, overlay: Path) -> TrustCard | Exception:
+    """Write the trust card of an overlay beside it, and return the card, or the reason why there is none."""
+    card = trust_card(method, loaded)
+    if isinstance(card, TrustCard):
+        for suffix in CARDS:
+            card.save(overlay.with_suffix(f".trust.{suffix}"))
+    return card
+
+
+def _print_cards(cards: Sequence[tuple[Row, TrustCard | Exception]], screen: Screen) -> int:
+    """Print one line for each trust card, or why there is none, and return the number of failures."""
+    for row, card in cards:
+        if isinstance(card, TrustCard):
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {card.summary}")
+        else:
+            screen.error(sentence(row["source"], row["method"], f"no trust card: {Failure.of(card).reason}"))
+    return sum(isinstance(card, Exception) for _, card in cards)
+
+
+def trust_card(
+    method: Attribution, loaded: LoadedImage, seconds: float = SECONDS, seed: int = 0
+) -> TrustCard | Exception:
+    """Return the trust card of an image, or the reason why there is none."""
+    if loaded.failure is not None:
+        return loaded.failure
+    picture: Any = loaded.picture  # kept, since no limit was given
+    try:
+        return trust(method, picture, loaded.target, seconds=seconds, seed=seed)
+    except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
+        return error
 
 
 def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path, screen: Screen) -> None:

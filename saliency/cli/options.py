@@ -20,6 +20,7 @@ from ..errors import did_you_mean
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
 ALL = "all"  # every method
+SECONDS = 10.0  # for a trust card
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,6 +86,12 @@ def _positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return float(text)
 
 
 def _batch_size(text: str) -> int | None:
@@ -200,6 +207,9 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         _option("--gradients", "also print gradients of the score of one class"),
         _option("--html FILE", "also write everything to an HTML page", type=Path),
+        _option("--png FILE", "also draw everything as a figure", type=Path),
+        _option("--seconds NUMBER", "limit of time for a trust card (default: 10)", type=_seconds, default=SECONDS),
+        _option("--seed N", "seed of all draws (default: 0)", type=int, default=0),
     ],
     "model, method and target": [
         _option("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),
@@ -226,6 +236,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         _option("--save", "also save the values as .safetensors, for Explanation.load"),
+        _option("--trust", "also write a trust card for each overlay, as .html and .png"),
         _option("--maps", "also save the attribution values, for saliency render"),
         _option("--restart", "delete the results of an earlier run and start again", "resume"),
         _option("--resume", "resume an earlier run (the default)", "resume"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
+import base64
+import io
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,14 @@ from ..metrics.agreement import RankCorrelation
 from ..metrics.base import Control, Measurement, Metric, Subject, measure
 from ..metrics.faithfulness import Deletion, Infidelity, Insertion
 from ..metrics.randomisation import MPRT, RandomLogit
+from ..metrics.road import ROAD
 from ..metrics.robustness import NoiseMargin
-from ..render.figure import TEXT_SIZE, TITLE_SIZE, new_figure
+from ..render.figure import SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, new_figure
+from ..render.notebook import framed
 from ..render.overlay import overlay
 from ..targets.targets import TargetLike
 from ..validation import check_number
-from .tables import Column, Table, number
+from .tables import Column, Table, escaped, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,15 +46,17 @@ UNCLEAR = "cannot be told from chance with this budget"
 OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
 """The methods with which a map is compared; only the last one on a model without a layer for CAMs."""
 
-VERDICTS = {
-    "mprt": "the map changes when the weights are randomised",
-    "random_logit": "the map changes with the explained class",
-    "noise_margin": "noise changes the map less than random weights do",
-    "deletion": "deleting the marked pixels lowers the score faster",
-    "insertion": "inserting the marked pixels raises the score faster",
-    "infidelity": "the map predicts how far hidden squares lower the score",
-    "rank_correlation": "other methods mark the same pixels",
+PROPERTIES = {
+    "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
+    "random_logit": ("depends on the class (random logit)", "the map changes with the explained class"),
+    "noise_margin": ("stable under noise (noise margin)", "noise changes the map less than random weights do"),
+    "deletion": ("needed for the score (deletion)", "deleting the marked pixels lowers the score faster"),
+    "insertion": ("enough for the score (insertion)", "inserting the marked pixels raises the score faster"),
+    "road": ("needed, with imputation (ROAD)", "imputing the marked pixels lowers the score faster"),
+    "infidelity": ("predicts the score (infidelity)", "the map predicts how far hidden squares lower the score"),
+    "rank_correlation": ("agrees with others (rank correlation)", "other methods mark the same pixels"),
 }
+"""The title and the verdict of each metric of a card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Property:
 
     Attributes:
         name: The metric.
+        title: What the map does if it has the property, and the metric.
         value: Its value.
         error: The standard error of the value; NaN if the metric does not sample.
         controls: The value of each map that knows nothing about the prediction.
@@ -69,6 +75,7 @@ class Property:
     """
 
     name: str
+    title: str
     value: float
     error: float
     controls: dict[str, float]
@@ -86,13 +93,18 @@ def _plus_minus(value: float, error: float) -> str:
     return number(value) if math.isnan(error) else f"{number(value)} ± {number(error)}"
 
 
+def _controls(row: Property) -> str:
+    pairs = ((name, _plus_minus(value, row.control_errors[name])) for name, value in row.controls.items())
+    return ", ".join(f"{name} {text}" for name, text in pairs)
+
+
 _COLUMNS: tuple[Column[Property], ...] = (
-    Column("metric", lambda row: row.name.replace("_", " "), "left"),
-    Column("", lambda row: "✓" if row.is_clear else "?", "left"),
+    Column("the map ...", lambda row: row.title, "left"),
+    Column("clear", lambda row: "yes" if row.is_clear else "?", "left", "better than all controls by two errors"),
+    Column("verdict", lambda row: row.verdict, "left"),
     Column("value", lambda row: _plus_minus(row.value, row.error), hint="with its standard error, if it samples"),
     Column("better", lambda row: "higher" if row.higher_is_better else "lower", "left"),
-    Column("controls", lambda row: ", ".join(f"{k} {number(v)}" for k, v in row.controls.items()), "left"),
-    Column("verdict", lambda row: row.verdict, "left"),
+    Column("controls", _controls, "left", "with the standard error of the difference to the value"),
 )
 
 
@@ -111,22 +123,30 @@ class TrustCard(Table[Property]):
     seconds: float
     seed: int
 
+    @property
+    def summary(self) -> str:
+        """One line: how many properties are clear, and which are not."""
+        unclear = [row.title for row in self if not row.is_clear]
+        rest = f"; cannot be told from chance: {', '.join(unclear)}" if unclear else ""
+        return f"{len(self) - len(unclear)} of {len(self)} properties are clear{rest}"
+
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the card as .json or .html, atomically, and return the path.
+        """Write the card as .json, .html or .png, atomically, and return the path.
 
         Raises:
             MethodError: The suffix is another one.
             OSError: The file cannot be written.
         """
         path = Path(path)
-        writers: dict[str, Callable[[], str]] = {".json": self._json, ".html": self._page}
+        writers = {".json": lambda: self.to_json().encode(), ".html": lambda: self._page().encode(), ".png": self._png}
         if path.suffix not in writers:
-            raise MethodError(f'cannot save a trust card to "{path.name}": the suffix must be .json or .html')
+            raise MethodError(f'cannot save a trust card to "{path.name}": the suffix must be .json, .html or .png')
         with atomic_write(path) as temporary:
-            temporary.write_text(writers[path.suffix](), encoding="utf-8")
+            temporary.write_bytes(writers[path.suffix]())
         return path
 
-    def _json(self) -> str:
+    def to_json(self) -> str:
+        """Return the card as JSON, with the settings of each metric. NaN is null."""
         rows = [{**asdict(row), "settings": dict(self.measurements[row.name].settings)} for row in self]
         card = {
             "title": self.title,
@@ -137,10 +157,20 @@ class TrustCard(Table[Property]):
         }
         return json.dumps(_without_nan(card), indent=2) + "\n"
 
+    def _repr_html_(self) -> str:
+        """Return the figure, as data within the text, and the table."""
+        data = base64.b64encode(self._png()).decode()
+        picture = f'<img src="data:image/png;base64,{data}" alt="{escaped(self.title)}" style="max-width: 100%">'
+        return f"{picture}\n{self.to_html()}"
+
+    def _png(self) -> bytes:
+        png = io.BytesIO()
+        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI)
+        return png.getvalue()
+
     def _page(self) -> str:
-        title = html.escape(self.title)
         style = "<style>body { font-family: sans-serif; margin: 2em }</style>"
-        head = f'<meta charset="utf-8"><title>{title}</title>{style}'
+        head = f'<meta charset="utf-8"><title>{escaped(self.title)}</title>{style}'
         return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{self._repr_html_()}</body></html>\n"
 
 
@@ -182,7 +212,8 @@ def trust(
     context: dict[str, Any] = {"method": method, "inputs": subject.images, "target": target, "seed": seed}
     measurements = measure(metrics, explanation, **context)
     measurements.append(_agreement(subject))
-    card = TrustCard([_property(each) for each in measurements], _COLUMNS, _title(explanation), _notes(explanation))
+    notes = _notes(explanation, {each.metric for each in measurements})
+    card = TrustCard([_property(each) for each in measurements], _COLUMNS, _title(explanation), notes)
     card.explanation, card.seed = explanation, seed
     card.measurements = {each.metric: each for each in measurements}
     card.seconds = time.perf_counter() - began
@@ -200,13 +231,11 @@ def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
         samples = max(20, min(samples, int(0.1 * seconds / forward)))
     metrics: list[Metric] = []
     if draws >= 2:
-        metrics += [
-            MPRT(layers=1, draws=draws),
-            RandomLogit(draws=draws),
-            NoiseMargin(samples=draws, draws=draws),
-        ]
+        is_class = None not in subject.explanation.target
+        metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
+        metrics.append(NoiseMargin(samples=draws, draws=draws))
     curves = [Deletion(steps=steps), Insertion(steps=steps)]
-    return [*metrics, *curves, Infidelity(samples=samples)]
+    return [*metrics, *curves, ROAD(shares=(0.2, 0.4, 0.6, 0.8)), Infidelity(samples=samples)]
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -239,14 +268,16 @@ def _property(measurement: Measurement) -> Property:
     clear = bool(measurement.beats_controls[0])
     controls = {name: float(control.values[0]) for name, control in measurement.controls.items()}
     errors = {name: float(control.error[0]) for name, control in measurement.controls.items()}
+    title, verdict = PROPERTIES[measurement.metric]
     return Property(
         measurement.metric,
+        title,
         float(measurement.values[0]),
         math.nan if measurement.error is None else float(measurement.error[0]),
         controls,
         errors,
         bool(measurement.higher_is_better),
-        VERDICTS[measurement.metric] if clear else UNCLEAR,
+        verdict if clear else UNCLEAR,
     )
 
 
@@ -254,8 +285,15 @@ def _title(explanation: Explanation) -> str:
     return f"Trust card of {explanation.method} for {explanation.target_names[0]}"
 
 
-def _notes(explanation: Explanation) -> list[str]:
-    notes = ["controls: maps that know nothing about the prediction; ✓: better than all of them by two standard errors"]
+def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
+    notes = [
+        "clear: better by two standard errors than all controls, maps that know nothing about the prediction: a "
+        "constant, random values, a spot at the centre, the edges of the image",
+        "±: a standard error; for a control, that of its difference to the value",
+    ]
+    missing = [title for name, (title, _) in PROPERTIES.items() if name not in measured]
+    if missing:
+        notes.append(f"not measured: {', '.join(missing)}")
     if explanation.coverage is not None:
         notes.append(f"coverage: {explanation.coverage}")
     if explanation.residual is not None:
@@ -276,10 +314,10 @@ def draw_trust(card: TrustCard) -> Figure:
         A matplotlib Figure, which a notebook shows.
     """
     rows = list(card)
-    drawing = new_figure(10, 0.5 * len(rows) + 1)
+    drawing = new_figure(10, 0.6 * len(rows) + 1)
     grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
     picture = drawing.add_subplot(grid[:, 0])
-    picture.imshow(np.asarray(overlay(card.explanation)))
+    picture.imshow(np.asarray(overlay(framed(card.explanation))))
     picture.set_axis_off()
     for number_of_row, row in enumerate(rows):
         _draw_property(drawing.add_subplot(grid[number_of_row, 1]), row)
@@ -288,7 +326,16 @@ def draw_trust(card: TrustCard) -> Figure:
 
     names = dict.fromkeys(name for row in rows for name in row.controls)
     keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
-    drawing.legend(handles=keys, loc="outside lower right", ncols=len(keys), fontsize=TEXT_SIZE, frameon=False)
+    title = "better values lie to the right; grey: maps that know nothing about the prediction"
+    drawing.legend(
+        handles=keys,
+        title=title,
+        loc="outside lower right",
+        ncols=len(keys),
+        fontsize=TEXT_SIZE,
+        title_fontsize=TEXT_SIZE,
+        frameon=False,
+    )
     return drawing
 
 
@@ -299,8 +346,9 @@ def _draw_property(axes: Axes, row: Property) -> None:
         axes.errorbar(value, 0, xerr=spread, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
     error = 0.0 if math.isnan(row.error) else 2 * row.error
     axes.errorbar(row.value, 0, xerr=error, color=GREEN if row.is_clear else INK, marker="D", markersize=7)
-    axes.set_title(f"{row.name.replace('_', ' ')}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
+    axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
     axes.set_yticks([])
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:.4g}")
     axes.tick_params(labelsize=TEXT_SIZE - 1)
     axes.spines[["left", "right", "top"]].set_visible(False)
     if not row.higher_is_better:

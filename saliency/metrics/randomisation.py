@@ -87,19 +87,19 @@ class MPRT(MethodMetric):
         return torch.stack(list(noisy)).mean(0)
 
     def _randomised(self, maps: Maps, draw: int) -> Iterator[Attribution]:
-        """Yield the method on copies of the model with randomised layers; each is valid until the next one."""
+        """Yield the method on a copy of the model with randomised layers; each is valid until the next one."""
         subject = maps.subject
         names = subject.once("layers", layers_from_the_top, subject.method, subject.images[:1])
         count = min(self.layers or len(names), len(names))
         if maps.control:
             yield from [subject.method] * count
             return
-        method = copy.deepcopy(subject.method)
-        state = copy.deepcopy(method.model.state_dict())
+        method = subject.once("copy", copy.deepcopy, subject.method)
+        _restore(method.model, subject.method.model)
         ends = [round(step * len(names) / count) for step in range(count + 1)]
         for begin, end in pairwise(ends):
             if self.order == "independent":
-                method.model.load_state_dict(state)
+                _restore(method.model, subject.method.model)
             randomise(method.model, names[begin:end], subject.seed + draw)
             yield method
 
@@ -216,6 +216,17 @@ def randomise(model: nn.Module, names: list[str], seed: int) -> None:
             order = torch.randperm(tensor.numel(), generator=source, device="cpu").to(tensor.device)
             with torch.no_grad():
                 tensor.copy_(tensor.flatten()[order].view_as(tensor))
+
+
+def _restore(copied: nn.Module, model: nn.Module) -> None:
+    """Give a copy of a model the values of the model again, also those of buffers that are not saved."""
+    with torch.no_grad():
+        for tensor, value in zip(_all_tensors(copied), _all_tensors(model), strict=True):
+            tensor.copy_(value)
+
+
+def _all_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_a_verdict_needs_to_beat_all_controls_by_two_errors(card: TrustCard) -> 
 
 
 def test_a_constant_map_gets_no_verdict() -> None:
-    assert [row.verdict for row in trust(Constant(tiny_model()), images(1), 1)] == [UNCLEAR] * 7
+    assert [row.verdict for row in trust(Constant(tiny_model()), images(1), 1)] == [UNCLEAR] * 8
 
 
 def test_the_seed_determines_the_card(card: TrustCard) -> None:
@@ -52,6 +53,7 @@ def test_the_seed_determines_the_card(card: TrustCard) -> None:
 def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
     short = trust(VanillaGradient(tiny_model()), images(1), 1, seconds=1e-6)
     assert len(short) < len(card)
+    assert "not measured: depends on the weights (MPRT)" in str(short)
     few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
     assert few < usual / 2
 
@@ -68,9 +70,21 @@ def test_the_card_prints_and_saves(card: TrustCard, tmp_path: Path) -> None:
     assert "deletion" in str(card)
     saved: Any = json.loads(card.save(tmp_path / "card.json").read_text("utf-8"))
     assert [row["name"] for row in saved["properties"]] == [row.name for row in card]
-    assert "<table" in card.save(tmp_path / "card.html").read_text("utf-8")
-    with pytest.raises(MethodError, match=r'"card.png": the suffix must be .json or .html'):
-        card.save(tmp_path / "card.png")
+    assert card.save(tmp_path / "card.png").read_bytes()[1:4] == b"PNG"
+    with pytest.raises(MethodError, match=r'"card.pdf": the suffix must be .json, .html or .png'):
+        card.save(tmp_path / "card.pdf")
+
+
+def test_the_page_has_the_figure_and_the_table_in_one_file(card: TrustCard, tmp_path: Path) -> None:
+    page = card.save(tmp_path / "card.html").read_text("utf-8")
+    assert page.count("<tr>") == 1 + len(card)
+    assert re.findall(r'(?:src|href)="(.{0,22})', page) == ["data:image/png;base64,"]
+
+
+def test_the_card_names_properties_in_plain_words_and_counts_the_clear_ones(card: TrustCard) -> None:
+    assert "depends on the weights (MPRT)" in str(card)
+    count = sum(row.is_clear for row in card)
+    assert card.summary.startswith(f"{count} of 8 properties are clear")
 
 
 def test_the_card_draws_each_property_on_an_axis() -> None:

@@ -1,0 +1,49 @@
+"""`saliency trust`: print the trust card of one image, and write it to files."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..batch.errors import Failure, sentence
+from ..batch.run_options import RunOptions
+from ..batch.sources import find_images
+from ..errors import visible
+from ..inspection.trust import TrustCard
+from .console import Screen, UsageError
+from .explain import methods_and_images, open_network, trust_card
+from .options import METHOD, arguments_of
+
+
+def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Print the card, write it to files, and return the exit code.
+
+    Raises:
+        SaliencyError: The command line is invalid. Nothing has been written.
+    """
+    methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    images = find_images([*arguments.images, *more_images])
+    if len(images) != 1 or len(methods) != 1:
+        counts = f"got {len(images)} images and {len(methods)} methods"
+        raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
+    given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
+    network = open_network(RunOptions(**given), arguments.device, screen)
+    with screen.waiting("measuring the map"):
+        card = trust_card(network.methods[0], network.load(images[0]), arguments.seconds, arguments.seed)
+    if isinstance(card, Exception):
+        screen.error(sentence(images[0].source, methods[0], Failure.of(card).reason))
+        return 1
+    print_card(card, arguments, screen)
+    return 0
+
+
+def print_card(card: TrustCard, arguments: argparse.Namespace, screen: Screen) -> None:
+    """Print the card as text or JSON, and write its files."""
+    if arguments.json:
+        print(card.to_json(), end="")
+    else:
+        screen.say(str(card.of(card)), cut=True)
+        screen.say("\n".join(["", *card.notes]))
+    for file in filter(None, (arguments.html, arguments.png)):
+        card.save(file)
+        if not arguments.json:
+            screen.say(f"written: {visible(file)}")

@@ -1,0 +1,78 @@
+"""The trust card on the command line: `saliency trust` and `saliency explain --trust`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saliency import Preprocess
+from saliency.cli import main
+from saliency.testing import tiny_model
+from tests.commandline import copies, share_models
+
+GRADIENT = ("-m", "vanilla_gradient", "--target", "1")
+
+
+@pytest.fixture(autouse=True)
+def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_models(monkeypatch)
+    model: Any = tiny_model()
+    model.preprocess, model.categories = Preprocess(size=(32, 32), resize=32, mean=(0.5,) * 3, std=(0.5,) * 3), None
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> str:
+    return str(copies(tmp_path / "photos", "coffee.jpg")[0])
+
+
+def test_trust_prints_the_card_and_writes_it_as_a_page_and_a_figure(
+    photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, figure = tmp_path / "card.html", tmp_path / "card.png"
+    assert main(["trust", photo, *GRADIENT, "--html", str(page), "--png", str(figure)]) == 0
+    said = capsys.readouterr()
+    assert "Trust card of vanilla_gradient" in said.out
+    assert "depends on the weights (MPRT)" in said.out
+    assert (page.stat().st_size > 10_000, figure.read_bytes()[1:4]) == (True, b"PNG")
+    assert f"written: {page}\nwritten: {figure}\n" in said.out
+    assert said.err == ""
+
+
+def test_trust_prints_json_of_a_seed_for_programs(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trust", *GRADIENT, photo, "--json", "--seed", "3"]) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert (card["seed"], len(card["properties"])) == (3, 8)
+
+
+def test_trust_takes_one_image_and_one_method(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trust", photo, "-m", "vanilla_gradient", "grad_cam"]) == 2
+    assert "of one image and one method, got 1 images and 2 methods" in capsys.readouterr().err
+    assert main(["trust", photo, "--seconds", "0"]) == 2
+    assert "0 is not a number above 0" in capsys.readouterr().err
+
+
+def test_an_image_that_cannot_be_read_has_no_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    assert main(["trust", str(tmp_path / "broken.jpg"), *GRADIENT]) == 1
+    assert "broken.jpg" in capsys.readouterr().err
+
+
+def test_explain_writes_a_card_beside_each_overlay_and_prints_its_verdicts(
+    photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["explain", photo, *GRADIENT, "--trust", "--out", str(out)]) == 0
+    name = "coffee.vanilla_gradient"
+    assert sorted(file.name for file in out.iterdir()) == [f"{name}.png", f"{name}.trust.html", f"{name}.trust.png"]
+    assert "coffee.jpg by vanilla_gradient: " in capsys.readouterr().out
+
+
+def test_a_card_never_replaces_an_image(photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(photo).parent
+    (taken,) = copies(folder, "coffee.vanilla_gradient.trust.png")
+    assert main(["explain", photo, str(taken), *GRADIENT, "--trust", "--out", str(folder)]) == 2
+    assert "would replace one of the images" in capsys.readouterr().err
