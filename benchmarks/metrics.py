@@ -1,0 +1,108 @@
+"""Measure pixel flipping, ROAD and infidelity over images on the bundled network, beside Quantus if it is installed.
+
+Our metrics measure seven controls beside the map, and Quantus the map alone, so the table has the time of each map too.
+ROAD of Quantus raises for images with channels: its row calls its imputation and the network, without the metric.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import saliency
+from benchmarks.timing import interleaved, ratio
+from saliency import GradCAM
+from saliency.metrics import Metric, measure
+from saliency.metrics.base import CONTROLS
+from saliency.metrics.faithfulness import Infidelity, PixelFlipping
+from saliency.metrics.road import ROAD
+from saliency.render.heatmap import heatmap
+
+ASSETS = Path(__file__).parent.parent / "assets"
+STEPS, PATCH, RUNS = 168, 56, 12
+"""The steps of pixel flipping; the edge of the squares of infidelity, and how often they cover the image."""
+
+METRICS: dict[str, Metric] = {
+    "pixel flipping, 168 steps": PixelFlipping(steps=STEPS),
+    "ROAD, 9 shares": ROAD(),
+    "infidelity, 192 squares": Infidelity(side=PATCH / 224, samples=RUNS * (224 // PATCH) ** 2, scaled=False),
+}
+MAPS = 1 + len(CONTROLS)
+TARGET = 20
+
+
+def photos(count: int) -> list[str]:
+    """Return the paths of photos, repeated."""
+    paths = sorted(map(str, ASSETS.glob("*.jpg")))
+    return [paths[index % len(paths)] for index in range(count)]
+
+
+def quantus_calls(model: nn.Module, x: Tensor, classes: Sequence[int], maps: Tensor) -> dict[str, Callable[[], object]]:
+    """Return what Quantus runs for each metric."""
+    quantus: Any = import_module("quantus")
+    imputation: Any = import_module("quantus.functions.perturb_func").noisy_linear_imputation
+    if not hasattr(np, "trapz"):  # Quantus 0.6.0 calls it, and NumPy 2.4 has removed it
+        vars(np)["trapz"] = np.trapezoid
+    images, labels, attributions = x.numpy(), np.array(classes), maps[:, None].numpy()
+    options: dict[str, Any] = {"disable_warnings": True, "normalise": False, "perturb_baseline": 0.0}
+
+    def run(metric: Any) -> object:
+        return metric(model, images, labels, attributions, softmax=True, device="cpu", batch_size=len(images))
+
+    def road() -> None:
+        for image, map_ in zip(images, attributions, strict=True):
+            order: NDArray[np.int64] = np.argsort(-map_.flatten())
+            removed = [imputation(image, order[: k * len(order) // 10]) for k in range(1, 10)]
+            with torch.no_grad():
+                model(torch.from_numpy(np.stack(removed)).float()).softmax(1)
+
+    flipping = quantus.PixelFlipping(features_in_step=x[0].numel() // STEPS, return_auc_per_sample=True, **options)
+    infidelity = quantus.Infidelity(perturb_patch_sizes=[PATCH], n_perturb_samples=RUNS, **options)
+    return dict(zip(METRICS, (lambda: run(flipping), road, lambda: run(infidelity)), strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    model = saliency.load("efficientnet_lite0")
+    method = GradCAM(model)
+    paths = photos(options.images)
+    x, explanation = method.read(paths).tensor, method.attribute(paths)
+    classes = [index for index in explanation.target if index is not None]
+    has_quantus = find_spec("quantus") is not None
+    theirs = quantus_calls(model, x, classes, heatmap(explanation)) if has_quantus else {}
+    print(f"## Metrics of {options.images} photos on EfficientNet-Lite0, one thread\n")
+    print(f"Times are CPU seconds of each image. Ours are of {MAPS} maps, Quantus's of one.\n")
+    print("| metric | ours | Quantus | ratio | ratio for each map | target |\n|---|---|---|---|---|---|")
+    for name, metric in METRICS.items():
+        contenders: dict[str, Callable[[], object]] = {
+            "ours": lambda metric=metric: measure(metric, explanation, method=method, progress=False)  # type: ignore[misc]
+        }
+        if has_quantus:
+            contenders["theirs"] = theirs[name]
+        timings = interleaved(contenders, options.rounds)
+        cells = [f"{sorted(timing.cpu)[len(timing.cpu) // 2] / options.images:.2f}" for timing in timings.values()]
+        if has_quantus:
+            factor = ratio(timings["theirs"], timings["ours"])
+            verdict = "holds" if factor * MAPS >= TARGET else "MISSED"
+            cells += [f"{factor:.2f}", f"{factor * MAPS:.1f}", f">= {TARGET} {verdict}"]
+        else:
+            cells += ["not installed", "", "", ""]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print()
+
+
+if __name__ == "__main__":
+    main()
