@@ -36,8 +36,8 @@ LEVEL = 0.05
 DRAWS = 2000
 """Bootstrap draws of the images for the ranges of ranks."""
 
-EXACT, FLIPS = 14, 20_000
-"""Largest number of images for which all changes of signs are counted, and the random ones drawn for more images."""
+EXACT, FLIPS, BLOCK = 14, 20_000, 1000
+"""Largest number of images for which all changes of signs are counted; how many are drawn for more, and at once."""
 
 _Array = NDArray[np.float64]
 
@@ -125,6 +125,11 @@ def _range(row: ComparisonRow) -> str:
     return "" if row.rank is None else f"{row.rank_low} to {row.rank_high}"
 
 
+def _beaten(row: ComparisonRow, most: int = 4) -> str:
+    more = f" and {len(row.better_than) - most} more" if len(row.better_than) > most else ""
+    return ", ".join(row.better_than[:most]) + more
+
+
 _ROW: tuple[Column[ComparisonRow], ...] = (
     Column("metric", lambda row: row.metric, "left"),
     Column("better", lambda row: row.better, "left"),
@@ -133,7 +138,7 @@ _ROW: tuple[Column[ComparisonRow], ...] = (
     Column("error", lambda row: number(row.error), hint="standard error over the images"),
     Column("rank", lambda row: str(row.rank or "")),
     Column("95 %", _range, hint="range of the rank if the images are drawn again"),
-    Column("better than", lambda row: ", ".join(row.better_than), "left", hint="significantly"),
+    Column("better than", _beaten, "left", hint="significantly"),
     Column("images", lambda row: str(row.images)),
     Column("seconds", lambda row: number(row.seconds), hint="of the method, for one image (median)"),
 )
@@ -169,9 +174,7 @@ class Comparison(Table[ComparisonRow]):
         names = dict.fromkeys(result.metric for result in self.results)
         metrics = [_MetricValues([each for each in self.results if each.metric == name]) for name in names]
         measured = [metric for metric in metrics if metric.images]
-        drawn = [each for metric in measured if metric.higher is not None for each in metric.differences(seed)]
-        corrected = holm(np.array([each[-1] for each in drawn]))
-        differences = [DifferenceRow(*each[:-1], float(p)) for each, p in zip(drawn, corrected, strict=True)]
+        differences = _tested([metric for metric in measured if metric.higher is not None], seed)
         rows = [row for metric in measured for row in metric.rows(differences, seed)]
         super().__init__(rows, _ROW, "Comparison of methods", _notes(metrics, len(differences)))
         self.differences = Table(differences, _DIFFERENCE, "Paired differences")
@@ -267,19 +270,13 @@ class _MetricValues:
         }
         self.seconds = [float(np.median([each.seconds for each in row])) if row else 0.0 for row in rows]
 
-    def differences(self, seed: int) -> list[tuple[str, str, str, float, float | None, float]]:
-        """Return the fields of all differences, with p-values that are not corrected."""
-        pairs = list(combinations(range(len(self.methods)), 2))
-        named = [(self.methods[a], self.methods[b], _difference(self.values[a], self.values[b])) for a, b in pairs]
+    def pairs(self) -> list[tuple[str, str, _Array]]:
+        """Return pairs of methods, and of methods and their controls, with the differences of their values (n,)."""
+        named = dict(zip(self.methods, self.values, strict=True))
+        pairs = [(a, b, _difference(named[a], named[b])) for a, b in combinations(self.methods, 2)]
         for control, values in self.controls.items():
-            named += [(name, control, _difference(self.values[k], values[k])) for k, name in enumerate(self.methods)]
-        if not named:
-            return []
-        p = sign_flip_test(np.stack([values for *_, values in named], 1), seed)
-        return [
-            (name, other, self.name, *_mean(values), float(own))
-            for (name, other, values), own in zip(named, p, strict=True)
-        ]
+            pairs += [(name, control, _difference(named[name], own)) for name, own in zip(named, values, strict=True)]
+        return pairs
 
     def rows(self, differences: Sequence[DifferenceRow], seed: int) -> list[ComparisonRow]:
         """Return the rows of the methods, best first, and of the controls."""
@@ -302,6 +299,17 @@ class _MetricValues:
         return rows + [
             ComparisonRow(name, self.name, mean, error, better, images=count) for name, mean, error in controls
         ]
+
+
+def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:
+    """Return the differences of all pairs by all metrics, with corrected p-values."""
+    pairs = [(metric.name, metric.pairs()) for metric in metrics]
+    named = [(name, other, metric, *_mean(values)) for metric, own in pairs for name, other, values in own]
+    # The smallest p-value is small enough to remain significant after the correction.
+    flips = max(FLIPS, round(5 * len(named) / LEVEL))
+    tests = [sign_flip_test(np.stack([values for *_, values in own], 1), seed, flips) for _, own in pairs if own]
+    corrected = holm(np.concatenate([*tests, np.empty(0)]))
+    return [DifferenceRow(*about, float(p)) for about, p in zip(named, corrected, strict=True)]
 
 
 def _difference(first: _Array, second: _Array) -> _Array:
@@ -333,30 +341,31 @@ def _notes(metrics: Sequence[_MetricValues], count: int) -> list[str]:
     return notes
 
 
-def sign_flip_test(differences: _Array, seed: int = 0) -> _Array:
+def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _Array:
     """Return the p-values (m,) of paired differences (n, m): two-sided, with a mean of zero as the hypothesis.
 
     If a method is as good as another one, each difference is as likely as its negative. The p-value is the share of
-    changes of signs that give a mean at least as large: of all up to `EXACT` differences, else of `FLIPS` random ones.
+    changes of signs that give a mean at least as large: of all up to `EXACT` differences, else of random ones.
 
     Args:
         differences: The differences between two methods for n images, for m pairs.
         seed: The seed of the random changes.
+        flips: The number of random changes.
 
     Source: Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses" (2005), https://doi.org/10.1007/b138696.
     """
-    count = len(differences)
-    if count <= EXACT:
-        flips = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
-    else:
-        flips = np.random.default_rng(seed).integers(0, 2, (FLIPS, count), dtype=np.int8)
-        flips[0] = 0  # the observed signs are one of the equally likely changes
+    count, random = len(differences), np.random.default_rng(seed)
+    is_exact = count <= EXACT
+    total = 2**count if is_exact else flips
     rounding = 1e-12 * np.abs(differences).sum(0)
     least = np.abs(differences.sum(0)) - rounding
-    parts = np.array_split(flips, min(len(flips), 16))
-    extreme = [(np.abs((1 - 2.0 * part) @ differences) >= least).sum(0) for part in parts]
-    shares: _Array = np.sum(extreme, 0) / len(flips)
-    return shares
+    extreme = np.zeros(differences.shape[1])
+    for start in range(0, total, BLOCK):
+        numbers = np.arange(start, min(start + BLOCK, total))[:, None]
+        signs = (numbers >> np.arange(count)) & 1 if is_exact else random.integers(0, 2, (len(numbers), count))
+        extreme += (np.abs((1 - 2.0 * signs) @ differences) >= least).sum(0)
+    # The observed signs are one of the equally likely changes.
+    return extreme / total if is_exact else (extreme + 1) / (total + 1)
 
 
 def holm(p: _Array) -> _Array:
@@ -391,7 +400,7 @@ def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
 
 def compare(
     methods: Sequence[Attribution],
-    images: Sequence[ImageLike],
+    images: Sequence[ImageLike] | Tensor,
     targets: TargetLike = None,
     metrics: Sequence[str | Metric] = ("deletion", "insertion"),
     *,
@@ -405,7 +414,7 @@ def compare(
 
     Args:
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options.
-        images: The images.
+        images: The images, or a batch of them (N, C, H, W).
         targets: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options.
         masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
@@ -422,7 +431,8 @@ def compare(
         SaliencyError: A method or an image raises it.
     """
     resolved = [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in metrics]
-    each = targets if isinstance(targets, list | tuple) else [targets] * len(images)
+    given = targets.tolist() if isinstance(targets, Tensor) else targets
+    each = given if isinstance(given, list | tuple) else [given] * len(images)
     shown = [None] * len(images) if masks is None else masks
     if not len(each) == len(shown) == len(images):
         raise MethodError(f"got {len(each)} targets and {len(shown)} masks for {len(images)} images")

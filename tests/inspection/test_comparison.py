@@ -125,6 +125,14 @@ def test_a_metric_without_a_direction_has_neither_ranks_nor_tests() -> None:
     assert not len(table.differences)
 
 
+def test_many_methods_can_still_be_told_apart() -> None:
+    base = RANDOM.normal(size=20)
+    values = {str(number): list(base + number) for number in range(40)}
+    table = Comparison(results(values, control=-100))
+    assert len(table["39"].better_than) == 40
+    assert "0, 1, 2, 3 and 36 more" in str(table)
+
+
 def test_rounding_is_no_difference() -> None:
     base = RANDOM.uniform(1, 2, 12)
     table = Comparison(results({"a": list(base), "b": list(base * (1 + 1e-15))}))
@@ -154,9 +162,9 @@ def test_too_few_images_are_announced() -> None:
 
 def test_values_are_those_of_measure() -> None:
     model = Linear()
-    images = list(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     methods = [VanillaGradient(model), InputXGradient(model)]
-    table = compare(methods, images, [0, 1], [Deletion(steps=4), "gini"], seed=3)
+    table = compare(methods, images, torch.tensor([0, 1]), [Deletion(steps=4), "gini"], seed=3)
     assert [row.metric for row in table] == [*["deletion"] * 5, *["gini"] * 5]
     explanation = methods[1].attribute(images[1], 1)
     expected = measure([Deletion(steps=4)], explanation, method=methods[1], inputs=images[1], seed=3)[0]
@@ -178,11 +186,11 @@ def test_methods_and_metrics_of_one_name_are_named_with_their_options() -> None:
 def test_masks_are_seen_through_the_crop_of_the_model(tmp_path: Path) -> None:
     photo = Image.open(noise(tmp_path / "a.png", 0))  # 40 x 30; the model sees the 30 x 30 in the middle
     mask = Image.new("L", (40, 30))
-    mask.paste(255, (0, 0, 20, 30))
+    mask.paste(255, (0, 0, 15, 30))
     mask.save(tmp_path / "mask.png")
     method = GradCAM(Tiny())
     seen = torch.zeros(16, 16, dtype=torch.bool)
-    seen[:, :8] = True
+    seen[:, :5] = True  # 10 of 30 columns
     metrics = ("relevance_rank", "pointing_game")
     tables = [compare([method], [photo], None, metrics, masks=[each]) for each in (tmp_path / "mask.png", mask, seen)]
     assert tables[0].results[0].value == tables[1].results[0].value == tables[2].results[0].value
