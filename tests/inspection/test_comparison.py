@@ -184,13 +184,13 @@ def test_methods_and_metrics_of_one_name_are_named_with_their_options() -> None:
 
 
 def test_masks_are_seen_through_the_crop_of_the_model(tmp_path: Path) -> None:
-    photo = Image.open(noise(tmp_path / "a.png", 0))  # 40 x 30; the model sees the 30 x 30 in the middle
+    photo = Image.open(noise(tmp_path / "a.png", 0))  # 40 x 30; the model sees 3.8 to 34.3 of the columns
     mask = Image.new("L", (40, 30))
-    mask.paste(255, (0, 0, 15, 30))
+    mask.paste(255, (0, 0, 30, 30))
     mask.save(tmp_path / "mask.png")
     method = GradCAM(Tiny())
     seen = torch.zeros(16, 16, dtype=torch.bool)
-    seen[:, :5] = True  # 10 of 30 columns
+    seen[:, :14] = True  # a stretched mask would cover 12 columns
     metrics = ("relevance_rank", "pointing_game")
     tables = [compare([method], [photo], None, metrics, masks=[each]) for each in (tmp_path / "mask.png", mask, seen)]
     assert tables[0].results[0].value == tables[1].results[0].value == tables[2].results[0].value
