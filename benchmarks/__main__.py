@@ -1,6 +1,6 @@
 """Run benchmarks: `python -m benchmarks [NAME ...]` prints the tables and writes them to benchmarks/results/.
 
-Without names, all benchmarks run, which takes about an hour. Run nothing else on the machine meanwhile: other
+Without names, all benchmarks run, which takes about two hours. Run nothing else on the machine meanwhile: other
 processes change all results.
 """
 
@@ -18,7 +18,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import folder, imports, layer_table, memory, passes, passes_memory, recording, relevance, render, speed
+from benchmarks import (
+    folder,
+    imports,
+    layer_table,
+    memory,
+    metrics,
+    passes,
+    passes_memory,
+    recording,
+    relevance,
+    render,
+    speed,
+)
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
@@ -29,6 +41,7 @@ PACKAGES = (
     "zennit",
     "grad-cam",
     "torchcam",
+    "quantus",
     "matplotlib",
     "opencv-python-headless",
 )
@@ -76,6 +89,7 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
     "passes": lambda: passes.main([]),
     "passes_memory": lambda: passes_memory.main([]),
     "folder": lambda: folder.main([]),
+    "metrics": lambda: metrics.main([]),
 }
 
 

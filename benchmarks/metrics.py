@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args(arguments)
     model = saliency.load("efficientnet_lite0")
     method = GradCAM(model)

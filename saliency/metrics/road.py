@@ -116,6 +116,7 @@ class _Grid:
         size = missing.shape[2:]
         self.missing = missing
         self.total = _neighbours(torch.ones_like(missing[:1]))
+        self.inverse = missing / self.total
         self.coarse: _Grid | None = None
         if min(size) > 3 and bool(missing.any()):
             self.rows, self.columns = (_interpolation(edge).to(missing) for edge in size)
@@ -127,13 +128,13 @@ class _Grid:
 
     def descent(self, residual: Tensor) -> Tensor:
         """Return an approximate solution, by one multigrid cycle."""
-        values = self.missing / self.total * residual
+        values = self.inverse * residual
         if self.coarse is None:
             return values
         rest = self.rows.mT @ (residual - self.applied(values)) @ self.columns
         correction = self.coarse.descent(self.coarse.missing * rest)
         values = values + self.missing * (self.rows @ correction @ self.columns.mT)
-        return values + self.missing / self.total * (residual - self.applied(values))
+        return values + self.inverse * (residual - self.applied(values))
 
 
 def _interpolation(size: int) -> Tensor:
