@@ -33,31 +33,30 @@ from .console import Screen
 from .explain import open_network
 from .options import ALL, METHOD, arguments_of
 
+FORMAT = "saliency evaluate 1"
 METRICS = ("deletion", "insertion")
 """The metrics by default."""
+
+Outcome = list[Result] | Exception
+"""Results or error of one method for one image."""
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print and write the comparison, and return the exit code."""
     images = _find_images(arguments, arguments.sources, targets=arguments.targets)[: arguments.limit]
     evaluation = Evaluation.of(arguments, screen)
-    # With --method all, a method that does not apply to the model is not a failure.
-    expected = "NotApplicableError" if ALL in (arguments.methods or ()) else None
     results: list[Result] = []
-    failed: dict[str, dict[str, None]] = {}  # ordered sets of lines, by image
+    failed: dict[str, list[str]] = {}
     with locked(arguments.out), screen.progress() as show:
         for index, image in enumerate(images):
             show(index, len(images), len(failed))
             screen.subject = visible(image.label)
             outcomes = evaluation.measure(image)
-            failures = [Failure.of(each, image.source) if isinstance(each, Exception) else None for each in outcomes]
             if not results and image.target is None:
-                require_sensible_options(evaluation.options, failures)
+                require_sensible_options(evaluation.options, [_failure(image, each) for each in outcomes])
             results += [result for each in outcomes if not isinstance(each, Exception) for result in each]
-            for method, failure in zip(evaluation.options.methods, failures, strict=True):
-                if failure is not None and failure.kind != expected:
-                    named = None if failure.kind == "ImageError" else method
-                    failed.setdefault(image.name, {})[sentence(image.source, named, failure.reason)] = None
+            lines = evaluation.describe_failures(image, outcomes)
+            failed |= {image.name: lines} if lines else {}
         screen.subject = ""
         if results:
             _write(Comparison(results), arguments.out, screen)
@@ -66,6 +65,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if failed:
         screen.say(Text(f"{plural(len(failed), 'image')} with failures; re-run to try again", "red"))
     return 1 if failed or not results else 0
+
+
+def _failure(image: ImageEntry, outcome: Outcome) -> Failure | None:
+    return Failure.of(outcome, image.source) if isinstance(outcome, Exception) else None
 
 
 def _find_images(arguments: argparse.Namespace, words: list[str], **options: Any) -> list[ImageEntry]:
@@ -94,6 +97,7 @@ class Evaluation:
         masks: The masks by the names of the images; None without masks.
         out: The output folder.
         settings: What determines the results of each method, as JSON values.
+        expected: The kind of error that is not a failure: with --method all, of a method that does not apply.
     """
 
     options: RunOptions
@@ -102,6 +106,7 @@ class Evaluation:
     masks: Mapping[str, ImageEntry] | None
     out: Path
     settings: Mapping[str, Mapping[str, Any]]
+    expected: str
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, screen: Screen) -> Evaluation:
@@ -113,21 +118,22 @@ class Evaluation:
         metrics = _create_metrics(arguments.metrics or METRICS, dict(arguments.metric_settings or ()))
         masks = _find_images(arguments, [arguments.masks]) if arguments.masks else None
         named = None if masks is None else {mask.name: mask for mask in masks}
-        about = {"metrics": {each.name: dict(each.settings) for each in metrics}}
+        about = {"format": FORMAT, "metrics": {each.name: dict(each.settings) for each in metrics}}
         settings = {name: replace(options, methods=[name]).fingerprint() | about for name in options.methods}
         network = open_network(options, arguments.device, screen)
         with writing_to(arguments.out):
             arguments.out.mkdir(parents=True, exist_ok=True)
-        return cls(options, network, metrics, named, arguments.out, settings)
+        expected = "NotApplicableError" if ALL in (arguments.methods or ()) else ""
+        return cls(options, network, metrics, named, arguments.out, settings, expected)
 
-    def measure(self, image: ImageEntry) -> list[list[Result] | Exception]:
+    def measure(self, image: ImageEntry) -> list[Outcome]:
         """Return the results or the error of each method for one image.
 
         The results of an earlier run are read again if nothing has changed that determines them.
         """
         mask = (self.masks or {}).get(image.name)
         files = [[each.path, each.offset, *each.stamp] for each in (image, mask) if each is not None]
-        outcomes: list[list[Result] | Exception] = []
+        outcomes: list[Outcome] = []
         for method in self.network.methods:
             key = json.loads(json.dumps([self.settings[method.name], files, image.target]))
             path = self.out / "results" / f"{image.name}.{method.name}.json"
@@ -142,6 +148,16 @@ class Evaluation:
                     _write_results(path, key, results)
             outcomes.append(results)
         return outcomes
+
+    def describe_failures(self, image: ImageEntry, outcomes: Sequence[Outcome]) -> list[str]:
+        """Return one line for each failure; an image that cannot be read fails once, not with each method."""
+        failures = [(name, _failure(image, each)) for name, each in zip(self.options.methods, outcomes, strict=True)]
+        lines = [
+            sentence(image.source, None if failure.kind == "ImageError" else name, failure.reason)
+            for name, failure in failures
+            if failure is not None and failure.kind != self.expected
+        ]
+        return list(dict.fromkeys(lines))
 
     def _measure_method(self, method: Attribution, image: ImageEntry, mask: ImageEntry | None) -> list[Result]:
         loaded = self.network.load(image)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ..io.inputs import ImageLike, open_picture
 from ..metrics.base import Metric, get_metric, measure
 from ..targets.targets import TargetLike
 from ..validation import check_choice
-from .tables import Column, Table, escaped, number
+from .tables import Column, Table, number
 
 LEVEL = 0.05
 """Probability that any difference of a comparison is called significant if there is none."""
@@ -211,37 +212,9 @@ class Comparison(Table[ComparisonRow]):
         return text.getvalue()
 
     def _page(self) -> str:
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escaped(self.title)}</title><style>{_STYLE}</style></head>\n"
-            f"<body><h1>{escaped(self.title)}</h1>\n{Table(self.rows, self.columns, notes=self.notes).to_html()}\n"
-            f"{self.differences.to_html()}\n<script>{_SCRIPT}</script></body></html>\n"
-        )
-
-
-_STYLE = """
-:root { color-scheme: light dark; --saliency-ground: Canvas; }
-body { margin: 2rem clamp(1rem, 3vw, 3rem) 4rem; font: 15px/1.5 system-ui, sans-serif; }
-.saliency-table > div { max-height: none !important; }
-th { cursor: pointer !important; }
-"""
-
-_SCRIPT = """
-for (const head of document.querySelectorAll("th")) {
-  head.tabIndex = 0;
-  head.onclick = () => {
-    const falls = head.ariaSort === "ascending", body = head.closest("table").tBodies[0];
-    const text = row => row.cells[head.cellIndex].textContent;
-    const order = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b) : (a || Infinity) - (b || Infinity);
-    const rows = [...body.rows].sort((a, b) => order(text(a), text(b)));
-    for (const other of head.parentNode.cells) other.ariaSort = null;
-    head.ariaSort = falls ? "descending" : "ascending";
-    body.append(...falls ? rows.reverse() : rows);
-  };
-  head.onkeydown = event => event.key === "Enter" && head.onclick();
-}
-"""
+        page = files(__package__).joinpath("comparison.html").read_text("utf-8")
+        tables = Table(self.rows, self.columns, notes=self.notes).to_html(), self.differences.to_html()
+        return page.replace("<!-- tables -->", "\n".join(tables))
 
 
 class _MetricValues:
@@ -289,11 +262,12 @@ class _MetricValues:
         ]
         ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
         count = len(self.images)
-        rows = []
-        for k, name in enumerate(self.methods):
-            beaten = tuple(worse for winner, worse in wins if winner == name)
-            about = (*_mean(self.values[k]), better, *ranks[k], beaten, count, self.seconds[k])
-            rows.append(ComparisonRow(name, self.name, *about))
+        beaten = [tuple(worse for winner, worse in wins if winner == name) for name in self.methods]
+        about = zip(self.methods, self.values, ranks, beaten, self.seconds, strict=True)
+        rows = [
+            ComparisonRow(name, self.name, *_mean(values), better, *rank, worse, count, seconds)
+            for name, values, rank, worse, seconds in about
+        ]
         rows.sort(key=lambda row: row.rank or 0)
         controls = [(name, *_mean(values.mean(0))) for name, values in self.controls.items()]
         return rows + [

@@ -22,7 +22,10 @@ from saliency.metrics.faithfulness import Deletion, PixelFlipping
 from tests.batchwork import Tiny, noise
 from tests.browser import chromium, visit
 
-RANDOM = np.random.default_rng(0)
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
 class Linear(nn.Module):
@@ -64,10 +67,10 @@ def test_sign_flips_are_counted_exactly_for_few_images() -> None:
     assert sign_flip_test(np.zeros((10, 1)))[0] == 1
 
 
-def test_sign_flips_agree_with_scipy() -> None:
+def test_sign_flips_agree_with_scipy(random: np.random.Generator) -> None:
     stats = pytest.importorskip("scipy.stats")
     for count in (9, 40):
-        differences = RANDOM.normal(0.25, 1, (count, 3))
+        differences = random.normal(0.25, 1, (count, 3))
         own = sign_flip_test(differences)
         for column, p in zip(differences.T, own, strict=True):
             oracle = stats.permutation_test((column,), np.mean, permutation_type="samples", n_resamples=20_000, rng=0)
@@ -75,19 +78,19 @@ def test_sign_flips_agree_with_scipy() -> None:
             assert abs(stats.ttest_1samp(column, 0).pvalue - p) < 0.06
 
 
-def test_equal_methods_are_called_different_in_at_most_five_percent_of_comparisons() -> None:
+def test_equal_methods_are_called_different_in_at_most_five_percent_of_comparisons(random: np.random.Generator) -> None:
     wrong = 0
     for _ in range(200):
-        values = RANDOM.normal(size=(3, 12))
+        values = random.normal(size=(3, 12))
         p = sign_flip_test(np.stack([values[0] - values[1], values[0] - values[2], values[1] - values[2]], 1))
         wrong += bool(holm(p).min() <= 0.05)
     assert wrong / 200 <= 0.05 + 2 * (0.05 * 0.95 / 200) ** 0.5
 
 
-def test_a_rank_that_all_images_agree_on_is_certain_and_a_coin_toss_is_not() -> None:
-    base = RANDOM.normal(size=20)
+def test_a_rank_that_all_images_agree_on_is_certain_and_a_coin_toss_is_not(random: np.random.Generator) -> None:
+    base = random.normal(size=20)
     assert rank_ranges(np.stack([base + 1, base, base + 2])) == [(2, 2, 2), (1, 1, 1), (3, 3, 3)]
-    ranges = rank_ranges(RANDOM.normal(size=(2, 20)) * [[1], [1]])
+    ranges = rank_ranges(random.normal(size=(2, 20)) * [[1], [1]])
     assert sorted(ranges) == [(1, 1, 2), (2, 1, 2)]
     assert rank_ranges(np.zeros((2, 5))) == [(1, 1, 1), (1, 1, 1)]
 
@@ -110,8 +113,8 @@ def test_rows_are_means_over_the_images_with_their_errors_and_controls_come_last
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_significant_differences_name_the_better_method(higher: bool) -> None:
-    base = RANDOM.normal(size=12)
+def test_significant_differences_name_the_better_method(higher: bool, random: np.random.Generator) -> None:
+    base = random.normal(size=12)
     table = Comparison(results({"a": list(base), "b": list(base + 1)}, higher=higher, control=9 if higher else -9))
     better, worse = ("b", "a") if higher else ("a", "b")
     assert table[better].better_than == (worse,)
@@ -125,16 +128,16 @@ def test_a_metric_without_a_direction_has_neither_ranks_nor_tests() -> None:
     assert not len(table.differences)
 
 
-def test_many_methods_can_still_be_told_apart() -> None:
-    base = RANDOM.normal(size=20)
+def test_many_methods_can_still_be_told_apart(random: np.random.Generator) -> None:
+    base = random.normal(size=20)
     values = {str(number): list(base + number) for number in range(40)}
     table = Comparison(results(values, control=-100))
     assert len(table["39"].better_than) == 40
     assert "0, 1, 2, 3 and 36 more" in str(table)
 
 
-def test_rounding_is_no_difference() -> None:
-    base = RANDOM.uniform(1, 2, 12)
+def test_rounding_is_no_difference(random: np.random.Generator) -> None:
+    base = random.uniform(1, 2, 12)
     table = Comparison(results({"a": list(base), "b": list(base * (1 + 1e-15))}))
     assert table.differences.rows[0].p == 1
 
