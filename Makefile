@@ -35,7 +35,7 @@ $(if $(2),$(PIP) install --no-deps $(2))
 @touch $@
 endef
 
-.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo benchmarks dist release-notes fixtures clean help
+.PHONY: demo test quick test-oldest lint types unit format sheet notebooks zoo testbed benchmarks dist release-notes fixtures clean help
 
 help:
 	@sed -n '2,3s/^# */  /p; 4s/^# /  /p' $(MAKEFILE_LIST)
@@ -47,6 +47,7 @@ help:
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures, and attention on 82 (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (ten minutes)"
+	@echo "  make testbed      rank all methods on images where the right map is known (half an hour; re-run to resume)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
 demo: $(VENV)/.installed
@@ -88,6 +89,9 @@ zoo: $(VENV)/.installed-test
 
 fixtures: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_testbed
+
+testbed: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.testbed
 
 benchmarks: $(VENV)/.installed-benchmark
 	$(BIN)/python -m benchmarks
