@@ -390,7 +390,8 @@ def compare(
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options.
         images: The images, or a batch of them (N, C, H, W).
         targets: One target for all images, a list with one for each image, or None for the top class of each image.
-        metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options.
+        metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
+            insertion each run about 1,800 forwards per image and method; `Deletion(steps=28)` runs about 230.
         masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
             image, in which the object is not black; or a tensor (H, W) as the model sees it.
         seed: The seed of all draws.
