@@ -84,7 +84,23 @@ class Insertion(PerturbationMetric):
         return Outcome(area(curves), curves=curves, at=_fractions(curves))
 
 
-class PixelFlipping(PerturbationMetric):
+class OrderedMetric(PerturbationMetric):
+    """Base class of metrics that replace pixels in either order of their relevance.
+
+    Args:
+        order: "morf" replaces the most relevant pixels first, where lower is better; "lerf" the least relevant first,
+            where higher is better.
+    """
+
+    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
+
+    @property
+    def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
+        """Whether the least relevant pixels are replaced first."""
+        return self.order == "lerf"
+
+
+class PixelFlipping(OrderedMetric):
     """Area under the score while pixels are replaced in the order of their relevance.
 
     Args:
@@ -101,14 +117,8 @@ class PixelFlipping(PerturbationMetric):
 
     name = "pixel_flipping"
 
-    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
     steps: Option[int] = Option(224, check_integer)
     fill: FillOption = FillOption()
-
-    @property
-    def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
-        """Whether the least relevant pixels are replaced first."""
-        return self.order == "lerf"
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""

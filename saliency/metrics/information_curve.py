@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 
 import numpy as np
 import torch
@@ -80,7 +79,7 @@ def _file_size(image: PerturbedImage, values: Tensor) -> int:
 def _curve(sizes: NDArray[np.float64], scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the curve of points from the blurred image to the image itself, at equally spaced sizes."""
     if sizes[0] >= sizes[-1] or scores[0] >= scores[-1]:
-        return np.full(POINTS, math.nan)
+        return np.full(POINTS, np.nan)
     size, score = (np.clip((values - values[0]) / (values[-1] - values[0]), 0, 1) for values in (sizes, scores))
     order = np.argsort(size, kind="stable")
     return np.interp(np.linspace(0, 1, POINTS), size[order], np.maximum.accumulate(score[order]))

@@ -8,10 +8,10 @@ from torch.nn.functional import conv2d, interpolate, max_pool2d
 
 from ..attribution.options import Option
 from ..engine.estimates import generator
-from ..validation import check_choice, check_number
+from ..validation import check_number
 from .base import Outcome
-from .faithfulness import Order
-from .perturbed import PerturbationMetric, PerturbedImage, check_shares
+from .faithfulness import OrderedMetric
+from .perturbed import PerturbedImage, check_shares
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to that of their right side."""
@@ -20,7 +20,7 @@ WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
 """The weights of a pixel's neighbours."""
 
 
-class ROAD(PerturbationMetric):
+class ROAD(OrderedMetric):
     """Mean score without the most relevant pixels, replaced by noisy linear imputation; lower is better.
 
     Each removed pixel becomes the weighted mean of its eight neighbours, 1/6 for those at an edge and 1/12 for those at
@@ -42,14 +42,8 @@ class ROAD(PerturbationMetric):
 
     name = "road"
 
-    order: Option[Order] = Option("morf", check_choice, ("morf", "lerf"))
     shares: Option[tuple[float, ...]] = Option((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), check_shares)
     noise: Option[float] = Option(0.01, check_number, least=0)
-
-    @property
-    def higher_is_better(self) -> bool:  # type: ignore[override] # depends on the order
-        """Whether the least relevant pixels are removed first."""
-        return self.order == "lerf"
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the mean scores of one image."""
