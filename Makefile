@@ -47,7 +47,7 @@ help:
 	@echo "  make notebooks    run the notebooks and update their outputs"
 	@echo "  make zoo          check methods on 178 architectures, and attention on 82 (slow; re-run to resume)"
 	@echo "  make fixtures     train the networks of saliency.testbed again (ten minutes)"
-	@echo "  make testbed      rank all methods on images where the right map is known (half an hour; re-run to resume)"
+	@echo "  make testbed      rank all methods on images where the right map is known (20 minutes; re-run to resume)"
 	@echo "  make benchmarks   measure speed and memory (slow; use an idle machine)"
 
 demo: $(VENV)/.installed
