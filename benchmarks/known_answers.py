@@ -1,6 +1,7 @@
 """Measure how much of each map lies on the named object of drawn scenes: `python -m benchmarks.known_answers`.
 
-With names of methods, only these are measured. The table is in docs/transformers.md.
+With names of methods, only these are measured. The table is in docs/transformers.md. It is of transformers, also with
+texts as targets, and of maps as they are drawn; `benchmarks.testbed` ranks all methods against controls.
 """
 
 from __future__ import annotations
