@@ -95,11 +95,11 @@ class MPRT(MethodMetric):
             yield from [subject.method] * count
             return
         method = subject.once("copy", copy.deepcopy, subject.method)
-        _restore(method.model, subject.method.model)
+        restore(method.model, subject.method.model)
         ends = [round(step * len(names) / count) for step in range(count + 1)]
         for begin, end in pairwise(ends):
             if self.order == "independent":
-                _restore(method.model, subject.method.model)
+                restore(method.model, subject.method.model)
             randomise(method.model, names[begin:end], subject.seed + draw)
             yield method
 
@@ -218,7 +218,7 @@ def randomise(model: nn.Module, names: list[str], seed: int) -> None:
                 tensor.copy_(tensor.flatten()[order].view_as(tensor))
 
 
-def _restore(copied: nn.Module, model: nn.Module) -> None:
+def restore(copied: nn.Module, model: nn.Module) -> None:
     """Give a copy of a model the values of the model again, also those of buffers that are not saved."""
     with torch.no_grad():
         for tensor, value in zip(_all_tensors(copied), _all_tensors(model), strict=True):

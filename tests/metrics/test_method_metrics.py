@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from saliency import EigenCAM, GradCAM, GuidedBackprop, InputXGradient, Integrat
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.metrics import METRICS, Measurement, measure
-from saliency.metrics.randomisation import layers_from_the_top
+from saliency.metrics.randomisation import layers_from_the_top, randomise, restore
 from saliency.testing import Snapshot, images, tiny_model
 
 from .test_base import Linear
@@ -58,6 +59,17 @@ def test_randomisation_costs_one_call_for_each_layer_and_one_more() -> None:
     assert result.curve is not None
     assert result.curve.shape == (2, len(layers) + 1)
     assert measured("mprt", method, images(2), layers=2, draws=3).passes == 1 + 2 * 3
+
+
+def test_each_draw_begins_with_the_values_of_the_model_also_of_buffers_that_are_not_saved() -> None:
+    model = tiny_model()
+    model.register_buffer("unsaved", torch.arange(50.0), persistent=False)
+    copied = copy.deepcopy(model)
+    randomise(copied, [name for name, _ in model.named_modules()], 0)
+    assert not torch.equal(copied.get_buffer("unsaved"), model.get_buffer("unsaved"))
+    restore(copied, model)
+    own = [*model.parameters(), *model.buffers()]
+    assert all(map(torch.equal, [*copied.parameters(), *copied.buffers()], own))
 
 
 def test_layers_are_randomised_from_the_last_that_runs() -> None:
