@@ -119,6 +119,7 @@ class Subject:
         reference: Another explanation of the same images, for metrics of agreement.
         score: The score that perturbed images get.
         seed: The seed of all draws.
+        controls: Whether maps that know nothing about the prediction are measured too, which takes most of the passes.
     """
 
     def __init__(
@@ -133,10 +134,11 @@ class Subject:
         reference: Explanation | None = None,
         score: Score = "probability",
         seed: int = 0,
+        controls: bool = True,
     ) -> None:
         require_explanation(explanation, "a metric")
         reduced_maps(explanation, None)  # raises for NaN and infinity
-        self.explanation, self.seed = explanation, seed
+        self.explanation, self.seed, self.controls = explanation, seed, controls
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target
         self._masks, self._reference = masks, reference
@@ -155,7 +157,7 @@ class Subject:
 
     def controlled(self, cells: Tensor) -> Tensor:
         """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
-        rows = [cells, *control_maps(cells, self.seed)]
+        rows = [cells, *(control_maps(cells, self.seed) if self.controls else ())]
         return torch.stack([resized_within(row, self.explanation.input_size) for row in rows])
 
     def resized(self, values: Tensor) -> Tensor:
@@ -320,7 +322,7 @@ def measure(
         precision: As for `saliency.MultiPassAttribution`.
         progress: As for `saliency.MultiPassAttribution`.
         **context: What the metrics need to know, as for `Subject`: `method` or `model`, and `inputs`, `target`,
-            `masks`, `reference`, `score`, `seed`.
+            `masks`, `reference`, `score`, `seed`, `controls`.
 
     Returns:
         One measurement per metric, in their order.
@@ -340,7 +342,8 @@ def measure(
 
 def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
     """Return an outcome as a measurement: rows of one name are averaged to one control."""
-    rows = {name: [row for row, other in enumerate(outcome.controls, 1) if other == name] for name in outcome.controls}
+    names = outcome.controls if subject.controls else ()
+    rows = {name: [row for row, other in enumerate(names, 1) if other == name] for name in names}
     curves = outcome.curves
     return Measurement(
         metric.name or type(metric).__name__,

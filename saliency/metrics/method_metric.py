@@ -115,7 +115,7 @@ class MethodMetric(Metric):
 
 
 def _all_maps(subject: Subject) -> list[Maps]:
-    return [Maps(subject, control) for control in ("", *METHOD_CONTROLS)]
+    return [Maps(subject, control) for control in ("", *(METHOD_CONTROLS if subject.controls else ()))]
 
 
 def similarities(first: Tensor, others: Iterable[Tensor], kind: Similarity = "spearman") -> Tensor:

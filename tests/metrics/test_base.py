@@ -61,6 +61,18 @@ def test_a_control_is_worse_than_the_true_map_and_does_not_beat_itself(model: nn
     assert true.beats_controls.all()
 
 
+def test_controls_can_be_left_out(model: nn.Module, x: Tensor) -> None:
+    method = InputXGradient(model)
+    explanation = method.attribute(x, [0, 1])
+    names = ["deletion", "infidelity", "mprt", "entropy"]
+    alone = measure(names, explanation, method=method, inputs=x, controls=False)
+    usual = measure(names, explanation, method=method, inputs=x)
+    assert all(torch.equal(one.values, other.values) for one, other in zip(alone, usual, strict=True))
+    assert [dict(one.controls) for one in alone] == [{}] * 4
+    assert alone[0].passes * 8 == usual[0].passes
+    assert not alone[0].beats_controls.any()
+
+
 def test_errors_name_what_is_missing(model: nn.Module, x: Tensor) -> None:
     explanation = VanillaGradient(model).attribute(x, 0)
     with pytest.raises(MethodError, match=r"pass method=\.\.\. or model=\.\.\."):
