@@ -13,7 +13,7 @@ from ..validation import check_number
 from .base import Outcome
 from .faithfulness import MonotonicityCorrelation
 from .method_metric import Maps, MethodMetric
-from .perturbed import PerturbationMetric, PerturbedImage, correlation
+from .perturbed import PerturbationMetric, PerturbedImage, correlation, scaled_to_one
 from .robustness import norm, relative
 
 
@@ -113,8 +113,7 @@ class ARCC(MethodMetric):
         """Compute the means of the images."""
         subject = maps.subject
         own = subject.resized(maps.own)
-        low, high = own.flatten(1).amin(1)[:, None, None], own.flatten(1).amax(1)[:, None, None]
-        shown = torch.where(high > low, (own - low) / (high - low).clamp(min=1e-30), 1.0)
+        shown = scaled_to_one(own)
         images = subject.images * shown[:, None]
         again = subject.resized(maps(images))
         is_equal = (own == again).flatten(1).all(1)

@@ -68,7 +68,8 @@ class Measurement:
         values: (N,) one value per image, NaN where the metric is not defined.
         error: (N,) the standard error of each value, if the metric samples.
         controls: The values of maps that know nothing about the prediction: "random", the same values at random places
-            (mean of several draws), "constant", and "centre", a Gaussian at the centre of the image.
+            (mean of several draws), "constant", and "centre", a Gaussian at the centre of the image. For metrics that
+            call the method: "constant", "random", new noise at each call, and "edges" of the image.
         higher_is_better: None if neither is better.
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
@@ -106,7 +107,21 @@ def _number(values: Tensor) -> str:
     return f"{float(values.double().mean()):.3g}"
 
 
-class Subject:
+class SharedResults:
+    """Results that metrics share, each of which is computed once."""
+
+    def once(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `compute(*arguments)`, which runs once for each key."""
+        if key not in self._known:
+            self._known[key] = compute(*arguments)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+
+class Subject(SharedResults):
     """What is measured: an explanation and its controls, with the images, the model and the method behind it.
 
     Args:
@@ -142,13 +157,6 @@ class Subject:
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target
         self._masks, self._reference = masks, reference
-        self._known: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `compute(*arguments)`, which metrics share and which runs once for each key."""
-        if key not in self._known:
-            self._known[key] = compute(*arguments)
-        return self._known[key]
 
     @cached_property
     def maps(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from ..hooks.model_state import prepared_for_attribution, run_model
 from ..render.heatmap import resized
 from ..targets.targets import TargetLike
 from .agreement import WINDOW, ssim
-from .base import Metric, Outcome, Subject
+from .base import Metric, Outcome, SharedResults, Subject
 from .perturbed import correlation, row_ranks
 
 Similarity = Literal["spearman", "absolute", "ssim"]
@@ -26,7 +26,7 @@ METHOD_CONTROLS = ("constant", "random", "edges")
 """The controls of metrics that call the method: a constant, new noise for each call, and the edges of the image."""
 
 
-class Maps:
+class Maps(SharedResults):
     """Maps of any images: those of the method, or of a control, which ignores the model and the target.
 
     Args:
@@ -41,7 +41,6 @@ class Maps:
 
     def __init__(self, subject: Subject, control: str = "") -> None:
         self.subject, self.control, self.calls = subject, control, 0
-        self._known: dict[Hashable, Any] = {}
 
     @cached_property
     def own(self) -> Tensor:
@@ -78,12 +77,6 @@ class Maps:
         grey = images.mean(1, keepdim=True)
         down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (2, 3))
         return torch.hypot(down, across)
-
-    def once(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `compute(*arguments)`, which metrics share and which runs once for each key."""
-        if key not in self._known:
-            self._known[key] = compute(*arguments)
-        return self._known[key]
 
     def noise(self, radius: float, number: int) -> Tensor:
         """Return the draw `number` of uniform noise up to `radius`, the same for all images: (N, C, H, W)."""

@@ -19,7 +19,7 @@ from ..methods.baselines import Fill, Filler, GivenImages
 from ..methods.segments import ResolvedSegments, Segments, segmented
 from ..render.heatmap import reduced_maps
 from ..validation import check_number
-from .base import Metric, Outcome, Subject
+from .base import Metric, Outcome, SharedResults, Subject
 
 GROUPS = 50
 """The number of groups of samples of which one is left out at a time, for standard errors."""
@@ -59,7 +59,7 @@ class PerturbationMetric(Metric):
         return {metric: _stacked(own) for metric, *own in zip(sharing, *runner.measured, strict=True)}
 
 
-class PerturbedImage:
+class PerturbedImage(SharedResults):
     """Variants of one image. Each is run once, and all metrics share its score.
 
     Args:
@@ -81,8 +81,6 @@ class PerturbedImage:
         self.maps, self.seed = subject.maps[:, index], subject.seed
         self.preprocess = subject.reader.preprocess
         self._subject, self._index = subject, index
-        self._known: dict[Hashable, Tensor] = {}
-        self._segments: dict[Any, Segments] = {}
 
     @property
     def pixels(self) -> int:
@@ -100,22 +98,22 @@ class PerturbedImage:
         Values in score units per unit of the input are multiplied by the difference to the fill. Others are taken as
         they are.
         """
-        key = ("contributions", fill_name(fill))
-        if key not in self._known:
-            explanation = self._subject.explanation[self._index]
-            maps = reduced_maps(explanation, "signed", "sum")
-            units = METHODS[explanation.method].units if explanation.method in METHODS else ""
-            if "score per unit" in units and explanation.values.shape == self.x.shape:
-                maps = (explanation.values * (self.x - Filler(self.x, fill).background)).sum(1)
-            self._known[key] = self._subject.controlled(maps)[:, 0]
-        return self._known[key]
+        maps: Tensor = self.once(("contributions", fill_name(fill)), self._contributions, fill)
+        return maps
+
+    def _contributions(self, fill: Fill) -> Tensor:
+        explanation = self._subject.explanation[self._index]
+        maps = reduced_maps(explanation, "signed", "sum")
+        units = METHODS[explanation.method].units if explanation.method in METHODS else ""
+        if "score per unit" in units and explanation.values.shape == self.x.shape:
+            maps = (explanation.values * (self.x - Filler(self.x, fill).background)).sum(1)
+        return self._subject.controlled(maps)[:, 0]
 
     def segments(self, by: ResolvedSegments) -> Segments:
         """Return the segments of the image."""
-        key = by if isinstance(by, int | tuple) else id(by)
-        if key not in self._segments:
-            self._segments[key] = segmented(self.x, by, self.preprocess)
-        return self._segments[key]
+        key = "segments", by if isinstance(by, int | tuple) else id(by)
+        segments: Segments = self.once(key, segmented, self.x, by, self.preprocess)
+        return segments
 
     def scores(self, key: Hashable, count: int, make: MakeInputs) -> Tensor:
         """Return the scores of `count` images (count,), float64 on the CPU. Equal keys are run once.
@@ -125,10 +123,11 @@ class PerturbedImage:
             count: The number of images.
             make: As for `PassRunner.forwards`.
         """
-        if key not in self._known:
-            chunks = [chunk.scores.cpu().double() for chunk in self.passes.forwards(make, count)]
-            self._known[key] = torch.cat(chunks)
-        return self._known[key]
+        scores: Tensor = self.once(("scores", key), self._run, count, make)
+        return scores
+
+    def _run(self, count: int, make: MakeInputs) -> Tensor:
+        return torch.cat([chunk.scores.cpu().double() for chunk in self.passes.forwards(make, count)])
 
     def masked_scores(self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor]) -> Tensor:
         """Return the scores (count,) with some pixels replaced.
@@ -225,9 +224,14 @@ class PerturbedImage:
 
     def shown_by_map(self) -> Tensor:
         """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""
-        low, high = (extreme[:, None, None] for extreme in self.maps.flatten(1).aminmax(dim=1))
-        shown = torch.where(high > low, (self.maps - low) / (high - low).clamp(min=1e-30), 1.0)
+        shown = scaled_to_one(self.maps)
         return self.scores("shown by map", len(shown), lambda start, stop: self.x * shown[start:stop, None])
+
+
+def scaled_to_one(maps: Tensor) -> Tensor:
+    """Return each map (M, H, W) scaled to 0..1; a constant map is scaled to 1."""
+    low, high = (extreme[:, None, None] for extreme in maps.flatten(1).aminmax(dim=1))
+    return torch.where(high > low, (maps - low) / (high - low).clamp(min=1e-30), 1.0)
 
 
 def ranks_of(values: Tensor) -> Tensor:
