@@ -33,7 +33,7 @@ from .console import Screen
 from .explain import open_network
 from .options import ALL, METHOD, arguments_of
 
-FORMAT = "saliency evaluate 1"
+FORMAT = "saliency evaluate 2"
 METRICS = ("deletion", "insertion")
 """The metrics by default."""
 

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..attribution.explanation import Explanation
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, open_picture
-from ..metrics.base import Metric, get_metric, measure
+from ..metrics.base import Measurement, Metric, get_metric, measure
 from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .tables import Column, Table, number
@@ -36,6 +36,9 @@ LEVEL = 0.05
 
 DRAWS = 2000
 """Bootstrap draws of the images for the ranges of ranks."""
+
+CURVE_POINTS = 49
+"""Points of a curve in a result, so that curves of images of any size have a mean."""
 
 EXACT, FLIPS, BLOCK = 14, 20_000, 1000
 """Largest number of images for which all changes of signs are counted; how many are drawn for more, and at once."""
@@ -55,6 +58,8 @@ class Result:
         controls: The values of maps that know nothing about the prediction, by their names.
         higher_is_better: None if neither is better.
         seconds: Duration of the method.
+        curves: The scores on which the value is based: of the map ("map") and of each control, at the places "at".
+            Interpolated to `CURVE_POINTS` points; empty if the metric has no curve.
     """
 
     image: str
@@ -64,6 +69,7 @@ class Result:
     controls: Mapping[str, float]
     higher_is_better: bool | None
     seconds: float
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +185,14 @@ class Comparison(Table[ComparisonRow]):
         rows = [row for metric in measured for row in metric.rows(differences, seed)]
         super().__init__(rows, _ROW, "Comparison of methods", _notes(metrics, len(differences)))
         self.differences = Table(differences, _DIFFERENCE, "Paired differences")
+        self._curves = [row for metric in measured for row in metric.mean_curves()]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the comparison atomically, in the format of the suffix, and return the path.
 
         Args:
-            path: A file that ends in .json (with the differences and the value of each image), .html (a page with
-                tables that can be sorted) or .csv (the rows).
+            path: A file that ends in .json (with the differences, the mean curves and the value of each image), .html
+                (a page with tables that can be sorted) or .csv (the rows).
 
         Raises:
             MethodError: The suffix is another one.
@@ -200,8 +207,11 @@ class Comparison(Table[ComparisonRow]):
 
     def _json(self) -> str:
         rows, results = [asdict(row) for row in self], [asdict(result) for result in self.results]
+        for result in results:
+            del result["curves"]
         differences = [asdict(row) for row in self.differences]
-        content = {"rows": rows, "differences": differences, "notes": self.notes, "results": results}
+        content = {"rows": rows, "differences": differences, "notes": self.notes, "curves": self._curves}
+        content["results"] = results
         return json.dumps(content, indent=1) + "\n"
 
     def _csv(self) -> str:
@@ -242,6 +252,15 @@ class _MetricValues:
             for control in results[0].controls
         }
         self.seconds = [float(np.median([each.seconds for each in row])) if row else 0.0 for row in rows]
+        self.curves = [[each.curves for each in row] for row in rows]
+
+    def mean_curves(self) -> list[dict[str, Any]]:
+        """Return the curves of each method, and of its controls, as means over the images."""
+        rows = []
+        for method, curves in zip(self.methods, self.curves, strict=True):
+            means = {name: np.mean([each[name] for each in curves], 0).tolist() for name in curves[0]}
+            rows.append({"method": method, "metric": self.name, "curves": means})
+        return rows
 
     def pairs(self) -> list[tuple[str, str, _Array]]:
         """Return pairs of methods, and of methods and their controls, with the differences of their values (n,)."""
@@ -461,8 +480,20 @@ def measure_image(
         value = float(each.values[0])
         controls = {control: float(own.values[0]) for control, own in each.controls.items()}
         known = None if math.isnan(value) else value
-        results.append(Result(name, method_name, metric, known, controls, each.higher_is_better, seconds))
+        about = name, method_name, metric
+        results.append(Result(*about, known, controls, each.higher_is_better, seconds, _curves(each)))
     return results
+
+
+def _curves(measurement: Measurement) -> dict[str, list[float]]:
+    """Return the curves of a measurement of one image, as in a `Result`."""
+    if measurement.curve is None:
+        return {}
+    count = measurement.curve.shape[1]
+    at = torch.arange(count, device="cpu") if measurement.at is None else measurement.at
+    controls = {name: own[0] for name, own in (measurement.control_curves or {}).items()}
+    places, curves = np.linspace(0, count - 1, CURVE_POINTS), {"at": at, "map": measurement.curve[0], **controls}
+    return {name: np.interp(places, np.arange(count), each.cpu().numpy()).tolist() for name, each in curves.items()}
 
 
 def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:

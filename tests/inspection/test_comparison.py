@@ -207,6 +207,22 @@ def test_numbers_of_targets_and_masks_are_those_of_the_images() -> None:
         compare([VanillaGradient(Linear())], list(torch.rand(2, 3, 8, 8)), [0], masks=[None, None])
 
 
+def test_curves_are_means_over_the_images_that_count() -> None:
+    model = Linear()
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    table = compare([VanillaGradient(model)], images, 0, [Deletion(steps=4), "gini"])
+    assert [len(each.curves) for each in table.results] == [5, 0, 5, 0]  # at, map and three controls
+    each = [
+        measure([Deletion(steps=4)], VanillaGradient(model).attribute(image, 0), model=model, inputs=image)[0]
+        for image in images
+    ]
+    mean = torch.stack([one.curve[0] for one in each if one.curve is not None]).mean(0)
+    deletion, gini = table._curves
+    assert deletion["curves"]["map"][::12] == pytest.approx(mean.tolist())
+    assert deletion["curves"]["at"][::12] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert gini["curves"] == {}
+
+
 # Files -------------------------------------------------------------------------------------------------------------
 
 
