@@ -26,7 +26,7 @@ from ..attribution.explanation import Explanation
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, open_picture
-from ..metrics.base import Measurement, Metric, get_metric, measure
+from ..metrics.base import Measurement, Metric, SharedResults, get_metric, measure
 from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .tables import Column, Table, number
@@ -403,14 +403,16 @@ def compare(
 ) -> Comparison:
     """Compare methods by several metrics over images: which one should be used for this model?
 
-    The metrics of an image and method share their passes.
+    The metrics of an image and method share their passes, and so do the methods where nothing depends on the map:
+    random patches, the image without any pixel, and the order of controls with the resolution of the map.
 
     Args:
         methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options.
         images: The images, or a batch of them (N, C, H, W).
         targets: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
-            insertion each run about 1,800 forwards per image and method; `Deletion(steps=28)` runs about 230.
+            insertion each run about 1,800 forwards per image, and 220 for each further method with maps of the same
+            resolution; `Deletion(steps=28)` runs about 220 and 27.
         masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
             image, in which the object is not black; or a tensor (H, W) as the model sees it.
         seed: The seed of all draws.
@@ -432,8 +434,9 @@ def compare(
         raise MethodError(f"got {len(each)} targets and {len(shown)} masks for {len(images)} images")
     results: list[Result] = []
     for index, (image, target, mask) in enumerate(zip(images, each, shown, strict=True)):
+        context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
-            results += measure_image(str(index), name, method, image, target, resolved, mask, seed=seed, **options)
+            results += measure_image(str(index), name, method, image, target, resolved, mask, **context)
     return Comparison(results, seed)
 
 

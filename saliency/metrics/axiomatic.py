@@ -8,7 +8,7 @@ import torch
 
 from ..attribution.options import Option
 from ..hooks.manager import HookManager
-from ..methods.baselines import Filler, FillOption
+from ..methods.baselines import FillOption
 from ..validation import check_number
 from .base import Outcome
 from .faithfulness import MonotonicityCorrelation
@@ -37,8 +37,7 @@ class Completeness(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the differences of one image."""
-        background = Filler(image.x, self.fill).background
-        change = image.full - float(image.scores(("baseline", str(self.fill)), 1, lambda start, stop: background))
+        change = image.full - image.empty(self.fill)
         sums = image.contributions(self.fill).flatten(1).sum(1).cpu().double()
         return Outcome((sums - change).abs() / (abs(change) or 1.0))
 

@@ -74,7 +74,8 @@ class Measurement:
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
         at: (K,) the places of the curve, such as the fractions of the pixels that were replaced.
-        passes: The forwards of each image, or the calls of the method, that no earlier metric of the call had run.
+        passes: The forwards of each image, or the calls of the method, that no earlier metric of the call had run, or
+            method of the comparison.
     """
 
     metric: str
@@ -135,6 +136,7 @@ class Subject(SharedResults):
         score: The score that perturbed images get.
         seed: The seed of all draws.
         controls: Whether maps that know nothing about the prediction are measured too, which takes most of the passes.
+        shared: The scores of perturbed images that other explanations in the same call share with this one.
     """
 
     def __init__(
@@ -150,10 +152,12 @@ class Subject(SharedResults):
         score: Score = "probability",
         seed: int = 0,
         controls: bool = True,
+        shared: SharedResults | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
         reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed, self.controls = explanation, seed, controls
+        self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target
         self._masks, self._reference = masks, reference
@@ -162,6 +166,16 @@ class Subject(SharedResults):
     def maps(self) -> Tensor:
         """The map and the controls at the size of the model's input (M, N, H, W)."""
         return self.controlled(reduced_maps(self.explanation, None))
+
+    @cached_property
+    def orders(self) -> Tensor:
+        """The map and the controls (M, N, H, W) for metrics that only read the order of the pixels.
+
+        The random maps hold 1 to h * w, so that all maps of one resolution have the same controls.
+        """
+        cells = reduced_maps(self.explanation, None)
+        numbers = torch.arange(1, cells[0].numel() + 1, device=cells.device, dtype=cells.dtype).view_as(cells[:1])
+        return torch.cat([self.maps[:1], self.controlled(numbers.expand_as(cells))[1:]])
 
     def controlled(self, cells: Tensor) -> Tensor:
         """Return maps (N, h, w) and their controls in the size of the model's input, (M, N, H, W)."""
@@ -330,7 +344,7 @@ def measure(
         precision: As for `saliency.MultiPassAttribution`.
         progress: As for `saliency.MultiPassAttribution`.
         **context: What the metrics need to know, as for `Subject`: `method` or `model`, and `inputs`, `target`,
-            `masks`, `reference`, `score`, `seed`, `controls`.
+            `masks`, `reference`, `score`, `seed`, `controls`, `shared`.
 
     Returns:
         One measurement per metric, in their order.

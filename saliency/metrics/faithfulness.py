@@ -14,7 +14,7 @@ from ..methods.baselines import FillOption
 from ..methods.segments import ResolvedSegments, SegmentsLike, resolve_segments
 from ..validation import check_choice, check_integer, check_number
 from .base import Outcome
-from .perturbed import PerturbationMetric, PerturbedImage, area, check_shares, correlation, jackknife, row_ranks
+from .perturbed import PerturbationMetric, PerturbedImage, area, check_shares, correlation, digest, jackknife, row_ranks
 
 Order = Literal["morf", "lerf"]
 
@@ -182,7 +182,7 @@ class AOPC(PerturbationMetric):
         steps = min(self.steps, segments.count)
         low, high = (extreme[:, None, None] for extreme in image.x[0].flatten(1).aminmax(dim=1))
         falls = []
-        for row, place in enumerate(places):
+        for place in places:
 
             def make(start: int, stop: int, place: Tensor = place) -> Tensor:
                 images = []
@@ -196,7 +196,7 @@ class AOPC(PerturbationMetric):
                     images.append(torch.where(hidden, low + noise * (high - low), image.x[0]))
                 return torch.stack(images)
 
-            scores = image.scores(("noise", row, self.patch, steps, self.draws), self.draws * steps, make)
+            scores = image.scores(("noise", digest(place), self.patch, steps, self.draws), self.draws * steps, make)
             falls.append(image.full - scores.view(self.draws, steps))
         curves = torch.stack(falls)  # (M, draws, steps)
         mean = jackknife(lambda draws: curves[:, draws].sum(2).mean(1) / (steps + 1), self.draws)

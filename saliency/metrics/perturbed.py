@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
@@ -59,28 +60,34 @@ class PerturbationMetric(Metric):
         return {metric: _stacked(own) for metric, *own in zip(sharing, *runner.measured, strict=True)}
 
 
-class PerturbedImage(SharedResults):
-    """Variants of one image. Each is run once, and all metrics share its score.
+class PerturbedImage:
+    """Variants of one image. Each is run once, and all metrics and explanations of a call share its score.
 
     Args:
         passes: Runs the variants.
         score: The score of the image.
         subject: What is measured.
         index: The index of the image.
+        is_explained: Whether the score is the explained one, even if others are probabilities.
 
     Attributes:
         x: (1, C, H, W) the image.
         full: The score of the image.
         maps: (M, H, W) the map and the controls.
+        orders: (M, H, W) the same for metrics of the order of the pixels.
         seed: The seed of all draws.
         preprocess: How images become the model's input, if known.
+        once: Returns results that do not depend on the map, as `SharedResults.once` does.
     """
 
-    def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int) -> None:
+    def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int, is_explained: bool) -> None:
         self.passes, self.x, self.full = passes, passes.x, float(score)
-        self.maps, self.seed = subject.maps[:, index], subject.seed
+        self.maps, self.orders, self.seed = subject.maps[:, index], subject.orders[:, index], subject.seed
         self.preprocess = subject.reader.preprocess
         self._subject, self._index = subject, index
+        target = subject.explanation.target[index], is_explained
+        key = "image", id(subject.reader.model), *target, self.seed, digest(self.x)
+        self.once: Callable[..., Any] = subject.shared.once(key, SharedResults).once
 
     @property
     def pixels(self) -> int:
@@ -90,7 +97,7 @@ class PerturbedImage(SharedResults):
     @cached_property
     def ranks(self) -> Tensor:
         """The place of each pixel in the order of falling relevance (M, H, W); ties keep the order of the pixels."""
-        return ranks_of(self.maps.flatten(1)).view_as(self.maps)
+        return ranks_of(self.orders.flatten(1)).view_as(self.orders)
 
     def contributions(self, fill: Fill) -> Tensor:
         """Return the contribution of each pixel to the score, less that of the fill (M, H, W).
@@ -98,7 +105,7 @@ class PerturbedImage(SharedResults):
         Values in score units per unit of the input are multiplied by the difference to the fill. Others are taken as
         they are.
         """
-        maps: Tensor = self.once(("contributions", fill_name(fill)), self._contributions, fill)
+        maps: Tensor = self._subject.once(("contributions", self._index, fill_name(fill)), self._contributions, fill)
         return maps
 
     def _contributions(self, fill: Fill) -> Tensor:
@@ -127,7 +134,8 @@ class PerturbedImage(SharedResults):
         return scores
 
     def _run(self, count: int, make: MakeInputs) -> Tensor:
-        return torch.cat([chunk.scores.cpu().double() for chunk in self.passes.forwards(make, count)])
+        none = torch.empty(0, dtype=torch.float64, device="cpu")
+        return torch.cat([none, *(chunk.scores.cpu() for chunk in self.passes.forwards(make, count))])
 
     def masked_scores(self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor]) -> Tensor:
         """Return the scores (count,) with some pixels replaced.
@@ -145,6 +153,11 @@ class PerturbedImage(SharedResults):
         """Return the falls of the score (k,) without the pixels of masks (k, H, W)."""
         return self.full - self.masked_scores(key, len(hidden), fill, lambda start, stop: hidden[start:stop])
 
+    def empty(self, fill: Fill) -> float:
+        """Return the score with all pixels replaced."""
+        hidden = torch.ones_like(self.x[:, 0], dtype=torch.bool)
+        return float(self.masked_scores("all", 1, fill, lambda start, stop: hidden))
+
     def curves(self, counts: Sequence[int], fill: Fill, *, lowest_first: bool = False, insert: bool = False) -> Tensor:
         """Return the scores with the first pixels of each order replaced (M, K), or with only these shown.
 
@@ -154,22 +167,36 @@ class PerturbedImage(SharedResults):
             lowest_first: Whether the order is of rising relevance.
             insert: Whether the first pixels are shown and all others hidden.
         """
-        limits = torch.tensor(counts, dtype=torch.int64, device=self.x.device)
-        rows = []
-        for row, ranks in enumerate(self.ranks):
-            place = self.pixels - 1 - ranks if lowest_first else ranks
+        places = self.pixels - 1 - self.ranks if lowest_first else self.ranks
+        return torch.stack([self._curve(place, counts, fill, insert) for place in places])
 
-            def hidden(start: int, stop: int, place: Tensor = place) -> Tensor:
-                first = place < limits[start:stop, None, None]
-                return ~first if insert else first
+    def _curve(self, place: Tensor, counts: Sequence[int], fill: Fill, insert: bool = False) -> Tensor:
+        """Return the scores (K,) with the first places of an order (H, W) replaced, or with only these shown."""
+        last = int(place.max()) + 1
+        inner = [count for count in counts if 0 < count < last]
+        limits = torch.tensor(inner, dtype=torch.int64, device=place.device)[:, None, None]
 
-            key = ("curve", row, tuple(counts), lowest_first, insert)
-            rows.append(self.masked_scores(key, len(counts), fill, hidden))
-        return torch.stack(rows)
+        def hidden(start: int, stop: int) -> Tensor:
+            first = place < limits[start:stop]
+            return ~first if insert else first
 
-    @cached_property
+        scores = self.masked_scores(("curve", digest(place), *inner, insert), len(inner), fill, hidden)
+        known: dict[int, float] = dict(zip(inner, scores.tolist(), strict=True))
+
+        def score(count: int) -> float:
+            if count in known:
+                return known[count]
+            return self.full if (count == 0) != insert else self.empty(fill)  # equal for all orders
+
+        return torch.tensor([score(count) for count in counts], dtype=torch.float64, device="cpu")
+
+    @property
     def blurred(self) -> GivenImages:
         """The image under a Gaussian of 11 pixels with a standard deviation of 5, as in RISE."""
+        images: GivenImages = self.once("blurred", self._blurred)
+        return images
+
+    def _blurred(self) -> GivenImages:
         weights = torch.exp(-0.5 * ((torch.arange(11, device=self.x.device) - 5) / 5).square()).to(self.x)
         kernel = torch.outer(weights, weights) / weights.sum().square()
         padded = pad(self.x.transpose(0, 1), (5, 5, 5, 5), mode="replicate")
@@ -182,20 +209,13 @@ class PerturbedImage(SharedResults):
 
     def segment_ranks(self, segments: Segments) -> Tensor:
         """Return the place of each segment in the order of falling mean relevance (M, segments)."""
-        return ranks_of(self.segment_sums(segments, self.maps) / segments.sizes.cpu())
+        return ranks_of(self.segment_sums(segments, self.orders) / segments.sizes.cpu())
 
     def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
         """Return the scores with the segments of highest mean relevance replaced, none to all: (M, segments + 1)."""
         segments = self.segments(by)
-        rows = []
-        for row, places in enumerate(self.segment_ranks(segments)):
-            place = places.to(self.x.device)[segments.labels]  # (H, W)
-
-            def hidden(start: int, stop: int, place: Tensor = place) -> Tensor:
-                return place < torch.arange(start, stop, device=place.device)[:, None, None]
-
-            rows.append(self.masked_scores(("segments", row, id(segments)), segments.count + 1, fill, hidden))
-        return torch.stack(rows)
+        places = self.segment_ranks(segments).to(self.x.device)
+        return torch.stack([self._curve(place[segments.labels], range(segments.count + 1), fill) for place in places])
 
     def without_segments(
         self, key: Hashable, by: ResolvedSegments, chosen: Tensor, fill: Fill
@@ -225,7 +245,7 @@ class PerturbedImage(SharedResults):
     def shown_by_map(self) -> Tensor:
         """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""
         shown = scaled_to_one(self.maps)
-        return self.scores("shown by map", len(shown), lambda start, stop: self.x * shown[start:stop, None])
+        return self.scores(("shown", digest(shown)), len(shown), lambda start, stop: self.x * shown[start:stop, None])
 
 
 def scaled_to_one(maps: Tensor) -> Tensor:
@@ -239,6 +259,11 @@ def ranks_of(values: Tensor) -> Tensor:
     order = values.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)
+
+
+def digest(values: Tensor) -> bytes:
+    """Return what tells the values of a tensor from those of others of its shape and type."""
+    return hashlib.sha256(values.contiguous().view(torch.uint8).cpu().numpy().data).digest()
 
 
 def check_shares(option: str, shares: object) -> tuple[float, ...]:
@@ -311,7 +336,8 @@ class _MetricPasses(MultiPassAttribution):
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Measure the next image by all metrics."""
-        image = PerturbedImage(passes, score, self.subject, len(self.measured))
+        is_explained = self.metrics[0].of_explained_score
+        image = PerturbedImage(passes, score, self.subject, len(self.measured), is_explained)
         outcomes = []
         for metric in self.metrics:
             before = passes.used

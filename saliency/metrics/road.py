@@ -11,7 +11,7 @@ from ..engine.estimates import generator
 from ..validation import check_number
 from .base import Outcome
 from .faithfulness import OrderedMetric
-from .perturbed import PerturbedImage, check_shares
+from .perturbed import PerturbedImage, check_shares, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to that of their right side."""
@@ -50,7 +50,7 @@ class ROAD(OrderedMetric):
         counts = [round(share * image.pixels) for share in self.shares]
         limits = torch.tensor(counts, dtype=torch.int64, device=image.x.device)
         curves = []
-        for row, ranks in enumerate(image.ranks):
+        for ranks in image.ranks:
             place = image.pixels - 1 - ranks if self.order == "lerf" else ranks
 
             def make(start: int, stop: int, place: Tensor = place) -> Tensor:
@@ -58,7 +58,7 @@ class ROAD(OrderedMetric):
                 noise = self.noise * torch.cat([_noise(image, number) for number in range(start, stop)])
                 return imputed(image.x, missing) + missing * noise
 
-            curves.append(image.scores(("imputed", row, self.order, self.shares, self.noise), len(limits), make))
+            curves.append(image.scores(("imputed", digest(place), self.shares, self.noise), len(limits), make))
         values = torch.stack(curves)
         return Outcome(values.mean(1), curves=values, at=torch.tensor(self.shares, dtype=torch.float64, device="cpu"))
 

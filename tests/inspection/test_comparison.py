@@ -14,11 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from saliency import GradCAM, InputXGradient, MethodError, VanillaGradient, compare
+from saliency import GradCAM, InputXGradient, LayerCAM, MethodError, VanillaGradient, compare
 from saliency.errors import ImageError
 from saliency.inspection.comparison import Comparison, Result, holm, rank_ranges, sign_flip_test
 from saliency.metrics import measure
-from saliency.metrics.faithfulness import Deletion, PixelFlipping
+from saliency.metrics.base import Metric
+from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion, PixelFlipping
 from tests.batchwork import Tiny, noise
 from tests.browser import chromium, visit
 
@@ -176,6 +177,37 @@ def test_values_are_those_of_measure() -> None:
     ][1:]
     assert own.value == float(expected.values)
     assert own.controls == {name: float(each.values) for name, each in expected.controls.items()}
+
+
+def test_methods_share_the_passes_of_what_does_not_depend_on_them_and_no_value_changes() -> None:
+    model = Tiny()
+    methods = [method(model) for method in (VanillaGradient, InputXGradient, GradCAM, LayerCAM)]
+    metrics = [Deletion(steps=4), Insertion(steps=4), Infidelity(samples=10)]
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+
+    def forwards(metrics: Sequence[str | Metric]) -> int:
+        model.sizes.clear()
+        compare(methods, [image], 0, metrics)
+        return sum(model.sizes)
+
+    forwards(metrics)  # finds out once what the model allows
+    explained = forwards(["gini"]) + len(methods)  # and the score of the image, once for each method
+    # The orders of four maps, a constant, and the Gaussian and five random maps at 16 x 16 and at 8 x 8; and the empty
+    # image. With a cache for each method, these were 2 x 4 x 8 x 5 = 320.
+    assert forwards(metrics[:2]) == explained + 2 * (3 * (4 + 1 + 2 * 6) + 1)
+    assert forwards(metrics[2:]) == explained + 10
+    table = compare(methods, [image], 0, metrics)
+    apart = [each for method in methods for each in compare([method], [image], 0, metrics).results]
+    assert [(each.value, each.controls) for each in table.results] == [(each.value, each.controls) for each in apart]
+
+
+def test_methods_of_other_models_share_nothing() -> None:
+    image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    models = [Linear(), Linear()]
+    with torch.no_grad():
+        models[1].weight.neg_()
+    table = compare([VanillaGradient(model) for model in models], image, 0, [Deletion(steps=4)])
+    assert len({each.controls["constant"] for each in table.results}) == 2
 
 
 def test_methods_and_metrics_of_one_name_are_named_with_their_options() -> None:
