@@ -135,12 +135,8 @@ def batch(
         with writing_to(folder):
             run = Run(run_options, images, folder)
         if not run.is_complete():
-            from .engines import LocalEngine, open_ray
-            from .network import find_devices
+            from .engines import open_engine
 
-            if engine == "ray":
-                with open_ray(device, workers) as cluster:
-                    run.execute(cluster)
-            else:
-                run.execute(LocalEngine(find_devices(device, model), workers))
+            with open_engine(engine, device, workers, model) as opened:
+                run.execute(opened)
         return run.finish()

@@ -1,4 +1,4 @@
-"""Engines that run the batches: on this machine, or on a Ray cluster.
+"""Engines that run the batches of a run: on this machine, or on a Ray cluster.
 
 On CPUs several networks run in parallel with one thread each, instead of one network with many threads. Threads then
 do not wait for each other at the end of each layer, and loading and drawing use the idle time.
@@ -22,21 +22,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import nn
 
 from ..engine.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
 from .drawing import write_results
 from .errors import BatchError, StoppedError, printable
 from .manifest import Row
-from .network import BatchTooLargeError, LoadedImage, Network, Results, RunContext, Task, replicate
+from .network import BatchTooLargeError, LoadedImage, Network, Task, find_devices, replicate
 from .output_folder import LOCK
+from .run_options import RunOptions
 
 MAX_PARALLEL = 8
 """Largest number of networks that run in parallel on CPUs. Each needs memory for one batch."""
@@ -57,8 +59,36 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What an engine needs to explain and draw the images of a run. A subclass may do something else with them.
+
+    Attributes:
+        options: Options of the run.
+        out: Folder of the run.
+        model: The model, on the CPU if it was loaded by name.
+        is_first: Whether nothing has been written yet. In that case a first batch that does not fit into memory raises
+            an error, and the run starts again with a smaller size.
+    """
+
+    options: RunOptions
+    out: Path
+    model: nn.Module
+    is_first: bool
+
+    def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> Sequence[Any]:
+        """Run a network, which no other thread uses, on a batch. Return what `finish` needs for each image."""
+        return network.explain(loaded, may_split=not (self.is_first and group[0].index == 0))
+
+    def finish(self, task: Task, loaded: LoadedImage, results: Any, seconds: float) -> list[Row]:
+        """Return the rows of one image, during the passes of other batches."""
+        return list(write_results(self.options, self.out, task, loaded, results, seconds))
+
+
 class Worker:
-    """Loads, explains and draws the images of a batch. Several threads may use it at once.
+    """Loads the images of a batch, and explains and draws them or what else its context does.
+
+    Several threads may use it at once.
 
     Args:
         context: The run.
@@ -75,22 +105,19 @@ class Worker:
         self.io = ThreadPoolExecutor(threads, "saliency-io", torch.set_num_threads, (1,))
 
     def explain(self, group: Sequence[Task]) -> list[Future[list[Row]]]:
-        """Explain a batch, and start to draw its images. Return the future rows of every image."""
+        """Explain a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda task: self._load(task.image, MOST_PIXELS), group))
         network = self._free.get()
         start = time.perf_counter()
         try:
-            results = network.explain(loaded, may_split=not (self._context.is_first and group[0].index == 0))
+            results = self._context.explain(network, group, loaded)
         finally:
             self._free.put(network)
         seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
         return [
-            self.io.submit(self._draw, task, image, outcomes, seconds)
+            self.io.submit(self._context.finish, task, image, outcomes, seconds)
             for task, image, outcomes in zip(group, loaded, results, strict=True)
         ]
-
-    def _draw(self, task: Task, loaded: LoadedImage, results: Results, seconds: float) -> list[Row]:
-        return list(write_results(self._context.options, self._context.out, task, loaded, results, seconds))
 
 
 class LocalEngine:
@@ -147,6 +174,15 @@ class LocalEngine:
                     yield from _rows(pending.popleft().result())
             while pending:
                 yield from _rows(pending.popleft().result())
+
+
+def open_engine(
+    name: str, device: str, workers: int | None, model: str | nn.Module
+) -> AbstractContextManager[LocalEngine | RayEngine]:
+    """Return the engine "local" or "ray" for a block; see `LocalEngine`, `find_devices` and `open_ray`."""
+    if name == "ray":
+        return open_ray(device, workers)
+    return nullcontext(LocalEngine(find_devices(device, model), workers))
 
 
 def _rows(images: Iterable[Future[list[Row]]]) -> Iterator[list[Row]]:
@@ -281,7 +317,7 @@ class RayEngine:
         options = replace(context.options, model=context.options.model_name, on_progress=None)
         out = Path(os.path.abspath(context.out))  # noqa: PTH100 - links are kept: their targets may differ per machine
         try:
-            return self._ray.put(RunContext(options, out, copy.deepcopy(context.model).cpu(), context.is_first))
+            return self._ray.put(replace(context, options=options, out=out, model=copy.deepcopy(context.model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(f"{options.model_name} must be picklable for Ray: {_in_one_line(error)}") from error
 

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,24 +47,6 @@ class Task:
     index: int
     image: ImageEntry
     methods: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """The part of a run that an engine needs.
-
-    Attributes:
-        options: Options of the run.
-        out: Folder of the run.
-        model: The model, on the CPU if it was loaded by name.
-        is_first: Whether nothing has been written yet. In that case a first batch that does not fit into memory raises
-            an error, and the run starts again with a smaller size.
-    """
-
-    options: RunOptions
-    out: Path
-    model: nn.Module
-    is_first: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

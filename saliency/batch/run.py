@@ -125,7 +125,8 @@ class Run:
                 finished first.
             StoppedError: The folder cannot be written to, or an image failed in a strict run.
         """
-        from .network import BatchTooLargeError, Network, RunContext, load_model
+        from .engines import RunContext
+        from .network import BatchTooLargeError, Network, load_model
 
         options = self.options
         model = load_model(options)

@@ -20,10 +20,10 @@ from saliency import BatchAttribution, GradCAM, ImageError, TargetError, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch
 from saliency.batch import run as running
 from saliency.batch.drawing import write_results
-from saliency.batch.engines import LocalEngine
+from saliency.batch.engines import LocalEngine, RunContext
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
-from saliency.batch.network import RunContext, Task, replicate
+from saliency.batch.network import Task, replicate
 from saliency.batch.run_options import RunOptions
 from saliency.hooks.rectifiers import Coverage
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from saliency import DependencyError
 from saliency.batch import BatchError, Progress, StoppedError, batch, engines
-from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
+from saliency.batch.engines import Actor, RayEngine, Resources, RunContext, open_ray
 from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import make_row
-from saliency.batch.network import RunContext, Task
+from saliency.batch.network import Task
 from saliency.batch.output_folder import LOCK, locked
 from saliency.batch.run import Run
 from saliency.batch.run_options import RunOptions
