@@ -6,7 +6,7 @@
     gradient_statistics       measure gradients by layer and by parameter; saliency.gradient_flow draws the result
     edit_gradients            change gradients with the rules of `rules` or any function
     edit_activations          change the outputs of layers
-    extract_features          extract the activations of a data set, optionally to disk
+    extract_features          extract the activations of a data set
     vector_jacobian_product   compute the gradient of a weighted output at a layer
     jacobian_vector_product   compute the change of the output along a direction at a layer
     ledger_table              list the shares that sum to a score; saliency.draw_ledger draws them
