@@ -17,8 +17,6 @@
 
 # %%
 # %matplotlib inline
-from collections import Counter
-
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
@@ -69,23 +67,6 @@ axes[0].invert_yaxis()
 # **What to beware of.** Multiply-adds do not measure time: a layer that moves much data and computes little is still
 # slow. Times depend on the machine and its current load, so measure on your own machine, and more than once. The other
 # columns are the same everywhere.
-#
-# ### Functions between the layers
-#
-# A function that `forward` calls is not a module, so module hooks do not see it. The table counts such functions:
-
-# %%
-full = inspection.layer_table(model, COFFEE, times=False)
-functions = Counter(full.model.functional)
-for row in full:
-    functions.update(row.functional)
-print(len(full), "layers; functional calls:", dict(functions))
-adding = [row.name for row in full if "add" in row.functional]
-print("blocks that add their input to their output:", ", ".join(adding))
-
-# %% [markdown]
-# The additions are the skip connections. The other three functions are called by the layer classes of timm, the library
-# that defines this network, for padding, convolution and normalisation.
 #
 # ## How does it process a photo?
 #
@@ -235,10 +216,11 @@ axis.legend()
 axis.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# A whole block can be removed as well. The nine blocks that *add* their input to their output have `bn3` as their last
+# A whole block can be removed as well. Nine blocks *add* their input to their output, and have `bn3` as their last
 # layer. If its output is scaled by zero, only the shortcut is left. How much does each block matter for each photo?
 
 # %%
+adding = [name for name, module in model.named_modules() if getattr(module, "has_skip", False)]
 with torch.no_grad():
     plain = model(batch).softmax(1)
     best = plain.argmax(1, keepdim=True)

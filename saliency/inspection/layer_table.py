@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from ..hooks.autograd_graph import DispatchMode
 from ..hooks.manager import HookManager
@@ -22,7 +20,7 @@ from ..hooks.model_state import prepared_for_attribution, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
-from .tables import Column, Table, listed, shape_text, share, si
+from .tables import Column, Shapes, Table, listed, shape_text, share, si
 
 _TIMED_FORWARDS = 3
 
@@ -36,34 +34,31 @@ class LayerRow:
         kind: The class of the module.
         depth: The depth in the tree of called modules: 1 for the outermost layers. A container that is not called, such
             as a ModuleList, does not count.
-        output: The shape of the output of its last call; nested shapes for several tensors.
+        output: The shape of the output of its last call; a list of shapes unless it has exactly one tensor.
         parameters: The number of parameters, including those of submodules. Shared parameters count once.
         trainable: The number of parameters that require a gradient.
         multiply_adds: The multiply-adds of convolutions, matrix products and attention, for all calls and including
             submodules.
         time_share: The share of the model's time, including submodules, from 0 to 1; None without times.
         calls: The number of calls.
-        functional: The functions that the module calls directly, outside its submodules, with their number of calls:
-            `{"add": 1}`.
     """
 
     name: str
     kind: str
     depth: int
-    output: Any
+    output: Shapes
     parameters: int
     trainable: int
     multiply_adds: int
     time_share: float | None
     calls: int
-    functional: dict[str, int]
 
 
 class LayerTable(Table[LayerRow]):
     """Table of the layers of a model in the order of execution; see `layer_table`.
 
     Attributes:
-        model: The row of the model itself, with the totals and the functions outside its outermost layers.
+        model: The row of the model itself, with the totals.
         not_called: The names of the layers that did not run. Layers inside one of these are omitted.
         seconds: The time of the fastest forward pass; None without times.
     """
@@ -77,7 +72,6 @@ def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
     """Return the columns. Names are indented relative to the outermost row."""
     outermost = min((row.depth for row in rows), default=0)
     of_time = "share of the time of one forward pass, including submodules"
-    of_functions = "functions that the layer calls directly, outside its submodules, with their number of calls"
     return [
         Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
         Column("kind", lambda row: row.kind, "left"),
@@ -86,7 +80,6 @@ def _columns(rows: list[LayerRow], model: LayerRow) -> list[Column[LayerRow]]:
         _count_column("multiply_adds", model, "of convolutions, matrix products and attention, for the whole batch"),
         Column("time", lambda row: share(row.time_share), hint=of_time, bar=lambda row: row.time_share),
         Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"),
-        Column("functions", lambda row: _functions_text(row.functional), "left", of_functions),
     ]
 
 
@@ -96,10 +89,6 @@ def _count_column(field_name: str, model: LayerRow, hint: str) -> Column[LayerRo
 
     title = field_name.replace("_", "-")
     return Column(title, lambda row: si(count(row)), hint=hint, bar=lambda row: count(row) / (count(model) or 1))
-
-
-def _functions_text(functions: Mapping[str, int]) -> str:
-    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in functions.items())
 
 
 def layer_table(
@@ -113,8 +102,8 @@ def layer_table(
     """Return a table of the layers of a model, in the order of execution.
 
     This requires one forward pass in evaluation mode without gradients, and a few more for the times. A layer that is
-    called several times has one row, with the output of its last call. Functions called between layers are counted by
-    name and included in the multiply-adds. Functions inside modules of torch.nn belong to these modules.
+    called several times has one row, with the output of its last call. The multiply-adds of a layer include those of
+    the functions that it calls.
 
     Args:
         model: Any model; it is left unchanged.
@@ -157,8 +146,6 @@ def layer_table(
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
     total = _row(model, "", 0, profiles[model], seconds, model)
     notes = [_totals(total, call.size, seconds.get(model))]
-    if total.functional and model not in running:
-        notes.append(f"functions between the outermost layers: {_functions_text(total.functional)}")
     not_called = _not_called(names, wanted, called)
     notes += listed("not called:", not_called)
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
@@ -187,7 +174,6 @@ def _row(
         multiply_adds=profile.multiply_adds,
         time_share=seconds[module] / seconds[model] if seconds.get(model) else None,
         calls=profile.calls,
-        functional=dict(profile.functional),
     )
 
 
@@ -252,17 +238,11 @@ def _synchronize(tensor: Tensor | None) -> Callable[[], None]:
 
 @dataclass
 class _Profile:
-    """Measurements of one module in one forward pass.
+    """Measurements of one module in one forward pass."""
 
-    Attributes:
-        is_leaf: Whether the module belongs to torch.nn and has no submodules. Its functions are not listed.
-    """
-
-    is_leaf: bool
     calls: int = 0
-    output: Any = None
+    output: Shapes = ()
     multiply_adds: int = 0
-    functional: Counter[str] = field(default_factory=Counter)
 
 
 def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
@@ -270,82 +250,36 @@ def _profile(model: nn.Module, call: ModelCall) -> dict[nn.Module, _Profile]:
 
     User hooks are disabled.
     """
-    profiler = _Profiler()
-    with HookManager(exclusive=True) as hooks, torch.no_grad():
-        for module in unique_modules(model):
-            hooks.around(module, partial(profiler.begin, module), profiler.end)
-        hooks.enter_context(profiler.operations)
-        hooks.enter_context(profiler)
-        output = call.run(model)
-    profiles = {module: profile for module, profile in profiler.profiles.items() if profile.calls}
-    if model not in profiles:  # a model with its own `__call__`
-        total = profiler.operations.multiply_adds
-        profiles[model] = _Profile(False, calls=1, output=_shapes_of(output), multiply_adds=total)
-    return profiles
+    profiles: dict[nn.Module, _Profile] = {}
+    operations = MultiplyAdds()
 
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> tuple[_Profile, int, int]:
+        profile = profiles.setdefault(module, _Profile())
+        return profile, profile.multiply_adds, operations.multiply_adds
 
-class _Profiler(TorchFunctionMode):
-    """Counts the functions that each module calls. Functions called inside a function do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = MultiplyAdds()
-        self.profiles: dict[nn.Module, _Profile] = {}  # in the order of the first calls
-        self._running: list[_Profile] = []  # the innermost last
-
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int, int]:
-        if module not in self.profiles:
-            is_own = type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
-            self.profiles[module] = _Profile(is_own and not any(True for _ in module.children()))
-        self._running.append(self.profiles[module])
-        return len(self._running) - 1, self.profiles[module].multiply_adds, self.operations.multiply_adds
-
-    def end(self, begun: tuple[int, int, int], output: Any) -> None:
-        depth, own, total = begun
-        profile = self._running[depth]
+    def end(begun: tuple[_Profile, int, int], output: Any) -> None:
+        profile, own, total = begun
         # Overwrite the count that a nested call of the same module has added.
-        profile.multiply_adds = own + self.operations.multiply_adds - total
+        profile.multiply_adds = own + operations.multiply_adds - total
         profile.calls += 1
         profile.output = _shapes_of(output)
-        # Also drop nested calls that raised, for which `end` was not called.
-        del self._running[depth:]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if self._running and not self._running[-1].is_leaf:
-            name = function_name(func)
-            # Skip functions that return no tensor, such as `size`.
-            if name and (name == "setitem" or first_tensor(output) is not None):
-                self._running[-1].functional[name] += 1
-        return output
-
-
-def _shapes_of(tree: Any) -> Any:
-    """Replace the tensors of a tree by their shapes, and other leaves by None or the name of their type."""
-    if isinstance(tree, Tensor):
-        return tuple(tree.shape)
-    if isinstance(tree, Mapping):
-        return {key: _shapes_of(child) for key, child in tree.items()}
-    if isinstance(tree, tuple | list):
-        shapes = [_shapes_of(child) for child in tree]
-        return shapes if isinstance(tree, list) else tuple(shapes)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {entry.name: _shapes_of(getattr(tree, entry.name)) for entry in dataclasses.fields(tree)}
-    return None if tree is None else type(tree).__name__
+    with HookManager(exclusive=True) as hooks, torch.no_grad():
+        for module in unique_modules(model):
+            hooks.around(module, partial(begin, module), end)
+        # With a mode, the transformer layers of torch.nn run their modules instead of one fused operation.
+        hooks.enter_context(BaseTorchFunctionMode())
+        hooks.enter_context(operations)
+        output = call.run(model)
+    called = {module: profile for module, profile in profiles.items() if profile.calls}
+    if model not in called:  # a model with its own `__call__`
+        called[model] = _Profile(1, _shapes_of(output), operations.multiply_adds)
+    return called
 
 
-@cache
-def function_name(function: Any) -> str | None:
-    """Return the name of a function of torch: "add" for `+`, `+=` and `add_`; None for attribute access."""
-    name = getattr(function, "__name__", None) or str(function)
-    if name in ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad", "as_subclass"):
-        return None
-    name = name.partition(".")[0].strip("_")
-    return _OPERATOR_NAMES.get(name, name)
-
-
-_REFLECTED = {"rsub": "sub", "rdiv": "div", "rfloordiv": "floor_divide", "rpow": "pow", "rmatmul": "matmul"}
-_OPERATOR_NAMES = {**_REFLECTED, "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
+def _shapes_of(output: Any) -> Shapes:
+    shapes = [tuple(tensor.shape) for tensor in tree_tensors(output)]
+    return shapes[0] if len(shapes) == 1 else shapes
 
 
 class MultiplyAdds(DispatchMode):

@@ -176,20 +176,16 @@ def number(value: float | None) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def shape_text(shapes: Any) -> str:
-    """Format the shapes of an output: "10x64x112x112", or "{out: 1x21, aux: 1x21}"."""
-    if isinstance(shapes, dict):
-        return f"{{{_shortened([f'{key}: {shape_text(shape)}' for key, shape in shapes.items()])}}}"
-    if isinstance(shapes, tuple) and all(isinstance(size, int) for size in shapes):
-        return "x".join(map(str, shapes)) or "scalar"
-    if isinstance(shapes, tuple | list):
-        inside = _shortened([shape_text(shape) for shape in shapes])
-        return f"[{inside}]" if isinstance(shapes, list) else f"({inside})"
-    return "none" if shapes is None else str(shapes)
+Shapes = tuple[int, ...] | list[tuple[int, ...]]
+"""The shape of a tensor, or of each of several."""
 
 
-def _shortened(texts: list[str], most: int = 4) -> str:
-    return ", ".join(texts[:most]) + (f", ... {len(texts)} in all" if len(texts) > most else "")
+def shape_text(shapes: Shapes) -> str:
+    """Format the shape of an output: "10x64x112x112", or "1x21, 1x21" for two tensors."""
+    if isinstance(shapes, list):
+        more = f", ... {len(shapes)} in all" if len(shapes) > 4 else ""
+        return ", ".join(map(shape_text, shapes[:4])) + more
+    return "x".join(map(str, shapes)) or "scalar"
 
 
 def listed(what: str, names: Iterable[str], most: int = 12) -> list[str]:
