@@ -46,7 +46,6 @@ def nothing(tensor: Tensor) -> None:
 RECORDERS: dict[str, tuple[Keep, tuple[str, ...], bool]] = {
     "statistics of everything": ("statistics", PARTS, True),
     "statistics of outputs": ("statistics", ("outputs", "grad_outputs"), False),
-    "sample of everything": ("sample", PARTS, True),
     "nothing kept": (nothing, PARTS, False),
 }
 

@@ -357,7 +357,8 @@ saving(x)
 handle.remove()
 with inspection.record(saving) as recording:
     saving(x).sum().backward()
-recording.table()
+for call in recording:
+    print(f"{call.layer}: output {numbers(call.output)}, gradient there {numbers(call.grad_outputs[0])}")
 
 # %% [markdown]
 # ### 2. The old backward hook
@@ -515,11 +516,10 @@ torch.manual_seed(0)
 hidden = HalfHidden()
 print("nn.ReLU modules: ", sum(isinstance(module, nn.ReLU) for module in hidden.modules()))
 print("ReLU calls:      ", saliency.GuidedBackprop(hidden).attribute(as_input("coffee"), 0).coverage)
-print("functional calls:", inspection.layer_table(hidden, as_input("coffee"), times=False).model.functional)
 
 # %% [markdown]
 # In this toolkit, guided backpropagation finds ReLUs in the autograd graph, where a function and a module look the
-# same. The layer table counts the functions that run between layers.
+# same.
 #
 # ### 7. Other threads
 #

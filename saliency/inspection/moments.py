@@ -16,7 +16,6 @@ from ..io.inputs import axes_in_memory_order
 
 # Small enough to stay in the processor's cache while it is read several times.
 _CHUNK = 1 << 17
-_SAMPLE_RUNS, _SAMPLE_RUN = 64, 128
 # The smallest variance, relative to the mean square, for which the difference of two sums is accurate.
 _MIN_SPREAD = 1e-4
 
@@ -93,22 +92,21 @@ def moments(tensor: Tensor) -> Moments:
     return moments_later(tensor)()
 
 
-def moments_later(tensor: Tensor, *, sample: bool = False) -> Callable[[], Moments]:
+def moments_later(tensor: Tensor) -> Callable[[], Moments]:
     """Return a function that returns the moments. An accelerator is synchronised only when the function is called.
 
     Args:
         tensor: As for `moments`. No reference to it is kept.
-        sample: Whether to estimate the moments from 8192 values in evenly spaced blocks at fixed positions. The
-            extremes are those of the sample, and any NaN outside the sample is missed.
     """
     require_plain(tensor)
     values = axes_in_memory_order(real_values(tensor)).reshape(-1)
-    count, step = values.numel(), values.numel() // _SAMPLE_RUNS
-    if not sample or step <= _SAMPLE_RUN:
-        return _deferred(values)
-    stride = values.stride(0)  # 0 for an expanded scalar
-    estimate = _deferred(values.as_strided((_SAMPLE_RUNS, _SAMPLE_RUN), (step * stride, stride)).reshape(-1))
-    return lambda: _extrapolated(estimate(), count)
+    if values.is_meta:
+        return Moments
+    if values.device.type == "cpu":
+        result = _cpu_moments(values)
+        return lambda: result
+    fields = _fields(values)
+    return lambda: _from_fields(fields)
 
 
 def require_plain(tensor: Tensor) -> None:
@@ -118,27 +116,10 @@ def require_plain(tensor: Tensor) -> None:
         raise NotApplicableError(f"{kinds} cannot be recorded or measured; choose other layers")
 
 
-def _extrapolated(sample: Moments, count: int) -> Moments:
-    share = count / sample.count if sample.count else 0
-    finite, zeros, nan, inf = (round(part * share) for part in (sample.finite, sample.zeros, sample.nan, sample.inf))
-    deviations = sample.deviations * share
-    return replace(sample, count=count, finite=finite, deviations=deviations, zeros=zeros, nan=nan, inf=inf)
-
-
 def real_values(tensor: Tensor) -> Tensor:
     """Return the values as a dense tensor without a graph; the magnitudes if the tensor is complex."""
     tensor = tensor.detach().to_dense()
     return tensor.abs() if tensor.is_complex() else tensor
-
-
-def _deferred(values: Tensor) -> Callable[[], Moments]:
-    if values.is_meta:
-        return Moments
-    if values.device.type == "cpu":
-        result = _cpu_moments(values)
-        return lambda: result
-    fields = _fields(values)
-    return lambda: _from_fields(fields)
 
 
 def _cpu_moments(values: Tensor) -> Moments:
@@ -202,23 +183,17 @@ class TensorStatistics:
         shape: The shape of the tensor.
         dtype: The dtype of the tensor.
         device: The device of the tensor.
-        is_estimate: Whether the moments come from a sample of the values.
     """
 
-    def __init__(self, tensor: Tensor, *, sample: bool = False) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.is_estimate = sample
-        self._later: Callable[[], Moments] | None = moments_later(tensor, sample=sample)
+        self._later: Callable[[], Moments] | None = moments_later(tensor)
 
     @cached_property
     def moments(self) -> Moments:
-        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision.
-
-        With `is_estimate`, all of these are estimated unless the tensor is small. The extremes are those of the sample,
-        and NaN and infinity can be missed.
-        """
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision."""
         return self._later() if self._later is not None else Moments()
 
     def __getstate__(self) -> object:
@@ -228,5 +203,4 @@ class TensorStatistics:
     def __repr__(self) -> str:
         """Return a text such as `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        about = "about " if self.is_estimate else ""
-        return f"{self.shape} {dtype}, mean {about}{self.moments.mean:.3g}, std {about}{self.moments.std:.3g}"
+        return f"{self.shape} {dtype}, mean {self.moments.mean:.3g}, std {self.moments.std:.3g}"

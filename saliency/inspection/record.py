@@ -22,19 +22,17 @@ from ..hooks.model_state import eager, unwrap
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..validation import check_choice
 from .arguments import LayersLike, require_hookable, select_layers
-from .moments import Moments, TensorStatistics, moments, require_plain
-from .tables import Column, Table, number, shape_text, share
+from .moments import TensorStatistics, require_plain
 
 PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 
 Keep = str | Callable[[Tensor], Any]
-"""One of "full", "cpu", "statistics" and "sample", or a function of the tensor."""
+"""One of "full", "cpu" and "statistics", or a function of the tensor."""
 
 _KEEP: dict[str, Callable[[Tensor], Any]] = {
     "full": Tensor.clone,
     "cpu": lambda tensor: tensor.detach().to("cpu", copy=True),
     "statistics": TensorStatistics,
-    "sample": partial(TensorStatistics, sample=True),
 }
 
 
@@ -169,38 +167,6 @@ class _OpenCall(NamedTuple):
     views: Mapping[int, _Viewed] = {}  # by index in `tensors`
 
 
-@dataclass(frozen=True, slots=True)
-class CallSummary:
-    """Summary of one call; unknown values are None.
-
-    The summary covers the first tensor in the output, and its gradient in the last backward pass.
-    """
-
-    name: str
-    kind: str
-    index: int
-    output: tuple[int, ...] | None  # shape
-    mean: float | None
-    std: float | None
-    zero_share: float | None
-    nonfinite: int | None
-    grad_norm: float | None
-    backwards: int
-
-
-_COLUMNS: list[Column[CallSummary]] = [
-    Column("layer", lambda row: row.name or "(the model)", "left"),
-    Column("call", lambda row: str(row.index), hint="number of earlier calls of the layer"),
-    Column("kind", lambda row: row.kind, "left"),
-    Column("output", lambda row: "" if row.output is None else shape_text(row.output), "left"),
-    Column("mean", lambda row: number(row.mean)),
-    Column("std", lambda row: number(row.std)),
-    Column("zeros", lambda row: share(row.zero_share)),
-    Column("NaN, Inf", lambda row: str(row.nonfinite or ""), alert=lambda row: bool(row.nonfinite)),
-    Column("gradient norm", lambda row: number(row.grad_norm), hint="at the output, in the last backward pass"),
-]
-
-
 class HookBlock:
     """Base of context managers whose hooks act inside their block. A closed block can be opened again."""
 
@@ -304,15 +270,8 @@ class Recording(HookBlock, Sequence[Call]):
             raise LayerError(f'no layer "{name}" among the {len(self._modules)} recorded layers{hint}')
         return [call for call in self if call.layer == name]
 
-    def table(self) -> Table[CallSummary]:
-        """Return a table with one row per call: shape and moments of the output, and norm of the gradient there."""
-        outputs = [kept for call in self for kept in call.outputs]
-        is_estimate = any(isinstance(kept, TensorStatistics) and kept.is_estimate for kept in outputs)
-        notes = ["estimated from a sample of each tensor"] if is_estimate else []
-        return Table([_summary(call) for call in self], _COLUMNS, title="recorded calls", notes=notes)
-
     def __repr__(self) -> str:
-        return f"<Recording of {len(self)} calls of {len(self.layers)} layers; .table() shows them>"
+        return f"<Recording of {len(self)} calls of {len(self.layers)} layers>"
 
     def _begin(self, name: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenCall | None:
         # Skip calls that checkpointing repeats in the backward pass.
@@ -449,27 +408,6 @@ def _watch_base(
     hooks.at_gradient(base, take_part)
 
 
-def _summary(call: Call) -> CallSummary:
-    output = next((kept for kept in call.outputs if isinstance(kept, Tensor | TensorStatistics)), None)
-    known, of_gradient = _moments(output), _moments(next(iter(call.grad_outputs), None))
-    return CallSummary(
-        name=call.layer,
-        kind=call.kind,
-        index=call.index,
-        output=None if output is None else tuple(output.shape),
-        **{name: getattr(known, name, None) for name in ("mean", "std", "zero_share")},
-        nonfinite=None if known is None else known.nan + known.inf,
-        grad_norm=None if of_gradient is None else of_gradient.norm,
-        backwards=len(call.backwards),
-    )
-
-
-def _moments(kept: Any) -> Moments | None:
-    if isinstance(kept, TensorStatistics):
-        return kept.moments
-    return moments(kept) if isinstance(kept, Tensor) else None
-
-
 def record(
     model: nn.Module, layers: LayersLike = "*", *, keep: Keep = "full", parts: Sequence[str] = PARTS
 ) -> Recording:
@@ -495,8 +433,7 @@ def record(
             default. A module that has several names in the model is recorded under the first.
         keep: Recorded form of each tensor, which determines the memory use. "full" is a copy on its device, which is
             part of the autograd graph if recorded in the forward pass. "cpu" is a detached copy on the CPU.
-            "statistics" is shape and moments, a few hundred bytes. "sample" is the same, estimated from 8192 values in
-            a third of the time. A function of the tensor may return anything else.
+            "statistics" is shape and moments, a few hundred bytes. A function of the tensor may return anything else.
         parts: Some of "inputs", "outputs", "grad_inputs", "grad_outputs"; all by default.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import pickle
 import threading
 import weakref
@@ -531,28 +530,6 @@ def test_statistics_keep_no_tensor_and_say_what_it_was() -> None:
     assert "mean" in repr(kept)
 
 
-def test_a_sample_estimates_what_the_statistics_say_and_says_so() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(inplace=True), nn.Conv2d(16, 2, 1))
-    recordings = {}
-    for keep in ("statistics", "sample"):
-        with record(model, keep=keep) as recordings[keep]:
-            model(torch.randn(2, 3, 100, 100, generator=torch.Generator().manual_seed(1))).square().sum().backward()
-    for exact, estimate in zip(recordings["statistics"], recordings["sample"], strict=True):
-        for known, found in ((exact.output, estimate.output), (exact.grad_outputs[0], estimate.grad_outputs[0])):
-            assert (found.shape, found.moments.count) == (known.shape, known.moments.count)
-            assert found.moments.mean == pytest.approx(known.moments.mean, abs=0.1 * known.moments.std)
-            assert found.moments.std == pytest.approx(known.moments.std, rel=0.1)
-            assert found.moments.norm == pytest.approx(known.moments.norm, rel=0.1)
-            assert found.moments.zero_share == pytest.approx(known.moments.zero_share, abs=0.05)
-            assert known.moments.min <= found.moments.min <= found.moments.max <= known.moments.max
-            assert found.is_estimate
-            assert "mean about" in repr(found)
-    assert recordings["sample"].table().notes == ("estimated from a sample of each tensor",)
-    assert recordings["statistics"].table().notes == ()
-    small = TensorStatistics(torch.arange(7.0), sample=True)
-    assert small.moments == TensorStatistics(torch.arange(7.0)).moments
-
-
 def test_a_full_copy_is_a_part_of_the_graph_and_a_copy_on_the_cpu_is_not() -> None:
     linear = nn.Linear(4, 3)
     model = nn.Sequential(linear, nn.ReLU(inplace=True))
@@ -602,28 +579,6 @@ def test_gradients_die_with_their_graph_though_the_block_goes_on() -> None:
     finally:
         gc.enable()
     assert len(recording["2"]) == 3
-
-
-@pytest.mark.parametrize("keep", ["full", "cpu", "statistics", lambda tensor: None])
-def test_a_table_has_a_line_for_each_call(keep: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    with record(model, keep=keep) as recording:
-        out = model(torch.randn(2, 4))
-        out.sum().backward()
-    table = recording.table()
-    assert [row.name for row in table] == ["0", "1"]
-    row = table["1"]
-    if callable(keep):
-        assert row.mean is None
-        assert row.grad_norm is None
-    else:
-        assert row.output == (2, 3)
-        assert row.mean == pytest.approx(float(out.detach().mean()), rel=1e-5)
-        assert row.zero_share == pytest.approx(float((out == 0).float().mean()))
-        assert row.grad_norm == pytest.approx(6**0.5)
-    assert "ReLU" in str(table)
-    assert callable(keep) or "2x3" in str(table)
-    assert row.backwards == 1
 
 
 # Nothing stays.
@@ -808,16 +763,6 @@ def test_calls_can_be_gone_through_while_more_come() -> None:
     assert len(recording) == 6
 
 
-def test_a_line_counts_backward_passes_and_all_that_is_not_finite() -> None:
-    model = nn.Identity()
-    with record(model) as recording:
-        out = model(torch.tensor([1.0, float("nan"), float("inf")], requires_grad=True)).sum()
-        for _ in range(3):
-            out.backward(retain_graph=True)
-    (row,) = recording.table()
-    assert (row.backwards, row.nonfinite) == (3, 2)
-
-
 def test_calls_are_copied_and_pickled_with_their_gradients() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     with record(model, keep="cpu") as recording:
@@ -868,9 +813,8 @@ def test_a_scripted_model_is_refused_by_the_name_of_a_layer_too() -> None:
             record(scripted, layer)
 
 
-@pytest.mark.parametrize("keep", ["statistics", "sample"])
-def test_statistics_are_pickled_and_copied_as_figures(keep: str) -> None:
-    with record(nn.ReLU(), keep=keep) as recording:
+def test_statistics_are_pickled_and_copied_as_figures() -> None:
+    with record(nn.ReLU(), keep="statistics") as recording:
         recording._modules[""](torch.randn(3, 4))
     (call,) = recording
     for again in (pickle.loads(pickle.dumps(call.output)), copy.deepcopy(call.output)):
@@ -884,30 +828,6 @@ def test_a_model_without_numbers_has_shapes_and_nothing_else() -> None:
         model(torch.empty(4, 3, device="meta"))
     assert [call.output.shape for call in recording] == [(4, 2)] * 2
     assert all(call.output.moments.count == 0 for call in recording)
-    assert "4x2" in str(recording.table())
-
-
-@pytest.mark.parametrize("lie", ["expanded", "strided", "a column"])
-def test_a_sample_is_of_the_tensors_own_numbers_however_they_lie(lie: str) -> None:
-    if lie == "expanded":
-        tensor = torch.ones(1).expand(2, 4, 64, 64)
-    elif lie == "strided":
-        tensor = torch.full((400_000,), math.nan)[::2].fill_(3)
-    else:
-        tokens = torch.randn(64, 197, 8)
-        tokens[..., 1:] += 100
-        tensor = tokens[:, :, 0]
-    found, known = TensorStatistics(tensor, sample=True).moments, TensorStatistics(tensor).moments
-    assert (found.count, found.nan) == (known.count, 0)
-    assert found.mean == pytest.approx(known.mean, abs=0.1)
-
-
-def test_the_gradient_of_a_sum_is_sampled() -> None:
-    layer = nn.Conv2d(3, 4, 3, padding=1)
-    with record(layer, keep="sample") as recording:
-        layer(torch.randn(2, 3, 64, 64)).sum().backward()
-    (call,) = recording
-    assert call.grad_outputs[0].moments.mean == 1
 
 
 def test_what_runs_while_all_is_forgotten_is_forgotten_too() -> None:
@@ -939,7 +859,7 @@ def _quantised(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*quantiz")
 @pytest.mark.parametrize("run", [_vmapped, _many_gradients, _nested, _quantised])
-@pytest.mark.parametrize("keep", ["full", "cpu", "statistics", "sample", Tensor.clone])
+@pytest.mark.parametrize("keep", ["full", "cpu", "statistics", Tensor.clone])
 def test_tensors_without_plain_values_are_refused_with_the_cure(run: Callable[..., None], keep: Any) -> None:
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 1))
     with pytest.raises(NotApplicableError, match="cannot be recorded or measured"), record(model, keep=keep):
