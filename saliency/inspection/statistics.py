@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from ..hooks.rectifiers import differentiate
 from ..layers.layout import Grid, layout_from
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
-from ..validation import check_choice, check_number
 from .arguments import Batches, LayersLike, ModelCall
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
@@ -94,9 +93,6 @@ class LayerActivations(_LayerStatistics[float]):
 class LayerGradients(_LayerStatistics[float | None]):
     """Gradient at the output of one layer in one of its calls; values are None without a gradient."""
 
-    # Norm of the update or gradient, divided by the norm of the weights, for all parameters of the layer together.
-    ratio: float | None = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGradients(_Statistics[float | None]):
@@ -105,7 +101,7 @@ class ParameterGradients(_Statistics[float | None]):
     shape: tuple[int, ...]
     trainable: bool
     weight_norm: float
-    ratio: float | None  # norm of the update or gradient, divided by that of the weight; None for a zero weight
+    ratio: float | None  # norm of the gradient, divided by that of the weight; None for a zero weight
 
 
 class ActivationStatistics(Table[LayerActivations]):
@@ -133,7 +129,6 @@ class GradientStatistics:
         parameters: One row per parameter, in the order of the model.
         loss: The mean loss or score over all images.
         of: "loss" or "score".
-        learning_rate: The learning rate of the ratios; None for ratios of the gradient itself.
         first_nonfinite: The first layer with NaN or infinity in its gradient, in the order of the backward pass.
         images: The number of images.
         batches: The number of batches.
@@ -143,7 +138,6 @@ class GradientStatistics:
     parameters: Table[ParameterGradients]
     loss: float
     of: str
-    learning_rate: float | None
     first_nonfinite: str | None
     images: int
     batches: int
@@ -380,7 +374,6 @@ def gradient_statistics(
     loss_or_target: Loss | TargetLike = None,
     *,
     layers: LayersLike = "*",
-    learning_rate: float | None = None,
     training: bool = False,
 ) -> GradientStatistics:
     """Return statistics of the gradients of a loss or a score, at the output of each layer and for each parameter.
@@ -403,9 +396,6 @@ def gradient_statistics(
             class index or name, any other target, or None for the top class of each image. The score is then the mean
             over the images.
         layers: Names, patterns as in "layer4.*.conv?", modules, classes of modules, or several of these.
-        learning_rate: The learning rate of plain gradient descent. The `ratio` of a parameter is then the norm of its
-            update divided by the norm of the weight; about 0.001 is usual. The ratio of a layer covers all its
-            parameters with a gradient. None gives ratios of the gradient itself.
         training: Whether to run a private copy of the model in training mode. Normalisation then uses batch statistics,
             and dropout uses its own seeds. Use it for untrained batch normalisation, for which evaluation mode gives
             misleading gradients.
@@ -413,21 +403,18 @@ def gradient_statistics(
     Raises:
         ImageError: The data contain no batch, or a batch is empty or cannot be read.
         LayerError: A name or pattern matches no layer.
-        MethodError: The learning rate is not a number above zero.
         ModelError: The model has parameters without values, cannot run with gradients, or cannot be copied for
             `training`.
         NotApplicableError: A part of the model uses reentrant checkpoints, which do not support `torch.autograd.grad`,
             or returns a nested or quantised tensor.
         TargetError: The target does not fit the output, or the loss is not a number with a gradient.
     """
-    if learning_rate is not None:
-        learning_rate = check_number("learning_rate", learning_rate, above=0)
     batches = Batches(model, data, training=training)
     objective = partial(_objective, loss_or_target, categories_of(model))
     collector = _GradientCollector(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
     for batch in batches:
         collector.run(batch)
-    return collector.statistics(learning_rate)
+    return collector.statistics()
 
 
 def _is_loss(loss_or_target: Any) -> bool:
@@ -493,27 +480,21 @@ class _GradientCollector(_Collector):
             self.notes.append(f"the {self.of} is {value}{self.in_batch}")
         self._total += batch.size * value
 
-    def statistics(self, learning_rate: float | None) -> GradientStatistics:
+    def statistics(self) -> GradientStatistics:
         """Return the statistics over all batches."""
         loss = self._total / self.batches.images
         title = f"Gradients of a {self.of} of {number(loss)} at the {{}} of {type(self.batches.original).__name__}"
-        factor = 1.0 if learning_rate is None else learning_rate
-        parameters = [self._parameter_row(name, factor) for name in self.parameters]
-        ratio, change = "gradient / weight", "gradient"
-        if learning_rate is not None:
-            ratio, change = "update / weight", f"update at a learning rate of {learning_rate:g}"
         return GradientStatistics(
-            layers=self._layer_table(self._layer_rows(parameters, factor), title.format("layers"), ratio),
-            parameters=_parameter_table(parameters, title.format("parameters"), ratio, change),
+            layers=self._layer_table(title.format("layers")),
+            parameters=_parameter_table(map(self._parameter_row, self.parameters), title.format("parameters")),
             loss=loss,
             of=self.of,
-            learning_rate=learning_rate,
             first_nonfinite=self.first_nonfinite,
             images=self.batches.images,
             batches=self.batches.batches,
         )
 
-    def _parameter_row(self, name: str, factor: float) -> ParameterGradients:
+    def _parameter_row(self, name: str) -> ParameterGradients:
         parameter, gradient = self.parameters[name], self._sums.get(name)
         known = Moments() if gradient is None else moments(gradient).scaled(1 / self.batches.images)
         weight_norm = moments(parameter).norm
@@ -523,29 +504,18 @@ class _GradientCollector(_Collector):
             trainable=parameter.requires_grad,
             **_statistics(known),
             weight_norm=weight_norm,
-            ratio=factor * known.norm / weight_norm if gradient is not None and weight_norm else None,
+            ratio=known.norm / weight_norm if gradient is not None and weight_norm else None,
         )
 
-    def _layer_rows(self, parameters: Sequence[ParameterGradients], factor: float) -> list[LayerGradients]:
-        of_parameters = {id(self.parameters[row.name]): row for row in parameters if row.norm is not None}
-        rows = []
-        for fields, _ in self.rows(1 / self.batches.images):
-            own = [of_parameters.get(id(parameter)) for parameter in self.modules[fields["name"]].parameters()]
-            norm = math.hypot(*(row.norm or 0.0 for row in own if row is not None))
-            weight_norm = math.hypot(*(row.weight_norm for row in own if row is not None))
-            rows.append(LayerGradients(ratio=factor * norm / weight_norm if weight_norm else None, **fields))
-        return rows
-
-    def _layer_table(self, rows: Sequence[LayerGradients], title: str, ratio: str) -> Table[LayerGradients]:
-        columns = _layer_columns(*_GRADIENT_STATISTICS)
-        columns.append(Column(ratio, lambda row: number(row.ratio), hint="for all parameters of the layer together"))
+    def _layer_table(self, title: str) -> Table[LayerGradients]:
+        rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
         notes = [
             str(self.batches),
             *(self.notes or ["no NaN, no infinity at the layers"]),
             *listed("no gradient at", dict.fromkeys(row.name for row in rows if row.norm is None)),
             *self.uncalled_note(),
         ]
-        return Table(rows, columns, title, notes)
+        return Table(rows, _layer_columns(*_GRADIENT_STATISTICS), title, notes)
 
 
 def _gradient_moments(tensor: Tensor) -> Moments | None:
@@ -566,19 +536,17 @@ def _to_double(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "mps" else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
-def _parameter_table(
-    rows: Sequence[ParameterGradients], title: str, ratio: str, change: str
-) -> Table[ParameterGradients]:
+def _parameter_table(parameters: Iterable[ParameterGradients], title: str) -> Table[ParameterGradients]:
+    rows = list(parameters)
     columns: list[Column[ParameterGradients]] = [
         Column("parameter", lambda row: row.name, "left"),
         Column("shape", lambda row: "x".join(map(str, row.shape)) or "1", "left"),
         *_statistics_columns(*_GRADIENT_STATISTICS),
         Column("weight norm", lambda row: number(row.weight_norm)),
-        Column(ratio, partial(_text, "ratio")),
+        Column("gradient / weight", partial(_text, "ratio"), hint="ratio of the norms"),
     ]
     unused = [row.name for row in rows if row.trainable and row.norm is None]
     notes = [
-        f"{ratio}: norm of the {change}, divided by that of the weight",
         *listed("frozen:", [row.name for row in rows if not row.trainable]),
         *listed("trainable, but not used for the result:", unused),
         *listed("NaN or infinity in the gradient of", [row.name for row in rows if row.nan or row.inf]),
@@ -620,24 +588,16 @@ def _text(name: str, row: _Statistics[Any]) -> str:
 
 # Plot of the gradient by layer.
 
-# Factor relative to the gradient at the head beyond which a gradient counts as vanishing or exploding.
 FAR = 1e3
-USUAL = (1e-4, 1e-2)  # usual range of the ratio of an update to the weight
+"""The factor relative to the gradient at the head beyond which a gradient counts as vanishing or exploding."""
 
 _LABELS_PER_INCH = 2.8
 _MAX_LABEL = 30  # characters
-# The label of the axis and the subject of the title. Titles compare norms even for "rms", which is smaller in wider
-# layers.
-_MEASURES = {
-    "norm": ("norm of the gradient", "The gradient"),
-    "rms": ("root mean square of the gradient", "The norm of the gradient"),
-    "ratio": ("gradient / weight", "The gradient over the weight"),
-}
 # Colours (Okabe and Ito) and shapes that colour-blind readers can distinguish.
 _STYLES = {
-    "fine": ("#0072B2", "o", "{0} to {1} {2}"),
-    "low": ("#E69F00", "v", "less than {0} {2}"),
-    "high": ("#CC3311", "^", "more than {1} {2}"),
+    "fine": ("#0072B2", "o", "0.001 to 1000 times the head's"),
+    "low": ("#E69F00", "v", "less than 0.001 times the head's"),
+    "high": ("#CC3311", "^", "more than 1000 times the head's"),
     "zero": ("#444444", "s", "exactly zero"),
     "broken": ("#AA0077", "X", "NaN or infinity"),
     "none": ("#777777", "D", "no gradient"),
@@ -645,39 +605,26 @@ _STYLES = {
 
 
 class _Points:
-    """Layers or parameters of the plot, from the input to the output."""
+    """Layers of the plot, from the input to the output, with the norms of their gradients.
 
-    def __init__(self, rows: Mapping[str, LayerGradients | ParameterGradients], measure: str) -> None:
+    A norm is NaN without a gradient, and infinity if the gradient contains NaN or infinity.
+    """
+
+    def __init__(self, rows: Mapping[str, LayerGradients]) -> None:
         self.labels = [name if len(name) <= _MAX_LABEL else f"…{name[1 - _MAX_LABEL :]}" for name in rows]
-        self.values = np.array([_value(row, measure) for row in rows.values()])
-        # Factors that convert the values to numbers that can be compared: norms or ratios.
-        self.widths = np.array([math.sqrt(row.count or 1) if measure == "rms" else 1.0 for row in rows.values()])
-        self.strengths = self.values * self.widths
+        norms = [math.inf if row.nan or row.inf else row.norm for row in rows.values()]
+        self.values = np.array(norms, dtype=float)  # None becomes NaN
         self.is_drawn = np.isfinite(self.values) & (self.values > 0)
 
     def kinds(self, low: float, high: float) -> NDArray[np.str_]:
         """Return the key of the style of each point, for this usual range."""
         conditions = [np.isnan(self.values), np.isinf(self.values), self.values == 0]
-        conditions += [self.strengths < low, self.strengths > high]
+        conditions += [self.values < low, self.values > high]
         return np.select(conditions, ["none", "broken", "zero", "low", "high"], "fine")
 
 
-def _value(row: LayerGradients | ParameterGradients, measure: str) -> float:
-    """Return the value of a point: NaN without a gradient, infinity if the gradient contains NaN or infinity."""
-    if row.norm is None:
-        return math.nan
-    value: float | None = getattr(row, measure)
-    return math.inf if row.nan or row.inf or value is None else value
-
-
-def gradient_flow(
-    statistics: GradientStatistics,
-    *,
-    of: Literal["layers", "parameters"] = "layers",
-    measure: Literal["norm", "rms", "ratio"] = "norm",
-    size: tuple[float, float] = (10.0, 4.8),
-) -> Figure:
-    """Plot the magnitude of the gradient from the input (left) to the output (right), on a log axis.
+def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] = (10.0, 4.8)) -> Figure:
+    """Plot the norm of the gradient at each layer from the input (left) to the output (right), on a log axis.
 
     Each point is one call of a layer, in forward order. Only the innermost layers are shown, without `nn.Identity`. The
     backward pass runs from right to left: a gradient that falls towards the left vanishes, and one that rises explodes.
@@ -687,46 +634,31 @@ def gradient_flow(
 
     Args:
         statistics: From `gradient_statistics`.
-        of: "layers" for the gradients at the outputs of layers, "parameters" for the gradients of weights with more
-            than one axis.
-        measure: "norm" for the Euclidean norm, "rms" for the root mean square, or for parameters "ratio". The root mean
-            square is smaller in wider layers, so title, colours and the shaded band still compare norms. "ratio" is
-            update / weight if the statistics have a learning rate, else gradient / weight.
         size: Width and height in inches.
 
     Returns:
         A matplotlib Figure, independent of pyplot: `gradient_flow(s).savefig("flow.png")`. Notebooks display it.
 
     Raises:
-        RenderError: There is nothing to draw, or `of` or `measure` is invalid.
+        RenderError: There is nothing to draw.
     """
-    check_choice("of", of, ("layers", "parameters"), error=RenderError)
-    measures = ("norm", "rms") if of == "layers" else ("norm", "rms", "ratio")
-    check_choice("measure", measure, measures, error=RenderError)
-    rows = _layer_rows(statistics.layers) if of == "layers" else _weight_rows(statistics.parameters)
+    rows = _innermost(statistics.layers)
     if not rows:
-        raise RenderError(f"there are no {of} in these statistics to draw")
-    points, rate = _Points(rows, measure), statistics.learning_rate if measure == "ratio" else None
-    ylabel, subject = _MEASURES[measure]
-    if rate is None:
-        head = next(reversed(points.strengths[points.is_drawn].tolist()), 1.0)
-        usual, texts = (head / FAR, head * FAR), ("0.001", "1000", "times the head's")
-    else:
-        ylabel, usual, texts = "update / weight", USUAL, ("0.01", "1", "% of the weight")
+        raise RenderError("there are no layers in these statistics to draw")
+    points = _Points(rows)
     drawing = new_figure(*size)
     axes = drawing.subplots()
-    _draw(axes, points, usual, texts)
+    _draw(axes, points)
     _label_points(axes, points.labels, max(2, round(_LABELS_PER_INCH * size[0])))
-    axes.set_ylabel(ylabel)
+    axes.set_ylabel("norm of the gradient")
     columns = max(20, round(11 * size[0]))
-    xlabel = f"{of}, from the input to the output; the gradient of the {statistics.of} flows from right to left"
+    xlabel = f"layers, from the input to the output; the gradient of the {statistics.of} flows from right to left"
     axes.set_xlabel(textwrap.fill(xlabel, columns))
-    title = textwrap.fill(_title(points, subject, rate), columns)
-    axes.set_title(title, loc="left", fontsize="medium", parse_math=False)
+    axes.set_title(textwrap.fill(_title(points), columns), loc="left", fontsize="medium", parse_math=False)
     return drawing
 
 
-def _layer_rows(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
+def _innermost(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
     """Return the innermost layers by label: their name, with the kind if the name contains no letters."""
     # Skip modules that compute a weight, such as weight_norm: activations do not pass through them.
     rows = [row for row in table if "parametrizations" not in row.name.split(".")]
@@ -739,22 +671,15 @@ def _layer_rows(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
     return labelled
 
 
-def _weight_rows(table: Iterable[ParameterGradients]) -> dict[str, ParameterGradients]:
-    """Return the weights with more than one axis, or all parameters if there are none, by label."""
-    rows = list(table)
-    return {row.name.removesuffix(".weight"): row for row in [row for row in rows if len(row.shape) > 1] or rows}
-
-
-def _draw(axes: Axes, points: _Points, usual: tuple[float, float], texts: tuple[str, str, str]) -> None:
-    count, kinds = len(points.labels), points.kinds(*usual)
+def _draw(axes: Axes, points: _Points) -> None:
+    head = next(reversed(points.values[points.is_drawn].tolist()), 1.0)
+    count, kinds = len(points.labels), points.kinds(head / FAR, head * FAR)
     # A margin around the values, and at least three decades.
     exponents = np.log10(points.values[points.is_drawn]) if points.is_drawn.any() else np.zeros(1)
     margin = max(0.5, (3 - np.ptp(exponents)) / 2)
     low, high = 10 ** (exponents.min() - margin), 10 ** (exponents.max() + margin)
     axes.set(yscale="log", ylim=(low, high), xlim=(-0.7, count - 0.3), axisbelow=True)
-    widths = np.pad(points.widths, 1, "edge")
-    lower, upper = usual[0] / widths, usual[1] / widths
-    axes.fill_between(range(-1, count + 1), lower, upper, color=_STYLES["fine"][0], alpha=0.07, linewidth=0)
+    axes.axhspan(head / FAR, head * FAR, color=_STYLES["fine"][0], alpha=0.07, linewidth=0)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     heights = np.select([kinds == "broken", ~points.is_drawn], [high, low], points.values)
     line = np.where(np.isin(kinds, ("none", "broken")), math.nan, heights)
@@ -762,9 +687,8 @@ def _draw(axes: Axes, points: _Points, usual: tuple[float, float], texts: tuple[
     for kind, (color, marker, text) in _STYLES.items():
         places = np.flatnonzero(kinds == kind)
         if len(places):
-            fill = "white" if kind == "none" else color
-            style: dict[str, Any] = {"color": color, "markerfacecolor": fill, "label": text.format(*texts)}
-            axes.plot(places, heights[places], marker, clip_on=False, zorder=3, **style)
+            style: dict[str, Any] = {"color": color, "markerfacecolor": "white" if kind == "none" else color}
+            axes.plot(places, heights[places], marker, clip_on=False, zorder=3, label=text, **style)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=True, framealpha=0.9, fontsize="small")
 
@@ -778,28 +702,25 @@ def _label_points(axes: Axes, labels: Sequence[str], most: int) -> None:
     axes.set_xticks(places, names, rotation=90 if len(places) > 8 else 0, fontsize="small", parse_math=False)
 
 
-def _title(points: _Points, subject: str, learning_rate: float | None) -> str:
+def _title(points: _Points) -> str:
     total, drawn = len(points.labels), points.values[points.is_drawn]
     for text, is_found in (("NaN or infinite", np.isinf(points.values)), ("zero", points.values == 0)):
         if is_found.any() and (len(drawn) or text != "zero"):
             where = f"in the order of the backward pass, first at {points.labels[np.flatnonzero(is_found)[-1]]}"
             return f"The gradient is {text} at {is_found.sum()} of {total}; {where}"
     if not len(drawn):
-        return "The gradient is zero everywhere" if 0 in points.values else "No layer or parameter has a gradient"
+        return "The gradient is zero everywhere" if 0 in points.values else "No layer has a gradient"
     missing = int(np.isnan(points.values).sum())
     suffix = f"; {missing} of {total} have no gradient" if missing else ""
-    if learning_rate is not None:
-        shares = " to ".join(share(value) for value in dict.fromkeys((drawn.min(), drawn.max())))
-        return f"At a learning rate of {learning_rate:g} an update is {shares} of the weight{suffix}"
-    return f"{subject} {_trend(points)}{suffix}"
+    return f"The gradient {_trend(points)}{suffix}"
 
 
 def _trend(points: _Points) -> str:
-    strengths, places = points.strengths[points.is_drawn], np.flatnonzero(points.is_drawn)
-    factor, spread = strengths[-1] / strengths[0], strengths.max() / strengths.min()
+    values, places = points.values[points.is_drawn], np.flatnonzero(points.is_drawn)
+    factor, spread = values[-1] / values[0], values.max() / values.min()
     ends = f"from {points.labels[places[-1]]} to {points.labels[places[0]]}"
-    if len(strengths) == 1:
-        return f"is {number(strengths[0])}"
+    if len(values) == 1:
+        return f"is {number(values[0])}"
     if factor >= FAR:
         return f"falls by a factor of {number(factor)} {ends}: vanishing"
     if factor <= 1 / FAR:

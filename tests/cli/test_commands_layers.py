@@ -55,7 +55,7 @@ def names(text: str) -> list[str]:
 
 def test_the_layer_that_cams_read_is_marked_and_named(answer: Callable[..., str]) -> None:
     text = answer()
-    row = r"^-> +(\S+) +BatchNormAct2d +1x1280x7x7 +7x7 +2\.56 k +0 +\S+ % +batch_norm$"
+    row = r"^-> +(\S+) +BatchNormAct2d +1x1280x7x7 +7x7 +2\.56 k +0 +\S+ %$"
     assert re.findall(row, text, re.MULTILINE) == ["bn2"]
     assert text.count("->") == 2
     assert 'efficientnet_lite0 on an input of 224x224: CAMs read "bn2" by default (->)' in text
@@ -316,7 +316,7 @@ def test_slips_are_answered_before_any_work_where_that_can_be(
 # A terminal ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [60, 100, 200])
+@pytest.mark.parametrize("columns", [60, 200])
 @pytest.mark.slow
 def test_a_terminal_cuts_the_lines_of_a_table_and_shows_where(columns: int) -> None:
     shown = under_terminal(columns, "layers", *RESNET, "--depth", "2")

@@ -19,7 +19,7 @@ import torchvision
 from torch import Tensor, nn
 
 import saliency
-from saliency import ImageError, LayerError, MethodError, ModelError, NotApplicableError, TargetError
+from saliency import ImageError, LayerError, ModelError, NotApplicableError, TargetError
 from saliency.inspection import edit_gradients, rules
 from saliency.inspection.record import record
 from saliency.inspection.statistics import (
@@ -351,56 +351,20 @@ def test_what_is_no_loss_and_no_target_is_an_error_that_says_so(of: Any, message
         gradient_statistics(tiny_model(), images(3), of)
 
 
-def test_the_ratio_is_of_the_update_or_of_the_gradient_to_the_weight() -> None:
+def test_the_ratio_is_of_the_gradient_to_the_weight() -> None:
     model, x = tiny_model(), images(2)
     with torch.no_grad():
         model.get_parameter("head.bias").zero_()
-    plain, updates = gradient_statistics(model, x, 0), gradient_statistics(model, x, 0, learning_rate=0.01)
-    for row, update in zip(plain.parameters, updates.parameters, strict=True):
-        if row.ratio is not None and update.ratio is not None and row.norm is not None:
+    plain = gradient_statistics(model, x, 0)
+    for row in plain.parameters:
+        if row.ratio is not None and row.norm is not None:
             assert row.ratio == pytest.approx(row.norm / row.weight_norm)
-            assert update.ratio == pytest.approx(0.01 * row.ratio)
     assert plain.parameters["head.bias"].ratio is None
     assert plain.parameters["stem.weight"].ratio is not None
     assert "gradient / weight" in str(plain)
-    assert "update / weight" in str(updates)
-    assert any("update at a learning rate of 0.01" in note for note in updates.parameters.notes)
-    for bad in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(MethodError, match="learning_rate"):
-            gradient_statistics(model, x, learning_rate=bad)
 
 
 # Where there is no gradient ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", [None, 0.1])
-def test_a_layer_has_the_ratio_of_all_its_parameters_together(rate: float | None) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    model.get_submodule("2").weight = model.get_parameter("1.weight")  # shared
-    model.get_parameter("0.0.bias").requires_grad_(False)
-    nn.init.zeros_(model.get_parameter("3.weight"))
-    nn.init.zeros_(model.get_parameter("3.bias"))
-    x = torch.randn(5, 3)
-    found = gradient_statistics(model, x, lambda output: output.square().sum() + output.sum(), learning_rate=rate)
-    output = model(x)
-    loss = output.square().sum() + output.sum()
-
-    def expected(*names: str) -> float:
-        parameters = [model.get_parameter(name) for name in names]
-        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
-        norms = [torch.cat([each.flatten().double() for each in some]).norm() for some in (gradients, parameters)]
-        return (rate or 1.0) * float((norms[0] / norms[1]).detach())
-
-    of_layers = {row.name: row.ratio for row in found.layers}
-    assert of_layers == {
-        "0": pytest.approx(expected("0.0.weight")),
-        "0.0": pytest.approx(expected("0.0.weight")),
-        "0.1": None,
-        "1": pytest.approx(expected("1.weight", "1.bias")),
-        "2": pytest.approx(expected("1.weight", "2.bias")),
-        "3": None,  # of zeros
-    }
-    assert f"{'gradient' if rate is None else 'update'} / weight" in str(found.layers)
 
 
 def test_frozen_and_unused_parameters_have_rows_of_none_and_are_named() -> None:
