@@ -180,13 +180,15 @@ files:
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --metrics --masks --set-metric --out",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --metrics --masks --boxes "
+        "--set-metric --out --engine --workers",
         "evaluate:run",
         f"""\
 examples:
   saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
   saliency evaluate photos/ -m grad_cam rise --set-metric steps=28
   saliency evaluate photos/ --masks masks/ --metrics pointing_game
+  saliency evaluate photos/ --boxes boxes.json --metrics relevance_mass
 
 Each method is measured on each image, beside maps that know nothing about the
 prediction. Run the same command again to resume, or with more methods.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -15,60 +16,86 @@ from rich.text import Text
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
 from ..attribution.spellings import option_hint
+from ..batch.engines import RunContext, open_engine
 from ..batch.errors import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing
-from ..batch.network import Network
+from ..batch.manifest import Row
+from ..batch.network import LoadedImage, Network, Task, load_model
 from ..batch.output_folder import locked
-from ..batch.run import require_sensible_options
+from ..batch.run import interruption, require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import ImageError, MethodError, plural, visible
 from ..inspection.comparison import Comparison, Result, measure_image
 from ..inspection.tables import Table
 from ..io.atomic_write import atomic_write
-from ..metrics.base import Metric, get_metric
+from ..metrics.base import Metric, SharedResults, get_metric
 from ..targets.embedding import text
 from .batch import read_sources, select_methods
 from .console import Screen
-from .explain import open_network
 from .options import ALL, METHOD, arguments_of
 
 FORMAT = "saliency evaluate 2"
 METRICS = ("deletion", "insertion")
 """The metrics by default."""
 
-Outcome = list[Result] | Exception
-"""Results or error of one method for one image."""
+Outcome = list[Result] | Failure
+"""Results or failure of one method for one image."""
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print and write the comparison, and return the exit code."""
     images = _find_images(arguments, arguments.sources, targets=arguments.targets)[: arguments.limit]
     evaluation = Evaluation.of(arguments, screen)
-    results: list[Result] = []
-    failed: dict[str, list[str]] = {}
-    with locked(arguments.out), screen.progress() as show:
-        for index, image in enumerate(images):
-            show(index, len(images), len(failed))
-            screen.subject = visible(image.label)
-            outcomes = evaluation.measure(image)
-            if not results and image.target is None:
-                require_sensible_options(evaluation.options, [_failure(image, each) for each in outcomes])
-            results += [result for each in outcomes if not isinstance(each, Exception) for result in each]
-            lines = evaluation.describe_failures(image, outcomes)
-            failed |= {image.name: lines} if lines else {}
-        screen.subject = ""
+    with locked(arguments.out):
+        outcomes = [evaluation.read(image) for image in images]
+        _measure_missing(evaluation, images, outcomes, arguments, screen)
+        ordered = [known[name] for known in outcomes for name in evaluation.options.methods]
+        results = [result for outcome in ordered if not isinstance(outcome, Failure) for result in outcome]
         if results:
             _write(Comparison(results), arguments.out, screen)
-    for line in chain.from_iterable(failed.values()):
+    failures = [evaluation.describe_failures(*each) for each in zip(images, outcomes, strict=True)]
+    for line in chain.from_iterable(failures):
         screen.error(line)
+    failed = sum(map(bool, failures))
     if failed:
-        screen.say(Text(f"{plural(len(failed), 'image')} with failures; re-run to try again", "red"))
+        screen.say(Text(f"{plural(failed, 'image')} with failures; re-run to try again", "red"))
     return 1 if failed or not results else 0
 
 
-def _failure(image: ImageEntry, outcome: Outcome) -> Failure | None:
-    return Failure.of(outcome, image.source) if isinstance(outcome, Exception) else None
+def _measure_missing(
+    evaluation: Evaluation,
+    images: Sequence[ImageEntry],
+    outcomes: Sequence[dict[str, Outcome]],
+    arguments: argparse.Namespace,
+    screen: Screen,
+) -> None:
+    """Add the outcome of each image and method without one.
+
+    Raises:
+        KeyboardInterrupt: As for `Run.execute`. Methods in progress are finished first.
+    """
+    missing = [[name for name in evaluation.options.methods if name not in known] for known in outcomes]
+    groups = [[Task(index, images[index], tuple(names))] for index, names in enumerate(missing) if names]
+    if not groups:
+        return
+    done, failed = len(images) - len(groups), 0
+    engine = open_engine(arguments.engine, arguments.device, arguments.workers, evaluation.model)
+    with engine as opened, screen.progress() as show, interruption() as is_interrupted:
+        show(done, len(images), failed)
+        context = replace(evaluation, is_interrupted=is_interrupted)
+        with closing(opened.execute(context, groups, is_interrupted)) as measured:
+            for rows in measured:
+                index, fresh = rows[0]["index"], {row["method"]: row["outcome"] for row in rows}
+                failures = [each if isinstance(each, Failure) else None for each in fresh.values()]
+                is_first = all(isinstance(each, Failure) for known in outcomes for each in known.values())
+                if is_first and images[index].target is None:
+                    require_sensible_options(evaluation.options, failures)
+                outcomes[index].update(fresh)
+                done, failed = done + 1, failed + any(failures)
+                show(done, len(images), failed)
+        if is_interrupted():
+            raise KeyboardInterrupt("finished methods are kept; re-run to resume")
 
 
 def _find_images(arguments: argparse.Namespace, words: list[str], **options: Any) -> list[ImageEntry]:
@@ -87,26 +114,24 @@ def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[M
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(RunContext):
     """What is measured, and where the results are written.
 
     Attributes:
-        options: The model, the methods and the target.
-        network: The model with its methods.
         metrics: The metrics.
         masks: The masks by the names of the images; None without masks.
-        out: The output folder.
+        boxes: The boxes by the names of the files; None without boxes.
         settings: What determines the results of each method, as JSON values.
         expected: The kind of error that is not a failure: with --method all, of a method that does not apply.
+        is_interrupted: Returns whether to start no further method.
     """
 
-    options: RunOptions
-    network: Network
     metrics: Sequence[Metric]
     masks: Mapping[str, ImageEntry] | None
-    out: Path
+    boxes: Mapping[str, Any] | None
     settings: Mapping[str, Mapping[str, Any]]
     expected: str
+    is_interrupted: Callable[[], bool] = bool
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, screen: Screen) -> Evaluation:
@@ -120,54 +145,77 @@ class Evaluation:
         named = None if masks is None else {mask.name: mask for mask in masks}
         about = {"format": FORMAT, "metrics": {each.name: dict(each.settings) for each in metrics}}
         settings = {name: replace(options, methods=[name]).fingerprint() | about for name in options.methods}
-        network = open_network(options, arguments.device, screen)
+        with screen.waiting(f"loading {options.model}"):
+            model = load_model(options)
+            Network(options, model)  # raises an error for a wrong option before anything is written
         with writing_to(arguments.out):
             arguments.out.mkdir(parents=True, exist_ok=True)
         expected = "NotApplicableError" if ALL in (arguments.methods or ()) else ""
-        return cls(options, network, metrics, named, arguments.out, settings, expected)
+        return cls(options, arguments.out, model, True, metrics, named, arguments.boxes, settings, expected)
 
-    def measure(self, image: ImageEntry) -> list[Outcome]:
-        """Return the results or the error of each method for one image.
+    def read(self, image: ImageEntry) -> dict[str, Outcome]:
+        """Return the results of earlier runs for one image, by method, if all that determines them is the same."""
+        read = {name: _read_results(*self._file(image, name)) for name in self.options.methods}
+        return {name: results for name, results in read.items() if results is not None}
 
-        The results of an earlier run are read again if nothing has changed that determines them.
-        """
-        mask = (self.masks or {}).get(image.name)
-        files = [[each.path, each.offset, *each.stamp] for each in (image, mask) if each is not None]
-        outcomes: list[Outcome] = []
-        for method in self.network.methods:
-            key = json.loads(json.dumps([self.settings[method.name], files, image.target]))
-            path = self.out / "results" / f"{image.name}.{method.name}.json"
-            results = _read_results(path, key)
-            if results is None:
-                try:
-                    results = self._measure_method(method, image, mask)
-                except Exception as error:  # noqa: BLE001 - any error is a failure of this image and method only
-                    outcomes.append(error)
-                    continue
+    def _file(self, image: ImageEntry, method: str) -> tuple[Path, list[Any]]:
+        """Return the file of the results, and what determines them, as JSON values."""
+        files = [[each.path, each.offset, *each.stamp] for each in (image, self._mask(image)) if each is not None]
+        key = [self.settings[method], files, image.target, self._boxes(image)]
+        return self.out / "results" / f"{image.name}.{method}.json", json.loads(json.dumps(key))
+
+    def _mask(self, image: ImageEntry) -> ImageEntry | None:
+        return None if self.masks is None else self.masks.get(image.name)
+
+    def _boxes(self, image: ImageEntry) -> Any:
+        return None if self.boxes is None else self.boxes.get("/".join((*image.folder, image.label)))
+
+    def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> list[list[Row]]:
+        """Measure each image by the methods of its task, and write the results."""
+        return [self._measure(network.methods, *image) for image in zip(group, loaded, strict=True)]
+
+    def finish(self, task: Task, loaded: LoadedImage, results: list[Row], seconds: float) -> list[Row]:
+        """Return the outcomes, which are written already."""
+        return results
+
+    def _measure(self, methods: Sequence[Attribution], task: Task, loaded: LoadedImage) -> list[Row]:
+        rows, shared = [], SharedResults()
+        for method in methods:
+            if method.name not in task.methods or self.is_interrupted():
+                continue
+            outcome: Outcome
+            try:
+                outcome = self._measure_method(method, task.image, loaded, shared)
+            except Exception as error:  # noqa: BLE001 - any error is a failure of this image and method only
+                outcome = Failure.of(error, task.image.source)
+            else:
                 with writing_to(self.out):
-                    _write_results(path, key, results)
-            outcomes.append(results)
-        return outcomes
+                    _write_results(*self._file(task.image, method.name), outcome)
+            rows.append({"index": task.index, "method": method.name, "outcome": outcome})
+        return rows
 
-    def describe_failures(self, image: ImageEntry, outcomes: Sequence[Outcome]) -> list[str]:
-        """Return one line for each failure; an image that cannot be read fails once, not with each method."""
-        failures = [(name, _failure(image, each)) for name, each in zip(self.options.methods, outcomes, strict=True)]
-        lines = [
-            sentence(image.source, None if failure.kind == "ImageError" else name, failure.reason)
-            for name, failure in failures
-            if failure is not None and failure.kind != self.expected
-        ]
-        return list(dict.fromkeys(lines))
-
-    def _measure_method(self, method: Attribution, image: ImageEntry, mask: ImageEntry | None) -> list[Result]:
-        loaded = self.network.load(image)
-        if loaded.failure is not None or loaded.picture is None:
-            raise loaded.failure or ImageError("the image cannot be read")
+    def _measure_method(
+        self, method: Attribution, image: ImageEntry, loaded: LoadedImage, shared: SharedResults
+    ) -> list[Result]:
+        if loaded.failure is not None:
+            raise loaded.failure
+        mask, boxes = self._mask(image), self._boxes(image)
         if self.masks is not None and mask is None:
             raise ImageError(f'has no mask: no image in the folder of --masks is called "{image.name}"')
+        if self.boxes is not None and boxes is None:
+            raise ImageError("has no box: the file of --boxes does not name it")
+        about = image.name, method.name, method, loaded.picture or image.open(), loaded.target
         shown = None if mask is None else mask.open()
-        names = image.name, method.name
-        return measure_image(*names, method, loaded.picture, loaded.target, self.metrics, shown, progress=False)
+        return measure_image(*about, self.metrics, shown, boxes, shared=shared, progress=False)
+
+    def describe_failures(self, image: ImageEntry, outcomes: Mapping[str, Outcome]) -> list[str]:
+        """Return one line for each failure; an image that cannot be read fails once, not with each method."""
+        lines = [
+            sentence(image.source, None if outcome.kind == "ImageError" else name, outcome.reason)
+            for name, outcome in outcomes.items()
+            if isinstance(outcome, Failure) and outcome.kind != self.expected
+        ]
+        return list(dict.fromkeys(lines))
 
 
 def _read_results(path: Path, key: list[Any]) -> list[Result] | None:

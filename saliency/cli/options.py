@@ -138,6 +138,10 @@ def _class_names(file: str) -> list[str]:
     return [name[-1] if isinstance(name, list) else name for name in names]
 
 
+def _boxes(file: str) -> dict[str, Any]:
+    return dict(json.loads(Path(file).read_bytes()))
+
+
 def _preprocess(text: str) -> dict[str, Any]:
     """Parse `imagenet`, fields as in `size=224,mean=0.5,0.5,0.5`, or a JSON file of fields or of a timm config."""
     if text == "imagenet":
@@ -227,7 +231,8 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "metrics": [
         _option("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
-        _option("--masks FOLDER", "masks of the objects, not black, with the names of the images"),
+        _option("--masks FOLDER", "masks of the objects, not black, with the names of the images", "object"),
+        _option("--boxes FILE", 'JSON of boxes by image, as in {"a.png": [x0, y0, x1, y1]}', "object", type=_boxes),
         _option(
             "--set-metric OPTION=VALUE", "such as steps=28", dest="metric_settings", type=_setting, action="append"
         ),
@@ -253,7 +258,9 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "execution": [
         _option("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
-        _option("--device NAME", "cpu, cuda:1 or auto; batch: also cuda:0,cuda:1 (default: auto)", default="auto"),
+        _option(
+            "--device NAME", "cpu, cuda:1 or auto; batch, evaluate: also cuda:0,cuda:1 (default: auto)", default="auto"
+        ),
         _option("--batch-size N", "images per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
         _option("--workers N", "number of threads (default: one per core)", type=_positive_integer),
     ],

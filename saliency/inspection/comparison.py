@@ -397,7 +397,8 @@ def compare(
     targets: TargetLike = None,
     metrics: Sequence[str | Metric] = ("deletion", "insertion"),
     *,
-    masks: Sequence[Any] | None = None,
+    masks: Sequence[Any] | Tensor | None = None,
+    boxes: Sequence[Any] | Tensor | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Comparison:
@@ -414,7 +415,9 @@ def compare(
             insertion each run about 1,800 forwards per image, and 220 for each further method with maps of the same
             resolution; `Deletion(steps=28)` runs about 220 and 27.
         masks: For each image where the object is, for metrics of localisation: a path or a PIL image of the size of the
-            image, in which the object is not black; or a tensor (H, W) as the model sees it.
+            image, in which the object is not black; or a tensor (H, W) as the model sees it. None for an image without.
+        boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;
+            or several boxes, (K, 4). None for an image without. The box (0, 0, 1, 1) is the first pixel.
         seed: The seed of all draws.
         **options: As for `saliency.metrics.measure`: `score`, `chunk`, `precision`, `progress`.
 
@@ -422,21 +425,23 @@ def compare(
         A table of methods and controls by metrics, with errors, ranks and significant differences.
 
     Raises:
-        MethodError: A metric does not exist or lacks something, or the numbers of targets, masks and images differ.
-        ImageError: A mask has another size than its image.
+        MethodError: A metric does not exist or lacks something, an image has a mask and a box, or the numbers of
+            targets, masks, boxes and images differ.
+        ImageError: A mask has another size than its image, or a box is empty or exceeds the image.
         SaliencyError: A method or an image raises it.
     """
     resolved = [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in metrics]
-    given = targets.tolist() if isinstance(targets, Tensor) else targets
-    each = given if isinstance(given, list | tuple) else [given] * len(images)
-    shown = [None] * len(images) if masks is None else masks
-    if not len(each) == len(shown) == len(images):
-        raise MethodError(f"got {len(each)} targets and {len(shown)} masks for {len(images)} images")
+    own = targets.tolist() if isinstance(targets, Tensor) else targets
+    each = own if isinstance(own, list | tuple) else [own] * len(images)
+    regions = [[None] * len(images) if given is None else given for given in (masks, boxes)]
+    counts = len(each), *map(len, regions)
+    if set(counts) != {len(images)}:
+        raise MethodError("got {} targets, {} masks and {} boxes for {} images".format(*counts, len(images)))
     results: list[Result] = []
-    for index, (image, target, mask) in enumerate(zip(images, each, shown, strict=True)):
+    for index, (image, target, *where) in enumerate(zip(images, each, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
-            results += measure_image(str(index), name, method, image, target, resolved, mask, **context)
+            results += measure_image(str(index), name, method, image, target, resolved, *where, **context)
     return Comparison(results, seed)
 
 
@@ -454,6 +459,7 @@ def measure_image(
     target: Any,
     metrics: Sequence[Metric],
     mask: Any = None,
+    boxes: Any = None,
     **options: Any,
 ) -> list[Result]:
     """Explain one image, and measure the explanation by all metrics.
@@ -466,6 +472,7 @@ def measure_image(
         target: The target.
         metrics: The metrics.
         mask: The mask of the object, as for `compare`.
+        boxes: One or several boxes of the object, as for `compare`.
         **options: As for `saliency.metrics.measure`.
 
     Raises:
@@ -475,7 +482,10 @@ def measure_image(
     explanation = method.attribute(image, target)
     explanation.values.cpu()  # waits for a GPU
     seconds = time.perf_counter() - start
-    seen = None if mask is None else _mask_as_seen(mask, explanation)
+    if mask is not None and boxes is not None:
+        raise MethodError("got a mask and a box of the same image; expected one of them")
+    shown = mask if boxes is None else _box_mask(boxes, explanation)
+    seen = None if shown is None else _mask_as_seen(shown, explanation)
     context = {"method": method, "inputs": image, "target": target, "masks": seen, **options}
     measurements = measure(metrics, explanation, **context)
     results = []
@@ -514,3 +524,26 @@ def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
     height, width = explanation.input_size
     seen = picture.transform((width, height), Image.Transform.EXTENT, frame.box)
     return torch.as_tensor(np.asarray(seen).any(-1), device="cpu")
+
+
+def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
+    """Return the mask of the boxes of an image: a picture of its size, or a tensor if the image was given as one.
+
+    Raises:
+        ImageError: These are no boxes, or one is empty or exceeds the image.
+    """
+    frame, (height, width) = explanation.frames[0], explanation.input_size
+    mask = Image.new("L", (width, height) if frame is None else frame.picture.size)
+    try:
+        rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError):  # no numbers, or rows of several lengths
+        rows = torch.empty(0, 0, dtype=torch.float64, device="cpu")
+    rows = rows if rows.dim() > 1 else rows.view(1, -1)
+    first, last = rows[:, :2], rows[:, 2:]
+    size = torch.tensor(mask.size, dtype=torch.float64, device="cpu")
+    if rows.shape[1:] != (4,) or not len(rows) or not ((first >= 0) & (first < last) & (last <= size)).all():
+        within = f"0 <= x0 < x1 <= {mask.width} and 0 <= y0 < y1 <= {mask.height}, the size of the image"
+        raise ImageError(f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several, with {within}")
+    for left, top, right, bottom in rows.tolist():
+        mask.paste(255, (math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)))
+    return mask if frame is not None else torch.as_tensor(np.array(mask), device="cpu")

@@ -29,6 +29,7 @@ from saliency.batch.output_folder import LOCK, locked
 from saliency.batch.run import Run
 from saliency.batch.run_options import RunOptions
 from saliency.batch.sources import find_images
+from saliency.cli import main
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 
 # Ray builds its settings by way of names that it has deprecated itself.
@@ -196,6 +197,36 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     assert about["batch_size"] == 2
     quick(tmp_path / "in", tmp_path / "local", methods=METHODS, batch_size=2, maps=True)
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "local")]
+
+
+def test_evaluate_measures_on_ray_as_it_does_here_and_either_resumes_the_other(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
+    photos(tmp_path / "in", 3)
+    (tmp_path / "in" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
+    (tmp_path / "boxes.json").write_text(json.dumps({f"0{number}.png": [5, 5, 30, 20] for number in range(3)}))
+
+    def evaluated(out: str, *words: str) -> list[dict[str, Any]]:
+        given = [
+            str(tmp_path / "in"),
+            "--boxes",
+            str(tmp_path / "boxes.json"),
+            "--metrics",
+            "deletion",
+            "relevance_rank",
+        ]
+        options = ["--set-metric", "steps=2", "--device", "cpu", "--workers", "1", "--out", str(tmp_path / out)]
+        assert main(["evaluate", *given, *options, "--quiet", *words]) == 1
+        results = json.loads((tmp_path / out / "evaluation.json").read_text())["results"]
+        return [{**each, "seconds": None} for each in results]
+
+    evaluated("ray", "--engine", "ray", "--method", "grad_cam")
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "ray" / "results").iterdir()}
+    both = ("--method", "grad_cam", "layer_cam")
+    assert evaluated("ray", *both) == evaluated("local", *both)
+    assert len(written) == 3
+    assert written == {path: path.stat().st_mtime_ns for path in written}
 
 
 def test_more_workers_than_processors_are_refused(cluster: Any) -> None:

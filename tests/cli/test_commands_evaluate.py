@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,8 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The images and methods that are measured, not read from files."""
-    seen = []
+    """The images and methods that are measured, not read from files, in any order."""
+    seen: list[tuple[str, str]] = []
 
     def spy(name: str, method_name: str, *arguments: Any, **options: Any) -> list[Result]:
         seen.append((name, method_name))
@@ -80,11 +83,11 @@ def test_a_rerun_reads_what_is_measured_and_measures_what_is_new(
 ) -> None:
     run(source)
     first = content(tmp_path)
-    assert measured == [("00", "grad_cam"), ("01", "grad_cam"), ("02", "grad_cam")]
+    assert sorted(measured) == [("00", "grad_cam"), ("01", "grad_cam"), ("02", "grad_cam")]
     measured.clear()
     noise(source / "01.png", 9)  # has changed
     assert run(source, "-m", "grad_cam", "layer_cam")[0] == 0
-    assert measured == [("00", "layer_cam"), ("01", "grad_cam"), ("01", "layer_cam"), ("02", "layer_cam")]
+    assert sorted(measured) == [("00", "layer_cam"), ("01", "grad_cam"), ("01", "layer_cam"), ("02", "layer_cam")]
     measured.clear()
     assert run(source, "-m", "grad_cam", "layer_cam")[0] == 0
     assert measured == []
@@ -140,6 +143,39 @@ def test_masks_are_found_by_name_and_a_missing_one_is_a_failure(run: Run, source
     assert by_image == {"00", "01"}
 
 
+def test_boxes_are_found_by_file_name_and_a_changed_one_is_measured_again(
+    run: Run, source: Path, tmp_path: Path, measured: list[tuple[str, str]]
+) -> None:
+    boxes: dict[str, Any] = {"00.png": [10, 0, 40, 30], "01.png": [[0, 0, 5, 5], [10, 0, 40, 30]]}
+    (tmp_path / "boxes.json").write_text(json.dumps(boxes))
+    words = (source, "--boxes", tmp_path / "boxes.json", "--metrics", "relevance_rank")
+    code, _, err = run(*words)
+    assert code == 1
+    assert "02.png has no box: the file of --boxes does not name it" in err
+    by_image = {each["image"] for each in content(tmp_path)["results"] if each["metric"] == "relevance_rank"}
+    assert by_image == {"00", "01"}
+    (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"01.png": [9, 0, 40, 30], "02.png": [0, 0, 41, 30]}))
+    measured.clear()
+    assert "02.png: got the box [0, 0, 41, 30]; expected (x0, y0, x1, y1)" in run(*words)[2]
+    assert sorted(measured) == [("01", "grad_cam"), ("02", "grad_cam")]
+
+
+def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*arguments: Any, **options: Any) -> list[Result]:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return measure_image(*arguments, **options)
+
+    monkeypatch.setattr(evaluate, "measure_image", pressed)
+    code, _, err = run(source, "-m", "grad_cam", "layer_cam", "--workers", "1")
+    assert code == 130
+    assert "finished methods are kept; re-run to resume" in err
+    (kept,) = (tmp_path / "out" / "results").iterdir()
+    assert kept.name.endswith(".grad_cam.json")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -149,6 +185,7 @@ def test_masks_are_found_by_name_and_a_missing_one_is_a_failure(run: Run, source
         (["--set-metric", "stpes=3"], 'no option "stpes" of deletion'),
         (["--target", "zebra"], "zebra"),
         (["--masks", "nowhere"], "there is no image: nowhere"),
+        (["--boxes", "nowhere"], "nowhere: expected JSON of boxes by image"),
     ],
 )
 def test_an_invalid_command_line_exits_with_two(run: Run, source: Path, words: list[str], message: str) -> None:

@@ -234,9 +234,42 @@ def test_masks_are_seen_through_the_crop_of_the_model(tmp_path: Path) -> None:
         compare([method], [photo], None, metrics, masks=[mask.crop((0, 0, 20, 30))])
 
 
+def test_boxes_are_masks_in_pixels_of_the_image(tmp_path: Path) -> None:
+    photo = Image.open(noise(tmp_path / "a.png", 0))  # 40 x 30
+    mask = Image.new("L", (40, 30))
+    mask.paste(255, (0, 0, 30, 30))
+    mask.paste(255, (35, 10, 38, 20))
+    metrics = ("relevance_rank", "energy_pointing_game")
+    drawn = compare([GradCAM(Tiny())], [photo], None, metrics, masks=[mask])
+    boxes = [(0, 0, 30, 30), (35.2, 10, 37.5, 20)]  # a pixel that a box covers in part belongs to it
+    assert compare([GradCAM(Tiny())], [photo], None, metrics, boxes=[boxes]).rows[0].mean == drawn.rows[0].mean
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    seen = torch.zeros(2, 8, 8, dtype=torch.bool)
+    seen[:, 2:5, 1:4] = True
+    method = VanillaGradient(Linear())
+    given = compare([method], images, 0, metrics, boxes=torch.tensor([[1, 2, 4, 5]] * 2))
+    assert [each.value for each in given.results] == [
+        each.value for each in compare([method], images, 0, metrics, masks=seen).results
+    ]
+    some = compare([method], images, 0, ["gini"], boxes=[None, (1, 2, 4, 5)])
+    assert len(some.results) == 2
+
+
+@pytest.mark.parametrize(
+    "box",
+    [(1, 2, 3), [(1, 2, 3, 4), (1, 2, 3)], "cat", [], (0, 0, 41, 30), (-1, 0, 4, 4), (5, 5, 5, 9), (9, 2, 4, 8)],
+)
+def test_a_box_that_is_none_or_is_not_within_the_image_is_an_error(box: object, tmp_path: Path) -> None:
+    photo = Image.open(noise(tmp_path / "a.png", 0))
+    with pytest.raises(ImageError, match=r"expected \(x0, y0, x1, y1\).* x1 <= 40 and .* y1 <= 30"):
+        compare([GradCAM(Tiny())], [photo], None, ["roc_auc"], boxes=[box])
+
+
 def test_numbers_of_targets_and_masks_are_those_of_the_images() -> None:
-    with pytest.raises(MethodError, match="got 1 targets and 2 masks for 2 images"):
+    with pytest.raises(MethodError, match="got 1 targets, 2 masks and 2 boxes for 2 images"):
         compare([VanillaGradient(Linear())], list(torch.rand(2, 3, 8, 8)), [0], masks=[None, None])
+    with pytest.raises(MethodError, match="a mask and a box of the same image"):
+        compare([VanillaGradient(Linear())], [torch.rand(3, 8, 8)], 0, masks=[torch.ones(8, 8)], boxes=[(0, 0, 2, 2)])
 
 
 def test_curves_are_means_over_the_images_that_count() -> None:
