@@ -33,6 +33,7 @@ from ..hooks.model_state import is_out_of_memory, leaf, run_model
 from ..hooks.rectifiers import INDEPENDENT, NO_GRADIENT, Coverage, differentiate
 from ..validation import check_choice, check_integer, check_number
 from .estimates import Estimate
+from .window import WindowForward
 
 CHUNK_CPU, CHUNK_ACCELERATOR = 4 * 224**2, 64 * 224**2
 """Pixels of an automatic chunk. They are fixed, so that the same call gives the same bits."""
@@ -44,6 +45,9 @@ CHECK_INTERVAL = 16
 
 BAR_DELAY = 1.0
 """Delay in seconds before an automatic progress bar appears."""
+
+MIN_WINDOWS = 16
+"""With fewer windows, whole forwards are faster than the preparation of `WindowForward`."""
 
 MOST_PASSES = 100_000
 """Limit of the passes per image if only a tolerance or a time is set."""
@@ -159,18 +163,28 @@ class PassRunner(ExitStack):
         self._bar = tqdm(desc=label, total=passes, disable=disable, delay=delay, **style)
         self.callback(self._bar.close)
 
-    def forwards(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:
+    def forwards(self, make: MakeInputs, count: int, *, local: bool = False) -> Iterator[ChunkResult]:
         """Yield the scores of `count` inputs, chunk by chunk.
 
         Args:
             make: Creates the inputs from `start` to `stop`. It may be called again for the same numbers, for example
                 after memory ran out, and must return the same inputs. They are moved to the image's device and type.
             count: The number of inputs.
+            local: Whether each input differs from the image in one window. If possible, only the part of each forward
+                that depends on the window is computed; the scores are equal up to rounding.
 
         Raises:
             MethodError: `make` does not return one input of the image's shape per pass.
         """
-        return self._passes(make, count, backward=False)
+        is_local = local and self._method.precision == "exact" and count >= MIN_WINDOWS
+        return self._passes(make, count, backward=False, run=self._windows.of_images if is_local else None)
+
+    @cached_property
+    def _windows(self) -> WindowForward:
+        windows = WindowForward(self._model, self.x)
+        if windows.how == windows.part:
+            self.notes.append(windows.how)
+        return windows
 
     def gradients(self, make: MakeInputs, count: int) -> Iterator[ChunkResult]:
         """Yield the scores and the gradients at `count` inputs, chunk by chunk. See `forwards`.
@@ -181,7 +195,9 @@ class PassRunner(ExitStack):
         """
         return self._passes(make, count, backward=True)
 
-    def _passes(self, make: MakeInputs, count: int, *, backward: bool) -> Iterator[ChunkResult]:
+    def _passes(
+        self, make: MakeInputs, count: int, *, backward: bool, run: Callable[[Tensor], Any] | None = None
+    ) -> Iterator[ChunkResult]:
         model, kind, precision = self._model, "gradient" if backward else "forward", self._method.precision
         if precision != "exact":
             from .fast_copy import faster_model
@@ -193,7 +209,7 @@ class PassRunner(ExitStack):
             at = leaf(inputs) if backward else inputs
             # Not inference_mode: its tensors fail in worker threads of the model and in tensors that the model caches.
             with torch.set_grad_enabled(backward):
-                scores = self.target(len(inputs))(run_model(model, at))
+                scores = self.target(len(inputs))(run(at) if run else run_model(model, at))
                 gradients = gradient_at(scores, at) if backward else inputs[:0]
             return ChunkResult(start, inputs, scores.detach(), gradients)
 

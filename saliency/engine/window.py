@@ -312,6 +312,17 @@ class WindowForward(PartialForward):
             output = program and self._attempt(lambda: self._replay(program, patch).output())
             return self._run(patch.whole()) if output is None else output
 
+    def of_images(self, images: Tensor) -> Any:
+        """Return the model's output for images (k, C, H, W), each of which differs from the image in one window."""
+        changed = (images != self._x).any(1)
+        height, tops = _spans(changed.any(2))
+        width, lefts = _spans(changed.any(1))
+        if self._program is None or Rectangles(height, width, tops, lefts).nearly_fill(self._x.shape[-2:]):
+            return self._run(images)
+        corners = zip(images, tops, lefts, strict=True)
+        patches = [image[:, top : top + height, left : left + width] for image, top, left in corners]
+        return self(torch.stack(patches), tops, lefts)
+
     def _patch(self, patches: Tensor, tops: Sequence[int], lefts: Sequence[int]) -> Patch:
         place = Rectangles(patches.shape[-2], patches.shape[-1], tuple(tops), tuple(lefts))
         return Patch(patches, place, tuple(self._x.shape[-2:]), self._x)
@@ -351,6 +362,15 @@ class WindowForward(PartialForward):
         if local.computed > MOST_COMPUTED * len(rows) * self._whole:
             raise ReplayMismatch("early layers of the model read the whole image")
         return output
+
+
+def _spans(changed: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return the length of spans that contain the true values of each row (k, n), and where each begins."""
+    count = changed.shape[1]
+    first = changed.int().argmax(1)
+    end = torch.where(changed.any(1), count - changed.flip(1).int().argmax(1), first + 1)
+    length = int((end - first).max())
+    return length, tuple(first.clamp(max=count - length).tolist())
 
 
 class _CleanReplay(Replay):

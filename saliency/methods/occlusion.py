@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import ClassVar
 
@@ -12,13 +12,9 @@ from torch import Tensor
 from ..attribution.options import ConvertedOption
 from ..engine.estimates import generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
-from ..engine.window import WindowForward
 from ..errors import MethodError
 from ..validation import is_integer, is_pair
 from .baselines import Filler, FillOption
-
-MIN_WINDOWS = 16
-"""With fewer windows, whole forwards are faster than the preparation of `WindowForward`."""
 
 
 def _checked_edges(option: str, edges: object) -> int | tuple[int, int]:
@@ -86,9 +82,14 @@ class Occlusion(TimedAttribution):
         corners = first + [others[number] for number in order.tolist()]
         if self.seconds is not None:
             passes.least = len(first)
+        filler = Filler(passes.x, self.fill)
         total, covered = torch.zeros(2, *size, dtype=torch.float64, device="cpu")
-        for start, scores in self._scores(passes, corners, (height, width)):
-            for (top, left), fall in zip(corners[start:], (score - scores).tolist(), strict=False):
+
+        def make(start: int, stop: int) -> Tensor:
+            return self._hidden(filler, corners[start:stop], (height, width))
+
+        for done in passes.forwards(make, len(corners), local=True):
+            for (top, left), fall in zip(corners[done.start :], (score - done.scores).tolist(), strict=False):
                 window = (slice(top, top + height), slice(left, left + width))
                 total[window] += fall
                 covered[window] += 1
@@ -98,33 +99,12 @@ class Occlusion(TimedAttribution):
             passes.notes.append(f"{float((covered > 0).double().mean()):.0%} of the image was covered")
         return ImageAttribution((total / covered.clamp(min=1))[None].to(passes.x))
 
-    def _scores(
-        self, passes: PassRunner, corners: list[tuple[int, int]], size: tuple[int, int]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of the first window of each chunk, and the scores (k,) with its windows hidden."""
-        x, filler = passes.x, Filler(passes.x, self.fill)
-
-        def hidden(start: int, stop: int) -> Tensor:  # (k, C, H, W)
-            masks = torch.zeros(stop - start, 1, *x.shape[2:], dtype=torch.bool, device=x.device)
-            for mask, (top, left) in zip(masks, corners[start:stop], strict=True):
-                mask[:, top : top + size[0], left : left + size[1]] = True
-            return filler(masks)
-
-        local = WindowForward(self.model, x) if self.precision == "exact" and len(corners) >= MIN_WINDOWS else None
-        if local is None or local.how != WindowForward.part:
-            for done in passes.forwards(hidden, len(corners)):
-                yield done.start, done.scores
-            return
-
-        def compute(start: int, stop: int) -> tuple[int, Tensor]:
-            tops, lefts = zip(*corners[start:stop], strict=True)
-            rows = zip(hidden(start, stop), tops, lefts, strict=True)
-            patches = torch.stack([image[:, top : top + size[0], left : left + size[1]] for image, top, left in rows])
-            with torch.no_grad():
-                return start, passes.target(stop - start)(local(patches, tops, lefts))
-
-        yield from passes.chunks(compute, len(corners))
-        passes.notes.append(local.how)
+    def _hidden(self, filler: Filler, corners: list[tuple[int, int]], size: tuple[int, int]) -> Tensor:
+        """Return the images (k, C, H, W) with windows of a size hidden, given by their corners."""
+        masks = torch.zeros(len(corners), 1, *filler.x.shape[2:], dtype=torch.bool, device=filler.x.device)
+        for mask, (top, left) in zip(masks, corners, strict=True):
+            mask[:, top : top + size[0], left : left + size[1]] = True
+        return filler(masks)
 
 
 def _starts(length: int, window: int, stride: int) -> list[int]:

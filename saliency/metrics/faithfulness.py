@@ -290,7 +290,12 @@ class Infidelity(PerturbationMetric):
             draws = torch.rand(2, generator=generator(image.seed, number), dtype=torch.float64, device="cpu").tolist()
             top, left = int(draws[0] * (height - side + 1)), int(draws[1] * (width - side + 1))
             square[top : top + side, left : left + side] = True
-        falls = image.falls(("square", side, self.samples), squares, self.fill)
+
+        def hidden(start: int, stop: int) -> Tensor:
+            return squares[start:stop]
+
+        key = ("square", side, self.samples)
+        falls = image.full - image.masked_scores(key, self.samples, self.fill, hidden, local=True)
         sums = torch.stack([image.contributions(self.fill)[:, square].sum(1) for square in squares], 1).cpu().double()
 
         def errors(chosen: Tensor) -> Tensor:
@@ -479,7 +484,7 @@ class MonotonicityCorrelation(PerturbationMetric):
             return torch.stack(images)
 
         key = ("replaced", id(segments), self.samples)
-        scores = image.scores(key, segments.count * self.samples, make).view(-1, self.samples)
+        scores = image.scores(key, segments.count * self.samples, make, local=True).view(-1, self.samples)
         return image.segment_sums(segments, image.maps.abs()), (image.full - scores).square()
 
 

@@ -122,22 +122,26 @@ class PerturbedImage:
         segments: Segments = self.once(key, segmented, self.x, by, self.preprocess)
         return segments
 
-    def scores(self, key: Hashable, count: int, make: MakeInputs) -> Tensor:
+    def scores(self, key: Hashable, count: int, make: MakeInputs, *, local: bool = False) -> Tensor:
         """Return the scores of `count` images (count,), float64 on the CPU. Equal keys are run once.
 
         Args:
             key: What determines the images.
             count: The number of images.
             make: As for `PassRunner.forwards`.
+            local: As for `PassRunner.forwards`.
         """
-        scores: Tensor = self.once(("scores", key), self._run, count, make)
+        scores: Tensor = self.once(("scores", key), self._run, count, make, local)
         return scores
 
-    def _run(self, count: int, make: MakeInputs) -> Tensor:
+    def _run(self, count: int, make: MakeInputs, local: bool) -> Tensor:
         none = torch.empty(0, dtype=torch.float64, device="cpu")
-        return torch.cat([none, *(chunk.scores.cpu() for chunk in self.passes.forwards(make, count))])
+        chunks = self.passes.forwards(make, count, local=local)
+        return torch.cat([none, *(chunk.scores.cpu() for chunk in chunks)])
 
-    def masked_scores(self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor]) -> Tensor:
+    def masked_scores(
+        self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor], *, local: bool = False
+    ) -> Tensor:
         """Return the scores (count,) with some pixels replaced.
 
         Args:
@@ -145,13 +149,14 @@ class PerturbedImage:
             count: The number of images.
             fill: The value of hidden pixels.
             hidden: Returns the masks (k, H, W) from one number to another, true for hidden pixels.
+            local: As for `PassRunner.forwards`.
         """
         filler = Filler(self.x, fill)
-        return self.scores((key, fill_name(fill)), count, lambda start, stop: filler(hidden(start, stop)[:, None]))
 
-    def falls(self, key: Hashable, hidden: Tensor, fill: Fill) -> Tensor:
-        """Return the falls of the score (k,) without the pixels of masks (k, H, W)."""
-        return self.full - self.masked_scores(key, len(hidden), fill, lambda start, stop: hidden[start:stop])
+        def make(start: int, stop: int) -> Tensor:
+            return filler(hidden(start, stop)[:, None])
+
+        return self.scores((key, fill_name(fill)), count, make, local=local)
 
     def empty(self, fill: Fill) -> float:
         """Return the score with all pixels replaced."""
@@ -229,10 +234,13 @@ class PerturbedImage:
             fill: The value of hidden pixels.
         """
         segments = self.segments(by)
-        falls = self.full - self.masked_scores(
-            (key, id(segments)), len(chosen), fill, lambda start, stop: segments.hidden(~chosen[start:stop])[:, 0]
-        )
-        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, falls
+        is_single = bool((chosen.sum(1) == 1).all())
+
+        def hidden(start: int, stop: int) -> Tensor:
+            return segments.hidden(~chosen[start:stop])[:, 0]
+
+        scores = self.masked_scores((key, id(segments)), len(chosen), fill, hidden, local=is_single)
+        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, self.full - scores
 
     def subsets(self, by: ResolvedSegments, size: int, samples: int, fill: Fill) -> tuple[Tensor, Tensor]:
         """Return the same for random sets of `size` segments."""

@@ -107,6 +107,8 @@ def right(model: nn.Module, x: Tensor, height: int = 5, width: int = 7, share: f
         assert local.how == WindowForward.part, local.why
         assert torch.equal(patches, before)
         whole = pasted(x, patches, tops, lefts)
+        same(local.of_images(whole), expected)
+        assert share_of(lambda: local.of_images(whole), lambda: model(whole.clone())) < share
         assert share_of(lambda: local(patches, tops, lefts), lambda: model(whole)) < share
         same(local(patches[:1], tops[:1], lefts[:1]), model(pasted(x, patches[:1], tops[:1], lefts[:1])))
     return local

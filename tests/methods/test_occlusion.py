@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import saliency.methods.occlusion as module
+from saliency.engine import multi_pass
 from saliency.errors import MethodError
 from saliency.methods.baselines import Filler, resolve_fill
 from saliency.methods.occlusion import Occlusion
@@ -94,7 +94,7 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
     method = Occlusion(model, window=8, stride=5, fill=fill)
     local = method.attribute(x, 1)
     assert "only where the window reaches" in local.effort[0].note
-    monkeypatch.setattr(module, "MIN_WINDOWS", 10**9)
+    monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 10**9)
     whole = method.attribute(x, 1)
     assert whole.effort[0].note == ""
     assert whole.effort[0].passes == local.effort[0].passes == 8 * 6
@@ -103,7 +103,7 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
 
 @pytest.mark.slow
 def test_the_promises_hold_recomputed_locally_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_WINDOWS", 2)
+    monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 2)
     check_method(Occlusion)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from saliency import Explanation, InputXGradient, MethodError
+from saliency.engine import multi_pass
 from saliency.metrics import METRICS, Measurement, PerturbationMetric, measure
 from saliency.metrics.base import Metric
 from saliency.metrics.faithfulness import (
@@ -283,6 +284,20 @@ def test_the_information_curve_is_not_defined_if_blur_does_no_harm() -> None:
 
 
 # Relations of all metrics of perturbed images.
+
+
+@pytest.mark.parametrize("name", ["infidelity", "faithfulness_estimate", "monotonicity_correlation"])
+def test_scores_of_hidden_windows_are_the_same_by_whole_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double().eval()
+    x, rows = random(1, 3, 24, 24), list[int]()
+    net.register_forward_hook(lambda net, args, output: rows.append(len(output)))
+    explanation = explained(net, x)
+    local = quick(name).measure(explanation, model=net, inputs=x)
+    assert sum(rows) < 16
+    rows.clear()
+    monkeypatch.setattr(multi_pass, "MIN_WINDOWS", 10**9)
+    same(local, quick(name).measure(explanation, model=net, inputs=x))
+    assert sum(rows) > 16
 
 
 @pytest.fixture(scope="module")
