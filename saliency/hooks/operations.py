@@ -43,13 +43,15 @@ class Keep(IntEnum):
 
     NOTHING = 0
     """No record."""
-    CONSTANTS = 1
-    """Constants in sums, operands of matrix products, and operands and results of operations not of degree one."""
-    LINEAR = 2
+    ACTIVATIONS = 1
+    """Constants in sums, operands of matrix products, and operands and results of activations, norms and attention."""
+    CONSTANTS = 2
+    """Also those of products and softmax, and so of all operations not of degree one."""
+    LINEAR = 3
     """Also the results of convolutions and matrix products."""
-    CHANGES = 3
+    CHANGES = 4
     """The operands of nonlinear operations, and the constants of others. The graph saves no values."""
-    ALL = 4
+    ALL = 5
     """The operands and results of all operations."""
 
 
@@ -182,6 +184,7 @@ def _kept(op: Op, keep: Keep) -> bool:
     """Return whether a record keeps the operands of an operation."""
     # Of the others, the gradient and the constants are enough.
     others = PLAIN if keep == Keep.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
+    others = others | SOFTMAX | {"mul", "div"} if keep == Keep.ACTIVATIONS else others
     return keep == Keep.ALL or not (is_view(op) or operator_name(op) in others)
 
 
@@ -268,7 +271,7 @@ class OperationRecord(DispatchMode):
             return result
         if operation.name in NORMS or is_batch_norm(operation.op):
             return (None, *result[1:])
-        is_read = self.keep == Keep.LINEAR or (self.keep == Keep.CONSTANTS and operation.name not in LINEAR)
+        is_read = self.keep == Keep.LINEAR or (self.keep <= Keep.CONSTANTS and operation.name not in LINEAR)
         return result if is_read else None
 
     def saved_tensors(self) -> AbstractContextManager[Any]:
@@ -277,9 +280,14 @@ class OperationRecord(DispatchMode):
             return nullcontext()
         record = weakref.proxy(self)  # the graph holds the hooks: it would never be freed if these held its tensors
         return saved_tensors_hooks(
-            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if record._depends(tensor) else tensor,
+            lambda tensor: (tensor.shape, tensor.dtype, tensor.device) if record._is_unread(tensor) else tensor,
             lambda packed: packed if isinstance(packed, Tensor) else _unread(*packed),
         )
+
+    def _is_unread(self, tensor: Tensor) -> bool:
+        """Return whether no rule reads a tensor that the running operation saves, such as the indices of a max pool."""
+        running = self._operations.get(current_sequence_nr() - 1)  # None until its results are saved
+        return self._depends(tensor) or (running is not None and bool(running.args))
 
     def _is_linear(self, op: Op, args: Sequence[Any]) -> bool:
         """Return whether an operation is linear in the only operand that depends on the image."""

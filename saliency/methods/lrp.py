@@ -286,7 +286,7 @@ class AttnLRP(RelevancePropagation):
         super().__post_init__()
         gammas = {"linear": self.gamma, "conv": self.conv_gamma}
         rules: dict[str, Rule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
-        self.keep = Keep.LINEAR if rules else Keep.CONSTANTS
+        self.keep = Keep.LINEAR if rules else Keep.ACTIVATIONS
         self._composite = Composite(rules, constant_gates=self.constant_gates)
 
     def read_layer(self, x: Tensor, target: Callable[[Any], Tensor]) -> str | None:

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
-from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec
+from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec, saved
 from ..hooks.operations import (
     ADDITIVE,
     HOMOGENEOUS,
@@ -335,11 +335,11 @@ class Propagation:
 
     def _softmax(self, visit: Visit) -> Gradients:
         """Pass the gradient of a softmax, or nothing if attention weights count as constant."""
-        operation = visit.known
-        z, s = operation.args["self"], operation.result
-        passed = torch.zeros_like(z) if self.composite.constant_gates else cast("Tensor", visit.plain()[0])
+        s = cast("Tensor", saved(visit.node, "result"))
+        passed = torch.zeros_like(s) if self.composite.constant_gates else cast("Tensor", visit.plain()[0])
         visit.walk.treated["softmax as a constant" if self.composite.constant_gates else "softmax by gradient"] += 1
-        visit.absorb("softmax", s * visit.grad - torch.where(s > 0, z * passed, 0))
+        # What passes sums to zero, so the logits may be those that differ by a constant.
+        visit.absorb("softmax", s * visit.grad - torch.where(s > 0, s.log().mul_(passed), 0))
         return (passed,)
 
     def _logsumexp(self, visit: Visit) -> Gradients:

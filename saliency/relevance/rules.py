@@ -314,18 +314,27 @@ class AlphaBeta(_GradientRule):
         bias = op.bias if self.bias else None
         if not self.beta and op.is_nonnegative:
             return op.divide(op.relevance(grad), op.weight.clamp(min=0), None if bias is None else bias.clamp(min=0))
+        sums, signed, lost = self._shares(op, grad, bias)
+        return op.spread(sums, signed, bias, lost)
+
+    def _shares(self, op: LinearOperation, grad: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the sum and the difference of the shares of positive and negative parts, and what is lost."""
         sums = op.magnitudes(bias)
-        shares = op.scaled((op.output / sums).mul_(grad))
-        sums.clamp_(min=torch.finfo(sums.dtype).tiny)
-        # From -1, where all parts are negative, to 1.
-        balance = torch.div(op.output if self.bias else op.unbiased(sums), sums, out=sums)
+        # The balance is from -1, where all parts are negative, to 1.
+        if self.bias:
+            balance = torch.div(op.output, sums, out=sums)
+            shares = op.scaled(balance * grad)
+        else:
+            shares = op.scaled((op.output / sums).mul_(grad))
+            sums.clamp_(min=torch.finfo(sums.dtype).tiny)
+            balance = torch.div(op.unbiased(sums), sums, out=sums)
         up, lost = self._part(op, grad, self.alpha, shares, 1 + balance)
         if not self.beta:
-            return op.spread(up, up, bias, lost)
+            return up, up, lost
         down, kept = self._part(op, grad, -self.beta, shares, torch.sub(balance.new_ones(()), balance, out=balance))
         lost = kept if lost is None else lost if kept is None else lost.add_(kept)
         up.mul_(self.alpha)
-        return op.spread(torch.add(up, down, alpha=self.beta), up.sub_(down, alpha=self.beta), bias, lost)
+        return torch.add(up, down, alpha=self.beta, out=shares), up.sub_(down, alpha=self.beta), lost
 
     @staticmethod
     def _part(
