@@ -205,8 +205,11 @@ def test_methods_that_share_the_forward_change_nothing() -> None:
 
 def test_only_operands_of_nonlinear_operations_are_kept() -> None:
     conv, norm, x = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), images(2)
-    forward = SharedForward(nn.Sequential(conv, norm, nn.ReLU(inplace=True)), x, keep=Keep.CHANGES)
-    relu, batch_norm, convolution = nodes_between(forward.output, forward.x)[:3]
+    model = nn.Sequential(conv, norm, nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    forward = SharedForward(model, x, keep=Keep.CHANGES)
+    pool, relu, batch_norm, convolution = nodes_between(forward.output, forward.x)[:4]
+    with pytest.raises(RuntimeError):
+        saved(pool, "result1")
     assert bool(saved(relu, "result").isnan().all())
     assert bool(saved(convolution, "input").isnan().all())
     assert torch.equal(saved(convolution, "weight"), conv.weight)

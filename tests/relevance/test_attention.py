@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saliency import CPLRP, AttnLRP, SaliencyWarning
 from saliency.attribution.explanation import Explanation
+from saliency.attribution.forward import SharedForward
+from saliency.hooks.rectifiers import nodes_between
 from tests.models import Checkpointed, FunctionModel, OwnForward, small_vit
 from tests.relevance.explicit_vit import ExplicitViT
 
@@ -53,6 +55,15 @@ def test_a_vision_transformer_is_the_one_spelled_out(method: type[AttnLRP]) -> N
     found = method(model).attribute(x, target)
     assert_same(found.scores, expected.scores)
     assert_same(found.values, expected.values, 1e-6)
+
+
+def test_constant_factors_and_logits_keep_no_operands() -> None:
+    model = FunctionModel(lambda x: (x * 2).softmax(-1).tanh())
+    forward = SharedForward(model, images(), keep=AttnLRP(model).keep)
+    found = map(forward.operations.operation, nodes_between(forward.output, forward.x))
+    operands = {operation.name: list(operation.args) for operation in found if operation}
+    assert operands["tanh"] == ["self"]
+    assert operands["_softmax"] == operands["mul"] == []
 
 
 @pytest.mark.parametrize("method", METHODS)
