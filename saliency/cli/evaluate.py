@@ -160,15 +160,15 @@ class Evaluation(RunContext):
 
     def _file(self, image: ImageEntry, method: str) -> tuple[Path, list[Any]]:
         """Return the file of the results, and what determines them, as JSON values."""
-        files = [[each.path, each.offset, *each.stamp] for each in (image, self._mask(image)) if each is not None]
-        key = [self.settings[method], files, image.target, self._boxes(image)]
+        mask, boxes = self._object(image)
+        files = [[each.path, each.offset, *each.stamp] for each in (image, mask) if each is not None]
+        key = [self.settings[method], files, image.target, boxes]
         return self.out / "results" / f"{image.name}.{method}.json", json.loads(json.dumps(key))
 
-    def _mask(self, image: ImageEntry) -> ImageEntry | None:
-        return None if self.masks is None else self.masks.get(image.name)
-
-    def _boxes(self, image: ImageEntry) -> Any:
-        return None if self.boxes is None else self.boxes.get("/".join((*image.folder, image.label)))
+    def _object(self, image: ImageEntry) -> tuple[ImageEntry | None, Any]:
+        """Return the mask and the boxes of an image; None for what it has not."""
+        file = "/".join((*image.folder, image.label))
+        return (self.masks or {}).get(image.name), (self.boxes or {}).get(file)
 
     def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> list[list[Row]]:
         """Measure each image by the methods of its task, and write the results."""
@@ -199,7 +199,7 @@ class Evaluation(RunContext):
     ) -> list[Result]:
         if loaded.failure is not None:
             raise loaded.failure
-        mask, boxes = self._mask(image), self._boxes(image)
+        mask, boxes = self._object(image)
         if self.masks is not None and mask is None:
             raise ImageError(f'has no mask: no image in the folder of --masks is called "{image.name}"')
         if self.boxes is not None and boxes is None:

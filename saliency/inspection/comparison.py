@@ -280,18 +280,14 @@ class _MetricValues:
             if better and each.metric == self.name and each.is_significant
         ]
         ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
-        count = len(self.images)
-        beaten = [tuple(worse for winner, worse in wins if winner == name) for name in self.methods]
-        about = zip(self.methods, self.values, ranks, beaten, self.seconds, strict=True)
-        rows = [
-            ComparisonRow(name, self.name, *_mean(values), better, *rank, worse, count, seconds)
-            for name, values, rank, worse, seconds in about
-        ]
+        rows, count = [], len(self.images)
+        for name, values, rank, seconds in zip(self.methods, self.values, ranks, self.seconds, strict=True):
+            beaten = tuple(worse for winner, worse in wins if winner == name)
+            rows.append(ComparisonRow(name, self.name, *_mean(values), better, *rank, beaten, count, seconds))
         rows.sort(key=lambda row: row.rank or 0)
-        controls = [(name, *_mean(values.mean(0))) for name, values in self.controls.items()]
-        return rows + [
-            ComparisonRow(name, self.name, mean, error, better, images=count) for name, mean, error in controls
-        ]
+        for name, values in self.controls.items():
+            rows.append(ComparisonRow(name, self.name, *_mean(values.mean(0)), better, images=count))
+        return rows
 
 
 def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:

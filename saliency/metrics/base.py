@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..targets.targets import TargetLike, probability
 from ..validation import Registry, check_choice
 
 Score = Literal["probability", "explained"]
+_T = TypeVar("_T")
 
 RANDOM_MAPS = 5
 """The number of random maps among the controls."""
@@ -111,11 +112,12 @@ def _number(values: Tensor) -> str:
 class SharedResults:
     """Results that metrics share, each of which is computed once."""
 
-    def once(self, key: Hashable, compute: Callable[..., Any], *arguments: Any) -> Any:
+    def once(self, key: Hashable, compute: Callable[..., _T], *arguments: Any) -> _T:
         """Return `compute(*arguments)`, which runs once for each key."""
         if key not in self._known:
             self._known[key] = compute(*arguments)
-        return self._known[key]
+        result: _T = self._known[key]
+        return result
 
     @cached_property
     def _known(self) -> dict[Hashable, Any]:

@@ -63,8 +63,7 @@ class Maps(SharedResults):
 
     def again(self) -> Tensor:
         """Return the maps of the explained images, computed again."""
-        values: Tensor = self.once("again", self, self.subject.images)
-        return values
+        return self.once("again", self, self.subject.images)
 
     def _control_maps(self, images: Tensor) -> Tensor:
         shape = (1, *self.subject.explanation.values.shape[2:])

@@ -77,7 +77,7 @@ class PerturbedImage:
         orders: (M, H, W) the same for metrics of the order of the pixels.
         seed: The seed of all draws.
         preprocess: How images become the model's input, if known.
-        once: Returns results that do not depend on the map, as `SharedResults.once` does.
+        shared: Results that do not depend on the map.
     """
 
     def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int, is_explained: bool) -> None:
@@ -85,9 +85,9 @@ class PerturbedImage:
         self.maps, self.orders, self.seed = subject.maps[:, index], subject.orders[:, index], subject.seed
         self.preprocess = subject.reader.preprocess
         self._subject, self._index = subject, index
-        target = subject.explanation.target[index], is_explained
+        target = index, subject.explanation.target[index], is_explained  # the class is None for other targets
         key = "image", id(subject.reader.model), *target, self.seed, digest(self.x)
-        self.once: Callable[..., Any] = subject.shared.once(key, SharedResults).once
+        self.shared = subject.shared.once(key, SharedResults)
 
     @property
     def pixels(self) -> int:
@@ -105,8 +105,7 @@ class PerturbedImage:
         Values in score units per unit of the input are multiplied by the difference to the fill. Others are taken as
         they are.
         """
-        maps: Tensor = self._subject.once(("contributions", self._index, fill_name(fill)), self._contributions, fill)
-        return maps
+        return self._subject.once(("contributions", self._index, fill_name(fill)), self._contributions, fill)
 
     def _contributions(self, fill: Fill) -> Tensor:
         explanation = self._subject.explanation[self._index]
@@ -119,8 +118,7 @@ class PerturbedImage:
     def segments(self, by: ResolvedSegments) -> Segments:
         """Return the segments of the image."""
         key = "segments", by if isinstance(by, int | tuple) else id(by)
-        segments: Segments = self.once(key, segmented, self.x, by, self.preprocess)
-        return segments
+        return self.shared.once(key, segmented, self.x, by, self.preprocess)
 
     def scores(self, key: Hashable, count: int, make: MakeInputs, *, local: bool = False) -> Tensor:
         """Return the scores of `count` images (count,), float64 on the CPU. Equal keys are run once.
@@ -131,8 +129,7 @@ class PerturbedImage:
             make: As for `PassRunner.forwards`.
             local: As for `PassRunner.forwards`.
         """
-        scores: Tensor = self.once(("scores", key), self._run, count, make, local)
-        return scores
+        return self.shared.once(("scores", key), self._run, count, make, local)
 
     def _run(self, count: int, make: MakeInputs, local: bool) -> Tensor:
         none = torch.empty(0, dtype=torch.float64, device="cpu")
@@ -198,8 +195,7 @@ class PerturbedImage:
     @property
     def blurred(self) -> GivenImages:
         """The image under a Gaussian of 11 pixels with a standard deviation of 5, as in RISE."""
-        images: GivenImages = self.once("blurred", self._blurred)
-        return images
+        return self.shared.once("blurred", self._blurred)
 
     def _blurred(self) -> GivenImages:
         weights = torch.exp(-0.5 * ((torch.arange(11, device=self.x.device) - 5) / 5).square()).to(self.x)

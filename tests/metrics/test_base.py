@@ -45,6 +45,16 @@ def test_metrics_of_one_call_share_the_forwards_of_equal_images(model: nn.Module
     assert torch.allclose(alone.values, between.values)
 
 
+def test_equal_images_with_other_targets_share_nothing(model: nn.Module, x: Tensor) -> None:
+    method, twice = InputXGradient(model), x[:1].expand(2, -1, -1, -1)
+    functions = [lambda output: output[:, 0], lambda output: -output[:, 0]]
+    explanation = method.attribute(twice, functions)
+    assert explanation.target == (None, None)
+    result = Deletion(steps=4).measure(explanation, method=method, inputs=twice, target=functions)
+    constant = result.controls["constant"].values
+    assert torch.allclose(constant[0], -constant[1])
+
+
 def test_the_gradient_of_a_linear_model_has_no_infidelity(model: nn.Module, x: Tensor) -> None:
     for method in (VanillaGradient(model), InputXGradient(model)):
         metric = Infidelity(samples=200, scaled=False)
