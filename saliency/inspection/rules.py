@@ -1,7 +1,8 @@
 """Rules for `edit_gradients` and `edit_activations`.
 
 A rule is a function from a tensor to its replacement, of the same shape, dtype and device; None leaves the tensor
-unchanged. A list of rules is applied in order.
+unchanged. A list of rules is applied in order. Simple arithmetic needs no rule of this module:
+`lambda gradient: gradient.clamp(-1, 1)` clips each value.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,11 @@ class NamedRule:
         name: The call that creates it, such as "scale(2.0)".
         function: The rule.
         restart: Function that creates the rule with its initial state for a new block; None if the rule has no state.
-        steps: The rules that it applies in order, if it combines several.
     """
 
     name: str
     function: Rule
     restart: Callable[[], NamedRule] | None = None
-    steps: tuple[Rule, ...] = ()
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
         """Return the replacement of a tensor; None leaves it unchanged."""
@@ -60,7 +59,7 @@ def as_rules(rule: Any) -> tuple[Rule, ...]:
         MethodError: The argument is neither a rule nor an iterable of rules.
     """
     if callable(rule):
-        return getattr(rule, "steps", None) or (rule,)
+        return (rule,)
     if isinstance(rule, Iterable) and not isinstance(rule, str | Tensor):
         return tuple(step for part in rule for step in as_rules(part))
     hint = f"; for a factor, use rules.scale({rule!r})" if isinstance(rule, Real) else ""
@@ -126,25 +125,6 @@ def scale(factor: float) -> NamedRule:
     """
     factor = check_number("factor", factor)
     return NamedRule(f"scale({factor!r})", lambda tensor: tensor * factor)
-
-
-def positive() -> NamedRule:
-    """Set negative values to 0. Applied to the gradient at each ReLU, this is guided backpropagation.
-
-    with edit_gradients(model, nn.ReLU, rules.positive()):
-        score(model(x)).backward()
-    """
-    return NamedRule("positive()", lambda tensor: tensor.clamp(min=0))
-
-
-def clip_value(limit: float) -> NamedRule:
-    """Limit each value to the range from -limit to limit.
-
-    Raises:
-        MethodError: The limit is negative or not a finite number.
-    """
-    limit = check_number("limit", limit, least=0)
-    return NamedRule(f"clip_value({limit!r})", lambda tensor: tensor.clamp(-limit, limit))
 
 
 def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:
@@ -253,40 +233,19 @@ def zero_channels(indices: int | Iterable[int], axis: int = 1) -> NamedRule:
     return NamedRule(name, zero)
 
 
-def show(write: Callable[[Tensor], object] | TextIO | None = None, label: str = "") -> NamedRule:
-    """Print the tensor and leave it unchanged.
+def show(label: str = "") -> NamedRule:
+    """Print the tensor in one line and leave it unchanged.
 
     Args:
-        write: A function that is called with a copy of the tensor, such as `print` or the `append` of a list; or an
-            open file, to which one line is written. None writes to the standard output.
         label: Text at the beginning of the line.
-
-    Raises:
-        MethodError: `write` is neither a function nor an open file.
     """
-    if write is not None and not callable(write) and not callable(getattr(write, "write", None)):
-        raise MethodError(f"show takes a function or an open file; got {type(write).__name__}")
 
-    def write_tensor(tensor: Tensor) -> None:
+    def write(tensor: Tensor) -> None:
         require_plain(tensor)
-        if callable(write):
-            write(tensor.detach().clone())
-        else:
-            # Look up sys.stdout at each call, since notebooks and tests replace it.
-            (write or sys.stdout).write(f"{label}{': ' if label else ''}{_summary(tensor)}\n")
+        # Look up sys.stdout at each call, since notebooks and tests replace it.
+        sys.stdout.write(f"{label}{': ' if label else ''}{_summary(tensor)}\n")
 
-    return NamedRule(f'show(label="{label}")' if label else "show()", write_tensor)
-
-
-def compose(*rules: Rule) -> NamedRule:
-    """Combine several rules into one that applies them in order. A list of rules does the same.
-
-    Raises:
-        MethodError: An argument is not a rule.
-    """
-    steps = as_rules(rules)
-    name = f"compose({', '.join(map(rule_name, steps))})"
-    return NamedRule(name, lambda tensor: apply_rules(steps, tensor, "a chain"), steps=steps)
+    return NamedRule(f'show(label="{label}")' if label else "show()", write)
 
 
 def _summary(tensor: Tensor) -> str:
