@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -20,7 +20,7 @@ from ..hooks.model_state import prepared_for_attribution, unique_modules, unwrap
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..validation import check_integer
 from .arguments import LayersLike, ModelCall, model_call, require_hookable, select_layers
-from .tables import Column, Shapes, Table, listed, shape_text, share, si
+from .tables import Column, Shapes, Table, shape_text, share, si
 
 _TIMED_FORWARDS = 3
 
@@ -59,12 +59,10 @@ class LayerTable(Table[LayerRow]):
 
     Attributes:
         model: The row of the model itself, with the totals.
-        not_called: The names of the layers that did not run. Layers inside one of these are omitted.
         seconds: The time of the fastest forward pass; None without times.
     """
 
     model: LayerRow
-    not_called: tuple[str, ...] = ()
     seconds: float | None = None
 
 
@@ -133,24 +131,21 @@ def layer_table(
     call, model = model_call(model, example), network
     names = {module: name for name, module in model.named_modules()}
     require_hookable(model, {name: module for module, name in names.items()})
-    chosen = select_layers(model, "*" if layers is None else layers).values()
+    chosen = set(select_layers(model, "*" if layers is None else layers).values())
     with prepared_for_attribution(model):
         profiles = _profile(model, call)
         called = {names[module] for module in profiles}
         depths = {module: _depth(name, called) for module, name in names.items()}
-        wanted = {module: None for module in chosen if depth is None or depths[module] <= depth}
-        running = [module for module in profiles if module in wanted]
+        running = [module for module in profiles if module in chosen and (depth is None or depths[module] <= depth)]
         seconds = _timed(model, call, running, rounds) if rounds else {}
     if layers is None:
         running = running or [model]  # no submodule was called, as in nn.MultiheadAttention
     rows = [_row(module, names[module], depths[module], profiles[module], seconds, model) for module in running]
     total = _row(model, "", 0, profiles[model], seconds, model)
     notes = [_totals(total, call.size, seconds.get(model))]
-    not_called = _not_called(names, wanted, called)
-    notes += listed("not called:", not_called)
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
     table = LayerTable(rows, _columns(rows, total), title, notes)
-    table.model, table.not_called, table.seconds = total, tuple(not_called), seconds.get(model)
+    table.model, table.seconds = total, seconds.get(model)
     return table
 
 
@@ -175,21 +170,6 @@ def _row(
         time_share=seconds[module] / seconds[model] if seconds.get(model) else None,
         calls=profile.calls,
     )
-
-
-def _not_called(names: dict[nn.Module, str], wanted: Iterable[nn.Module], called: set[str]) -> list[str]:
-    """Return the names of the layers that did not run, without layers inside one of these."""
-    # Attention uses the weights of its projection without calling it.
-    running = [module for module, name in names.items() if name in called]
-    used = {child for module in running if isinstance(module, nn.MultiheadAttention) for child in module.children()}
-    idle: list[str] = []
-    for module in wanted:
-        name = names[module]
-        is_known = name in called or module in used
-        is_inside = bool(idle) and name.startswith(f"{idle[-1]}.")
-        if not is_known and not is_inside and not any(other.startswith(f"{name}.") for other in called):
-            idle.append(name)
-    return idle
 
 
 def _totals(total: LayerRow, size: int, seconds: float | None) -> str:

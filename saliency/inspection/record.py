@@ -215,7 +215,6 @@ class Recording(HookBlock, Sequence[Call]):
         self._kept: MutableMapping[Tensor, tuple[int, Any]] = WeakTensorKeyDictionary()
         self._calls: dict[int, Call] = {}  # by number, in the order in which they ended
         self._begun = 0  # number of calls so far
-        self._first = 0  # number of the first call after `clear`
         self._counts: Counter[str] = Counter()
 
     def _register(self, stack: ExitStack) -> None:
@@ -235,12 +234,6 @@ class Recording(HookBlock, Sequence[Call]):
     def layers(self) -> tuple[str, ...]:
         """The names of the layers that were called, in the order of their first call."""
         return tuple(dict.fromkeys(call.layer for call in self))
-
-    def clear(self) -> None:
-        """Remove all recorded calls, including unfinished ones."""
-        self._first = self._begun
-        self._calls.clear()
-        self._counts.clear()
 
     def in_end_order(self) -> list[Call]:
         """Return the calls in the order in which they ended."""
@@ -290,7 +283,7 @@ class Recording(HookBlock, Sequence[Call]):
         return begun._replace(tensors=tensors, edges=[graph.edge(tensor) for tensor in tensors], views=views)
 
     def _end(self, hooks: HookManager, begun: _OpenCall | None, output: Any) -> Any:
-        if begun is None or begun.number < self._first:
+        if begun is None:
             return None
         kept, flat = self._keep_all(output) if "outputs" in self._parts else (None, ())
         backwards: Sequence[Backward] = ()

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, BatchAttribution, TracedAttribution
 from ..attribution.forward import SharedForward, TargetGradients, no_gradient_message
-from ..attribution.options import ConvertedOption, Option, PositionalOption
+from ..attribution.options import Option, PositionalOption
 from ..attribution.resolved_target import ResolvedTarget
-from ..errors import LayerError, MethodError, NotApplicableError, TargetError
+from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
 from ..layers.find import find, scan_layers
-from ..targets.targets import ClassScore, class_index, class_probabilities, class_scores, require_class
-from ..validation import check_choice, check_number, is_integer
+from ..targets.targets import ClassScore, class_probabilities, class_scores
+from ..validation import check_choice, check_integer, check_number
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, weighted_sum
 from .gradient import GuidedBackprop, Smooth
 
@@ -185,25 +185,17 @@ class RefineCAM(_LayerFusion):
         return maps.prod(0)
 
 
-def _checked_references(option: str, references: object) -> int | list[int | str]:
-    if is_integer(references):
-        return int(references)
-    names = list(references) if isinstance(references, list | tuple) else []
-    if not names or not all(isinstance(name, str) or is_integer(name, least=0) for name in names):
-        raise MethodError(f"{option}={references!r} is neither a number of classes nor a list of classes")
-    return names
-
-
 class FinerCAM(LayerAttribution):
     """A CAM of the difference between a class and the classes with the most similar scores.
 
-    Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over some reference classes r, by default those
-    whose scores are closest to y_c. Shared features, such as fur, cancel; features specific to the class remain.
+    Instead of the class's score y_c it explains y_c - gamma * mean(y_r) over the reference classes r whose scores are
+    closest to y_c. Shared features, such as fur, cancel; features specific to the class remain. For references of your
+    own, pass a function as the target of the CAM: `lambda output: output[:, 281] - 0.6 * output[:, 282]`.
 
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        references: How many of the closest classes to compare with, or a list of classes by index or name.
+        references: The number of classes to compare with.
         gamma: The weight of the references: 0 is the plain CAM; 0.6 in the paper.
         cam: "grad_cam", "hires_cam", "layer_cam", "grad_cam_plus_plus" or "xgrad_cam".
         **options: As for `saliency.Attribution`.
@@ -214,7 +206,7 @@ class FinerCAM(LayerAttribution):
         NotApplicableError: The target is not a class, or the model has only one.
         MethodError: An option is invalid.
         LayerError: The layer does not exist, is not run, or has no spatial output.
-        TargetError: The target or a reference does not fit the model's output.
+        TargetError: The target does not fit the model's output.
 
     Source: Zhang et al., "Finer-CAM" (2025), https://arxiv.org/abs/2501.11309.
     """
@@ -222,16 +214,12 @@ class FinerCAM(LayerAttribution):
     name = "finer_cam"
     backwards = 1
 
-    references: ConvertedOption[int | Sequence[int | str], int | list[int | str]] = ConvertedOption(
-        3, _checked_references
-    )
+    references: Option[int] = Option(3, check_integer)
     gamma: Option[float] = Option(0.6, check_number, least=0)
     cam: Option[str] = Option("grad_cam", check_choice, tuple(_CAMS))
 
     def __post_init__(self) -> None:
         self._cam = _CAMS[self.cam](self.model)
-        classes = [] if isinstance(self.references, int) else self.references
-        self._classes = [class_index(reference, self.categories) for reference in classes]
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the CAM of the contrast with the references."""
@@ -254,19 +242,10 @@ class FinerCAM(LayerAttribution):
         classes = scores.shape[1]
         if classes < 2:
             raise NotApplicableError("finer_cam compares classes, but the model returns one number per image")
-        shares = torch.zeros_like(scores)
-        if isinstance(self.references, int):
-            distance = (scores - scores.gather(1, own)).abs().scatter(1, own, math.inf)
-            closest = torch.sort(distance, dim=1, stable=True).indices[:, : min(self.references, classes - 1)]
-            shares.scatter_(1, closest, 1)
-        else:
-            require_class(max(self._classes), classes, "the classes to compare with")
-            shares[:, self._classes] = 1
-            shares.scatter_(1, own, 0)
-        count = shares.sum(1, keepdim=True)
-        if bool((count == 0).any()):
-            raise TargetError("finer_cam compares a class with itself; name other classes in references=[...]")
-        return shares / count
+        count = min(self.references, classes - 1)
+        distance = (scores - scores.gather(1, own)).abs().scatter(1, own, math.inf)
+        closest = torch.sort(distance, dim=1, stable=True).indices[:, :count]
+        return torch.zeros_like(scores).scatter_(1, closest, 1 / count)
 
 
 class ShapleyCAM(LayerAttribution):
@@ -276,11 +255,12 @@ class ShapleyCAM(LayerAttribution):
     the activations A: the Shapley value of the second-order expansion of the utility. If the network after the layer is
     piecewise linear and the utility is a logit, H is 0 and this is `GradCAM`.
 
+    The utility of a class is its score plus the logarithm of its probability, as in the authors' code. For any other
+    target, such as `saliency.value(281)` for the logit, and for a model of one class, it is the score.
+
     Args:
         model: As for every method.
         layer: As for `GradCAM`.
-        utility: The expanded quantity. "rest", the authors' choice: for a class, its score plus the logarithm of its
-            probability; for any other target, and a model of one class, the score. "score": the score itself.
         **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), signed, in units of the utility.
@@ -296,8 +276,6 @@ class ShapleyCAM(LayerAttribution):
     name = "shapley_cam"
     cost = "1 forward, 2 backwards to the layer"
     units = "score and log probability"
-
-    utility: Option[str] = Option("rest", check_choice, ("rest", "score"))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Weight the activations by the means of g - H A / 2."""
@@ -340,7 +318,7 @@ class ShapleyCAM(LayerAttribution):
     def _utility(self, output: Any, target: ResolvedTarget) -> Tensor:
         """The expanded number of each image (N,)."""
         score = target(output)
-        if self.utility == "score" or not isinstance(target.target, ClassScore) or class_scores(output).shape[1] == 1:
+        if not isinstance(target.target, ClassScore) or class_scores(output).shape[1] == 1:
             return score
         scores = class_scores(output)
         if class_probabilities(output) is scores:
