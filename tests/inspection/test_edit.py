@@ -77,7 +77,7 @@ def full_backward_hook(layer: nn.Module, rule: Callable[[Tensor], Tensor]) -> It
 def test_a_chain_of_double_show_halve_show_is_seen_and_applied_in_order() -> None:
     v = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     seen: list[Tensor] = []
-    chain = [rules.scale(2), seen.append, rules.scale(0.5), seen.append]
+    chain: list[rules.Rule] = [rules.scale(2), seen.append, rules.scale(0.5), seen.append]
     with edit_gradients(None, v, chain) as editing:
         v.square().sum().backward()  # type: ignore[no-untyped-call]
     assert [each.tolist() for each in seen] == [[4, 8, 12], [2, 4, 6]]
