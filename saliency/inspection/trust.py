@@ -196,7 +196,7 @@ def trust(
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
         seconds: A limit of time. Fewer samples are drawn if more would not fit, and metrics that call the method are
-            left out if two calls would not fit. Without it, the card is the same for the same seed: about 240
+            left out if two calls would not fit. Without it, the card is the same for the same seed: about 210
             forwards and 20 calls of the method.
         seed: The seed of all draws.
 

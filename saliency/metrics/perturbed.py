@@ -74,7 +74,6 @@ class PerturbedImage:
         x: (1, C, H, W) the image.
         full: The score of the image.
         maps: (M, H, W) the map and the controls.
-        orders: (M, H, W) the same for metrics of the order of the pixels.
         seed: The seed of all draws.
         preprocess: How images become the model's input, if known.
         shared: Results that do not depend on the map.
@@ -82,7 +81,7 @@ class PerturbedImage:
 
     def __init__(self, passes: PassRunner, score: Tensor, subject: Subject, index: int, is_explained: bool) -> None:
         self.passes, self.x, self.full = passes, passes.x, float(score)
-        self.maps, self.orders, self.seed = subject.maps[:, index], subject.orders[:, index], subject.seed
+        self.maps, self.seed = subject.maps[:, index], subject.seed
         self.preprocess = subject.reader.preprocess
         self._subject, self._index = subject, index
         target = index, subject.explanation.target[index], is_explained  # the class is None for other targets
@@ -93,6 +92,11 @@ class PerturbedImage:
     def pixels(self) -> int:
         """The number of pixels."""
         return self.x[0, 0].numel()
+
+    @property
+    def orders(self) -> Tensor:
+        """The map and the controls (M, H, W) for metrics that only read the order of the pixels."""
+        return self._subject.orders[:, self._index]
 
     @cached_property
     def ranks(self) -> Tensor:
