@@ -1,6 +1,7 @@
 """Measure pixel flipping, ROAD and infidelity over images on the bundled network, beside Quantus if it is installed.
 
-Both measure the map alone; one column has ours with the seven controls. MPRT is measured against calls of the method.
+Both measure the map alone; one column has ours with the seven controls. The floor is as many forwards of the network
+alone, 4 images at a time, which is fastest on a CPU. MPRT is measured against calls of the method.
 ROAD of Quantus raises for images with channels: its row calls its imputation and the network, without the metric.
 """
 
@@ -38,6 +39,9 @@ METRICS: dict[str, Metric] = {
     "ROAD, 9 shares": ROAD(),
     "infidelity, 192 squares": Infidelity(side=PATCH / 224, samples=RUNS * (224 // PATCH) ** 2, scaled=False),
 }
+FORWARDS = dict(zip(METRICS, (STEPS, 9, RUNS * (224 // PATCH) ** 2), strict=True))
+"""The forwards of each image that each metric needs."""
+
 TARGET = 20
 
 
@@ -71,6 +75,14 @@ def quantus_calls(model: nn.Module, x: Tensor, classes: Sequence[int], maps: Ten
     return dict(zip(METRICS, (lambda: run(flipping), road, lambda: run(infidelity)), strict=True))
 
 
+def floor(model: nn.Module, x: Tensor, forwards: int) -> None:
+    """Run the network as often as a metric does for all images."""
+    batch = x[:1].repeat(4, 1, 1, 1)
+    with torch.no_grad():
+        for start in range(0, len(x) * forwards, 4):
+            model(batch[: len(x) * forwards - start])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -86,21 +98,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     theirs = quantus_calls(model, x, classes, heatmap(explanation)) if has_quantus else {}
     print(f"## Metrics of {options.images} photos on EfficientNet-Lite0, one thread\n")
     print("Times are CPU seconds of each image.\n")
-    print("| metric | ours, with controls | ours | Quantus | Quantus / ours | target |\n|---|---|---|---|---|---|")
+    print("| metric | ours, with controls | ours | floor | Quantus | ours / floor | Quantus / floor | Quantus / ours |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, metric in METRICS.items():
         contenders: dict[str, Callable[[], object]] = {
             "with controls": partial(metric.measure, explanation, method=method, progress=False),
             "ours": partial(metric.measure, explanation, method=method, progress=False, controls=False),
+            "floor": partial(floor, model, x, FORWARDS[name]),
         }
         if has_quantus:
             contenders["theirs"] = theirs[name]
         timings = interleaved(contenders, options.rounds)
         cells = [f"{median(timing.cpu) / options.images:.2f}" for timing in timings.values()]
+        cells += [] if has_quantus else ["not installed"]
+        cells += [f"{ratio(timings['ours'], timings['floor']):.2f}"]
         if has_quantus:
             factor = ratio(timings["theirs"], timings["ours"])
-            cells += [f"{factor:.1f}", f">= {TARGET} {'holds' if factor >= TARGET else 'MISSED'}"]
-        else:
-            cells += ["not installed", "", ""]
+            cells += [f"{ratio(timings['theirs'], timings['floor']):.2f}"]
+            cells += [f"{factor:.1f} (>= {TARGET} {'holds' if factor >= TARGET else 'MISSED'})"]
         print(f"| {name} | {' | '.join(cells)} |")
     print(f"\n{mprt(VanillaGradient(model), paths[0], options.rounds)}\n{mprt(method, paths[0], options.rounds)}\n")
 
