@@ -80,7 +80,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     ]
     times.append(time.process_time())
     for task, image, result in zip(tasks, loaded, results, strict=True):
-        list(write_results(options, out, task, image, result))
+        list(write_results(options, out, task, image, result, {}))
     times.append(time.process_time())
     return dict(zip(("read", "network", "draw"), np.diff(times).tolist(), strict=True))
 

@@ -8,6 +8,7 @@ The output folder contains:
     overlays/             the overlays
     photos/, heat/        images of the gallery page
     maps/                 saved maps (with `maps=True`)
+    trust/                trust cards (with `trust=True`)
     manifest.jsonl        a row per image and method; the same table as manifest.parquet
     manifest.json         model, options and state of the run
     listing.jsonl         the numbered images
@@ -55,6 +56,8 @@ def batch(
     recursive: bool = False,
     style: OverlayStyle | None = None,
     maps: bool = False,
+    trust: bool = False,
+    seconds: float | None = None,
     engine: Literal["local", "ray"] = "local",
     device: str = "auto",
     workers: int | None = None,
@@ -92,15 +95,17 @@ def batch(
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
         maps: Whether the attribution values are saved, in float16.
+        trust: Whether a trust card of each overlay is written, which takes far longer than the overlay.
+        seconds: The limit of time for each trust card, as for `saliency.trust`.
         engine: "local" for this machine; "ray" for the connected cluster or the one at `RAY_ADDRESS`, else a cluster
             started on this machine. Both write the same files.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. With "auto", a
             model that is passed as a module stays on its device.
         workers: Number of threads for loading and drawing; by default one per core. On CPUs also the number of
             networks that run in parallel.
-        batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators. If the first batch does not fit into
-            memory, the size is halved before anything is written. A resumed run keeps its size unless a smaller one is
-            given.
+        batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators, or 1 with trust cards. If the first
+            batch does not fit into memory, the size is halved before anything is written. A resumed run keeps its size
+            unless a smaller one is given.
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
         limit: Largest number of images to explain, in the order of the listing.

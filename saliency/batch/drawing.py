@@ -24,6 +24,7 @@ from safetensors.numpy import save
 
 from ..attribution.explanation import Explanation
 from ..errors import ExplanationError, ImageError
+from ..inspection.trust import TrustCard
 from ..io.atomic_write import atomic_write
 from ..io.inputs import encode, open_picture
 from ..io.preprocess import Frame, resize_box, scaled_size
@@ -32,18 +33,26 @@ from ..render.overlay import save_picture
 from .errors import BatchError, Failure, printable, stops_run, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
-from .network import LoadedImage, Results, Task
+from .network import Cards, LoadedImage, Results, Task
 from .output_folder import FORMAT, MAP_SUFFIX, MAPS, PREVIEWS, file_names
 from .run_options import OverlayStyle, RunOptions
 
 PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
+CARD_SUFFIXES = ("html", "png")  # files of a trust card of a run without a manifest
+CARD_FACTS = ("title", "is_clear", "verdict", "value", "error", "controls", "control_errors", "higher_is_better")
 CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
 MAX_COARSENESS = 3  # largest number of preview pixels per heat image pixel, along one side
 
 
 def write_results(
-    options: RunOptions, out: Path, task: Task, loaded: LoadedImage, results: Results, seconds: float = 0.0
+    options: RunOptions,
+    out: Path,
+    task: Task,
+    loaded: LoadedImage,
+    results: Results,
+    cards: Cards,
+    seconds: float = 0.0,
 ) -> Iterator[Row]:
     """Write the files of one image, and yield one row per method, or a single row if the image could not be read.
 
@@ -53,6 +62,7 @@ def write_results(
         task: The image.
         loaded: The loaded image.
         results: Results of the methods.
+        cards: Trust cards of the methods, if the run has them.
         seconds: Seconds that the network took per method.
 
     Raises:
@@ -99,6 +109,11 @@ def write_results(
             row = row_after_write_error(error, method)
         else:
             row["seconds"] = round(seconds + perf_counter() - start, 4)
+            try:
+                row |= _write_card(options, out, task, cards[method]) if method in cards else {}
+            except Exception as error:  # noqa: BLE001 - any error fails the card; the overlay stays
+                failed = row_after_write_error(error, method)
+                row |= {"error": f"no trust card: {failed['error']}", "error_kind": failed["error_kind"]}
         yield row
 
 
@@ -159,6 +174,25 @@ def _write(out: Path, column: str, name: str, data: bytes) -> dict[str, Any]:
     with atomic_write(out / name) as temporary:
         temporary.write_bytes(data)
     return {column: name, f"{column}_bytes": len(data)}
+
+
+def _write_card(options: RunOptions, out: Path, task: Task, card: TrustCard | Exception) -> Row:
+    """Write the files of a trust card, and return its columns of the row. Raises the error that took its place."""
+    if isinstance(card, Exception):
+        raise card
+    method = card.explanation.method
+    if not options.with_manifest:
+        for suffix in CARD_SUFFIXES:
+            card.save(out / f"{task.image.name}.{method}.trust.{suffix}")
+        return {}
+    rows = json.loads(card.to_json())["properties"]
+    facts: Row = {"trust": {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}}
+    names = file_names(task.image, method, options.style.format)
+    for column in ("card", "card_json"):
+        (out / names[column]).parent.mkdir(parents=True, exist_ok=True)
+        size = card.save(out / names[column]).stat().st_size
+        facts |= {column: names[column], f"{column}_bytes": size}
+    return facts
 
 
 def _heat_image(scaled: ScaledMap, frame: Frame, preview: tuple[int, int], style: OverlayStyle) -> bytes:

@@ -78,11 +78,15 @@ class RunContext:
 
     def explain(self, network: Network, group: Sequence[Task], loaded: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return what `finish` needs for each image."""
-        return network.explain(loaded, may_split=not (self.is_first and group[0].index == 0))
+        start = time.perf_counter()
+        results = network.explain(loaded, may_split=not (self.is_first and group[0].index == 0))
+        seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
+        cards = map(network.trust, group, loaded, results)
+        return [(*image, seconds) for image in zip(results, cards, strict=True)]
 
-    def finish(self, task: Task, loaded: LoadedImage, results: Any, seconds: float) -> list[Row]:
+    def finish(self, task: Task, loaded: LoadedImage, results: Any) -> list[Row]:
         """Return the rows of one image, during the passes of other batches."""
-        return list(write_results(self.options, self.out, task, loaded, results, seconds))
+        return list(write_results(self.options, self.out, task, loaded, *results))
 
 
 class Worker:
@@ -108,16 +112,11 @@ class Worker:
         """Explain a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda task: self._load(task.image, MOST_PIXELS), group))
         network = self._free.get()
-        start = time.perf_counter()
         try:
             results = self._context.explain(network, group, loaded)
         finally:
             self._free.put(network)
-        seconds = (time.perf_counter() - start) / (len(group) * len(network.methods))
-        return [
-            self.io.submit(self._context.finish, task, image, outcomes, seconds)
-            for task, image, outcomes in zip(group, loaded, results, strict=True)
-        ]
+        return [self.io.submit(self._context.finish, *image) for image in zip(group, loaded, results, strict=True)]
 
 
 class LocalEngine:

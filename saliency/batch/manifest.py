@@ -20,7 +20,7 @@ PARQUET = "manifest.parquet"
 PARQUET_ROWS = 10_000
 """Rows per Parquet row group."""
 
-FILES = ("overlay", "photo", "heat", "map")
+FILES = ("overlay", "photo", "heat", "map", "card", "card_json")
 COLUMNS: dict[str, type] = {
     "index": int,
     "source": str,
@@ -40,6 +40,7 @@ COLUMNS: dict[str, type] = {
     "coverage": str,
     "residual": float,
     "ledger": dict,
+    "trust": dict,
     "sign": str,
     "units": str,
     "limit": float,
@@ -167,7 +168,7 @@ def encode(row: Row) -> bytes:
 def write_parquet(rows: Iterable[Row], path: Path) -> None:
     """Write rows as a Parquet table if pyarrow is installed.
 
-    The table has the columns of the manifest: `box` is a list of four numbers, `settings` and `ledger` are JSON text.
+    The table has the columns of the manifest: `box` is a list of four numbers, and dictionaries are JSON text.
     """
     if find_spec("pyarrow") is None:
         return

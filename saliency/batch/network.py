@@ -17,6 +17,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.spellings import option_hint
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
+from ..inspection.trust import TrustCard, trust
 from ..io.preprocess import Box
 from ..targets.targets import ClassScore, Target, class_index, class_scores
 from ..zoo import load
@@ -26,6 +27,8 @@ from .run_options import RunOptions
 
 Results = Mapping[str, Explanation | Exception]
 """Explanation or error of every method for one image, by the name of the method."""
+Cards = Mapping[str, TrustCard | Exception]
+"""Trust card, or why there is none, of methods for one image, by the name of the method."""
 _Outcomes = dict[str, list[Explanation | Exception]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
@@ -109,6 +112,7 @@ class Network:
         own = options.target
         self._target = own if own is None or callable(own) else class_index(own, self.categories)
         self._named = None if options.categories is None else len(options.categories)
+        self._trust, self._seconds = options.trust, options.seconds
         self._separate: set[str] = set()  # methods that do not share the passes of the others
 
     def load(self, entry: ImageEntry, most_pixels: float = math.inf) -> LoadedImage:
@@ -157,6 +161,18 @@ class Network:
                     results[index] = {name: of_batch[position] for name, of_batch in outcomes.items()}
         return results
 
+    def trust(self, task: Task, loaded: LoadedImage, results: Results) -> Cards:
+        """Return the trust card of each method that explained an image, if the run has trust cards.
+
+        Args:
+            task: The image.
+            loaded: The loaded image.
+            results: Results of the methods.
+        """
+        methods = [method for method in self.methods if self._trust and method.name in task.methods]
+        explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
+        return {method.name: trust_card(method, task.image, loaded, self._seconds) for method in explained}
+
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], may_split: bool) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
         error = None
@@ -189,6 +205,18 @@ class Network:
             for start in range(0, len(x), size)
         ]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
+
+
+def trust_card(
+    method: Attribution, image: ImageEntry, loaded: LoadedImage, seconds: float | None, seed: int = 0
+) -> TrustCard | Exception:
+    """Return the trust card of a loaded image, or the reason why there is none."""
+    try:
+        if loaded.failure is not None:
+            raise loaded.failure
+        return trust(method, loaded.picture or image.open(), loaded.target, seconds=seconds, seed=seed)
+    except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
+        return error
 
 
 def load_model(options: RunOptions) -> nn.Module:

@@ -24,9 +24,10 @@ FORMAT = "saliency batch 1"
 ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"
+EVALUATION = "evaluation.json"
 
-OVERLAYS, PREVIEWS, HEAT, MAPS = "overlays", "photos", "heat", "maps"
-FOLDERS = (OVERLAYS, PREVIEWS, HEAT, MAPS)
+OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
+FOLDERS = (OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS)
 FILES = (PAGE, PARQUET, MANIFEST, LISTING, ABOUT)
 MAP_SUFFIX = "safetensors"
 
@@ -63,6 +64,8 @@ def file_names(image: ImageEntry, method: str, format: str) -> dict[str, str]:
         "overlay": f"{OVERLAYS}/{name}.{format}",
         "heat": f"{HEAT}/{name}.webp",
         "map": f"{MAPS}/{name}.{MAP_SUFFIX}",
+        "card": f"{CARDS}/{name}.html",
+        "card_json": f"{CARDS}/{name}.json",
         "photo": f"{PREVIEWS}/{image.name}.jpg",
     }
 

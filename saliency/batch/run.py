@@ -133,7 +133,9 @@ class Run:
         self._describe(Network(options, model))
         # A resumed run keeps its batch size. Only a smaller size is accepted, for machines with less memory.
         known = [size for size in (options.batch_size, self.head.get("batch_size")) if size is not None]
-        size = min(known, default=max(1, min(engine.default_batch_size, len(self.images) // engine.parallel)))
+        # With trust cards, which take longer than all else, progress and interruptions are by image.
+        largest = 1 if options.trust else engine.default_batch_size
+        size = min(known, default=max(1, min(largest, len(self.images) // engine.parallel)))
         self.head |= {"batch_size": size, "finished": False}
         with writing_to(self.folder.path):
             # Write manifest.json first: without it, a listing counts as a file that does not belong to a run.
@@ -181,7 +183,7 @@ class Run:
         failed = [row for row in rows if row["error"] is not None]
         if len(self._done) == len(self._failed) and self.images[index].target is None:
             require_sensible_options(
-                options, [Failure(row["error_kind"], row["error"]) if row["error"] else None for row in rows]
+                options, [None if row["overlay"] else Failure(row["error_kind"], row["error"]) for row in rows]
             )
         if failed and options.strict:
             reason = sentence(failed[0]["source"], failed[0]["method"], failed[0]["error"])

@@ -120,7 +120,7 @@ class OverlayStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of a run. The options from `model` to `maps` determine the content of its files.
+    """Options of a run. The options from `model` to `seconds` determine the content of its files.
 
     Attributes:
         model: A name that `saliency.load` accepts, or a model.
@@ -135,6 +135,8 @@ class RunOptions:
             None for the top class of each image.
         style: How overlays are drawn.
         maps: Whether the values are saved.
+        trust: Whether a trust card of each overlay is written.
+        seconds: The limit of time for each trust card; None for no limit.
         batch_size: Number of images per batch; None for the default of the device.
         restart: Whether the results of an earlier run are removed first.
         retry: Whether images that failed in an earlier run are tried again.
@@ -157,6 +159,8 @@ class RunOptions:
     target: int | str | Target | None = None
     style: OverlayStyle = field(default_factory=OverlayStyle)
     maps: bool = False
+    trust: bool = False
+    seconds: float | None = None
     batch_size: int | None = None
     restart: bool = False
     retry: bool = False
@@ -174,6 +178,8 @@ class RunOptions:
         for name in ("batch_size", "limit"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), error=BatchError)
+        if self.seconds is not None:
+            check_number("seconds", self.seconds, above=0, error=BatchError)
 
     @property
     def model_name(self) -> str:
@@ -197,6 +203,7 @@ class RunOptions:
         }
         for method in self.methods:
             own = {"layer": self.layer, "options": dict(sorted(self.options.items())), "maps": self.maps}
+            own["trust"] = {"seconds": self.seconds} if self.trust else None
             values |= {f"{name} of {method}": value for name, value in own.items()}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_describe))  # as read back from the file
         return plain

@@ -129,7 +129,7 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save --trust {_STYLE}",
+        f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save --trust --seconds {_STYLE}",
         "explain:run",
         f"""\
 examples:
@@ -155,13 +155,14 @@ texts:
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --restart --resume --retry "
-        f"--strict --format {_STYLE} --engine --batch-size --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
+        f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
         "batch:run",
         f"""\
 examples:
   saliency batch photos/ --out maps
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
+  saliency batch photos/ --trust --seconds 5   (is each map any good?)
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
   saliency batch photos/ --model open_clip/ViT-B-32 --text "a cat" "a dog"
@@ -175,6 +176,7 @@ files:
   DIR/overlays/        cat.jpg by grad_cam is overlays/cat.grad_cam.png
   DIR/manifest.jsonl   a row per image and method, including failures
   DIR/maps/            with --maps: the values; see saliency render
+  DIR/trust/           with --trust: a trust card of each overlay
 
 {_EXIT_CODES}""",
     ),
@@ -194,8 +196,9 @@ Each method is measured on each image, beside maps that know nothing about the
 prediction. Run the same command again to resume, or with more methods.
 
 files:
-  DIR/evaluation.html  the table, which can be sorted, and all differences
-  DIR/evaluation.json  the same, with the values of each image
+  DIR/evaluation.html  the table, which can be sorted, and all differences;
+                       in a folder of saliency batch, a tab of its index.html
+  DIR/evaluation.json  the same, with mean curves and the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
 
 {_EXIT_CODES}""",

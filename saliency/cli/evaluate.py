@@ -21,7 +21,8 @@ from ..batch.errors import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, Task, load_model
-from ..batch.output_folder import locked
+from ..batch.output_folder import ABOUT, EVALUATION, locked
+from ..batch.report import report
 from ..batch.run import interruption, require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
@@ -174,7 +175,7 @@ class Evaluation(RunContext):
         """Measure each image by the methods of its task, and write the results."""
         return [self._measure(network.methods, *image) for image in zip(group, loaded, strict=True)]
 
-    def finish(self, task: Task, loaded: LoadedImage, results: list[Row], seconds: float) -> list[Row]:
+    def finish(self, task: Task, loaded: LoadedImage, results: list[Row]) -> list[Row]:
         """Return the outcomes, which are written already."""
         return results
 
@@ -235,10 +236,10 @@ def _write_results(path: Path, key: list[Any], results: Sequence[Result]) -> Non
 
 
 def _write(comparison: Comparison, out: Path, screen: Screen) -> None:
-    """Print the table, and write it with the differences and the value of each image."""
+    """Print the table, and write it with the differences and the value of each image, to the page of a batch run."""
     screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
     screen.say("\n".join(["", *comparison.notes]))
     with writing_to(out):
-        comparison.save(out / "evaluation.json")
-        page = comparison.save(out / "evaluation.html")
+        comparison.save(out / EVALUATION)
+        page = report(out) if (out / ABOUT).is_file() else comparison.save(out / "evaluation.html")
     screen.say(f"table: {visible(page)}")

@@ -12,13 +12,12 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
-from ..attribution.base import Attribution, get_method
+from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
-from ..batch.drawing import write_results
+from ..batch.drawing import CARD_SUFFIXES, write_results
 from ..batch.errors import Failure, sentence
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
@@ -27,7 +26,7 @@ from ..batch.run import require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
-from ..inspection.trust import TrustCard, trust
+from ..inspection.trust import TrustCard
 from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..render.blending import shrink
@@ -35,10 +34,9 @@ from ..render.overlay import save_picture
 from ..render.sheet import contact_sheet
 from ..targets.embedding import text
 from .console import Screen, UsageError
-from .options import ALL, METHOD, SECONDS, arguments_of, overlay_style
+from .options import ALL, METHOD, arguments_of, overlay_style
 
 SHEET = "sheet.png"
-CARDS = ("html", "png")  # files of a trust card
 THUMB = 240
 
 
@@ -96,12 +94,12 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
     options = RunOptions(**given, style=overlay_style(arguments), maps=arguments.save, with_manifest=False)
     network = open_network(options, arguments.device, screen)
-    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARDS if arguments.trust)]
+    suffixes = ["png", *(f"trust.{suffix}" for suffix in CARD_SUFFIXES if arguments.trust)]
     files = [f"{image.name}.{method}.{suffix}" for image in images for method in methods for suffix in suffixes]
     _prepare_folder(arguments.out, [*files, SHEET] if arguments.sheet else files, [image.path for image in images])
     rows: list[Row] = []
     thumbs: list[dict[str, Explanation]] = []
-    cards: list[tuple[Row, TrustCard | Exception]] = []
+    cards: list[tuple[Row, TrustCard]] = []
     # With --method all, a method that does not apply to the model is not a failure.
     expected = "NotApplicableError" if ALL in (arguments.methods or ()) else None
     index = 0
@@ -116,12 +114,12 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
                     errors = [Failure.of(one) if isinstance(one, Exception) else None for one in results.values()]
                     require_sensible_options(options, errors)
                 thumbs.append({})
-                for row in write_results(options, arguments.out, Task(index, image, tuple(methods)), loaded, results):
+                task = Task(index, image, tuple(methods))
+                written = network.trust(task, loaded, results)
+                for row in write_results(options, arguments.out, task, loaded, results, written):
                     rows.append(row)
-                    result = results.get(row["method"])
-                    if arguments.trust and row["overlay"]:
-                        method = network.methods[methods.index(row["method"])]
-                        cards.append((row, _write_card(method, loaded, arguments.out / row["overlay"])))
+                    result, card = results.get(row["method"]), written.get(row["method"])
+                    cards += [(row, card)] if isinstance(card, TrustCard) else []
                     if arguments.sheet and row["overlay"] and isinstance(result, Explanation) and loaded.picture:
                         frame = shrink(Frame(loaded.picture, loaded.box), THUMB)
                         sign = options.style.sign or result.sign
@@ -130,7 +128,9 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
         raise KeyboardInterrupt(f"{index} of {len(images)} images are done") from None
     finally:
         screen.subject = ""
-        failures = _print_results(rows, expected, arguments.out, screen) + _print_cards(cards, screen)
+        failures = _print_results(rows, expected, arguments.out, screen)
+        for row, card in cards:
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {card.summary}")
     if arguments.sheet:
         _write_sheet(thumbs, options, arguments.out, screen)
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
@@ -175,38 +175,6 @@ def _prepare_folder(out: Path, files: Sequence[str], images: Sequence[str]) -> N
     tempfile.TemporaryFile(dir=out).close()
 
 
-def _write_card(method: Attribution, loaded: LoadedImage, overlay: Path) -> TrustCard | Exception:
-    """Write the trust card of an overlay beside it, and return the card, or the reason why there is none."""
-    card = trust_card(method, loaded)
-    if isinstance(card, TrustCard):
-        for suffix in CARDS:
-            card.save(overlay.with_suffix(f".trust.{suffix}"))
-    return card
-
-
-def _print_cards(cards: Sequence[tuple[Row, TrustCard | Exception]], screen: Screen) -> int:
-    """Print one line for each trust card, or why there is none, and return the number of failures."""
-    for row, card in cards:
-        if isinstance(card, TrustCard):
-            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {card.summary}")
-        else:
-            screen.error(sentence(row["source"], row["method"], f"no trust card: {Failure.of(card).reason}"))
-    return sum(isinstance(card, Exception) for _, card in cards)
-
-
-def trust_card(
-    method: Attribution, loaded: LoadedImage, seconds: float = SECONDS, seed: int = 0
-) -> TrustCard | Exception:
-    """Return the trust card of an image, or the reason why there is none."""
-    if loaded.failure is not None:
-        return loaded.failure
-    picture: Any = loaded.picture  # kept, since no limit was given
-    try:
-        return trust(method, picture, loaded.target, seconds=seconds, seed=seed)
-    except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
-        return error
-
-
 def _write_sheet(thumbs: Sequence[dict[str, Explanation]], options: RunOptions, out: Path, screen: Screen) -> None:
     """Write the contact sheet with the methods that succeeded on most images, and the images on which all of them did.
 
@@ -234,7 +202,7 @@ def _print_results(rows: Sequence[Row], expected: str | None, out: Path, screen:
         screen.error(sentence(row["source"], row["method"], row["error"]))
     if not rows:
         return 0
-    rows = [row for row in rows if row not in failed]
+    rows = [row for row in rows if row not in failed or row["overlay"]]
     cells: list[tuple[str | Text, ...]] = []
     width = max((len(row["method"]) for row in rows), default=0)
     for _, group in groupby(rows, itemgetter("index")):

@@ -241,7 +241,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         _option("--save", "also save the values as .safetensors, for Explanation.load"),
-        _option("--trust", "also write a trust card for each overlay, as .html and .png"),
+        _option("--trust", "also write a trust card for each overlay"),
         _option("--maps", "also save the attribution values, for saliency render"),
         _option("--restart", "delete the results of an earlier run and start again", "resume"),
         _option("--resume", "resume an earlier run (the default)", "resume"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from ..batch.errors import Failure, sentence
+from ..batch.network import trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import visible
 from ..inspection.trust import TrustCard
 from .console import Screen, UsageError
-from .explain import methods_and_images, open_network, trust_card
+from .explain import methods_and_images, open_network
 from .options import METHOD, arguments_of
 
 
@@ -28,7 +29,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
     network = open_network(RunOptions(**given), arguments.device, screen)
     with screen.waiting("measuring the map"):
-        card = trust_card(network.methods[0], network.load(images[0]), arguments.seconds, arguments.seed)
+        loaded = network.load(images[0])
+        card = trust_card(network.methods[0], images[0], loaded, arguments.seconds, arguments.seed)
     if isinstance(card, Exception):
         screen.error(sentence(images[0].source, methods[0], Failure.of(card).reason))
         return 1

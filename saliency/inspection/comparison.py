@@ -209,7 +209,7 @@ class Comparison(Table[ComparisonRow]):
         rows, results = [asdict(row) for row in self], [asdict(result) for result in self.results]
         for result in results:
             del result["curves"]
-        differences = [asdict(row) for row in self.differences]
+        differences = [asdict(row) | {"is_significant": row.is_significant} for row in self.differences]
         content = {"rows": rows, "differences": differences, "notes": self.notes, "curves": self._curves}
         content["results"] = results
         return json.dumps(content, indent=1) + "\n"

@@ -146,8 +146,11 @@ class TrustCard(Table[Property]):
         return path
 
     def to_json(self) -> str:
-        """Return the card as JSON, with the settings of each metric. NaN is null."""
-        rows = [{**asdict(row), "settings": dict(self.measurements[row.name].settings)} for row in self]
+        """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
+        rows = [
+            {**asdict(row), "is_clear": row.is_clear, "settings": dict(self.measurements[row.name].settings)}
+            for row in self
+        ]
         card = {
             "title": self.title,
             "seed": self.seed,
@@ -175,12 +178,12 @@ class TrustCard(Table[Property]):
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN by None, which JSON has."""
+    """Replace NaN and infinite numbers, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def trust(

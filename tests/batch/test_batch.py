@@ -530,7 +530,7 @@ def test_a_sequential_engine_writes_the_same_files(
             loaded = [network.load(task.image) for task in group]
             results = network.explain(loaded, may_split=False)
             for each in zip(group, loaded, results, strict=True):
-                yield list(write_results(context.options, context.out, *each))
+                yield list(write_results(context.options, context.out, *each, {}))
 
     monkeypatch.setattr(LocalEngine, "execute", in_one_go)
     quick(source, tmp_path / "one go", methods=BOTH, maps=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from saliency.batch.report import report
+from saliency.inspection.comparison import Comparison, Result
 from tests.batch.test_report import HOSTILE, NOTHING, Row, failed, folder, row
 from tests.browser import Visit, chromium, until, visit
 
@@ -52,6 +55,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[2] |= {"coverage": "3 conv by z+", "residual": -1e-7, "ledger": {"input": 8.5, "biases": -1.4}}
     rows.append(failed(24))
     return report(folder(tmp_path_factory.mktemp("run") / "out", rows, pictures=True))
+
+
+CURVES = {"at": [0.0, 1.0], "map": [0.9, 0.1], "random": [0.9, 0.4]}
+
+
+@pytest.fixture(scope="module")
+def compared(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with a comparison of two of its methods on 12 of its photos, and of a method that is not in it."""
+    out = tmp_path_factory.mktemp("compared") / "out"
+    shutil.copytree(run.parent, out)
+    results = []
+    for at, (method, shift) in product(range(12), {"grad_cam": 0.5, "layer_cam": 0.1, "lrp": -0.2}.items()):
+        value = shift + at * 7 % 12 / 100
+        deletion = Result(f"photo-{at}", method, "deletion", value, {"random": 0.3}, False, shift + 1, CURVES)
+        results += [deletion, Result(f"photo-{at}", method, "gini", -value, {"random": 0.0}, None, shift + 1)]
+    Comparison(results).save(out / "evaluation.json")
+    return report(out)
 
 
 def names(page: Page) -> list[str]:
@@ -258,6 +278,105 @@ def test_the_large_view_shows_all_methods_side_by_side(opened: Visit, run: Path)
     assert "1000 × 750" in photo
     crop = panels.first.locator(".crop").evaluate("each => [each.style.left, each.style.top, each.style.right]")
     assert crop == ["12.5%", "0%", "12.5%"]
+
+
+def test_the_large_view_shows_the_trust_card_of_each_method(opened: Visit, tmp_path: Path) -> None:
+    deletion = {"title": "needed (deletion)", "is_clear": True, "verdict": "the score falls faster", "value": 0.1}
+    deletion |= {
+        "error": 0.05,
+        "higher_is_better": False,
+        "controls": {"random": 0.6},
+        "control_errors": {"random": 0.1},
+    }
+    unclear = {**deletion, "is_clear": False, "verdict": "cannot be told from chance", "value": 0.8, "error": None}
+    files: Row = {"card": "trust/photo-0.grad_cam.html", "trust": {"deletion": deletion, "road": unclear}}
+    lacking = {"error": "no trust card: out of memory", "error_kind": "OutOfMemoryError"}
+    out = folder(tmp_path / "out", [row(0, **files), row(0, "layer_cam", **lacking)], pictures=True)
+    page = opened.go(report(out), "#photo=0")
+    card = page.locator(".trust")
+    assert card.locator("h4").inner_text() == "Trust card: 1 of 2 properties are clear"
+    assert card.locator(".verdict").all_inner_texts() == ["the score falls faster", "cannot be told from chance"]
+    assert card.locator(".name").all_inner_texts() == ["✓ needed (deletion)\n0.1 ± 0.05", "? needed (deletion)\n0.8"]
+    assert page.get_by_role("img", name="random 0.6 ± 0.1, map 0.1 ± 0.05").count() == 1
+    lefts = "[...document.querySelectorAll('.mark')].map(each => parseFloat(each.style.left))"
+    assert page.evaluate(lefts) == pytest.approx([25, 87.5, 50, 0])  # better values lie to the right
+    assert page.get_by_role("link", name="Trust card").get_attribute("href") == "./trust/photo-0.grad_cam.html"
+    # A method whose card failed keeps its overlay.
+    assert page.locator(".panel.failed").count() == 0
+    assert "no trust card: out of memory" in page.locator(".panel").nth(2).inner_text()
+    assert page.locator(".panel").nth(2).locator(".heat").count() == 1
+    leave(page)
+    assert count(page) == "1 image, 1 with errors"
+
+
+def test_a_run_without_a_comparison_has_no_tabs(opened: Visit, run: Path) -> None:
+    page = opened.go(run, "#tab=comparison")
+    assert not page.locator("#tabs").is_visible()
+    assert page.locator(".card").first.is_visible()
+    assert page.locator("#show option").count() == 3
+
+
+def test_the_comparison_is_a_table_that_any_column_sorts(opened: Visit, compared: Path) -> None:
+    page = opened.go(compared)
+    page.get_by_role("link", name="Comparison").click()
+    until(page, "document.documentElement.dataset.tab === 'comparison'")
+    assert not page.locator(".card").first.is_visible()
+    methods = page.locator("#comparison tbody th")
+    assert methods.all_inner_texts() == ["lrp", "layer_cam", "grad_cam", "random"]
+    first = page.locator("#comparison tbody tr").first.locator("td").all_inner_texts()
+    assert [" ".join(each.split()) for each in first] == ["−0.145 ± 0.0104 rank 1", "0.145 ± 0.0104", "0.8"]
+    assert "sign-flip test" in page.locator("#comparison p").nth(2).inner_text()
+    for column, expected in {
+        "deletion": ["lrp", "layer_cam", "random", "grad_cam"],
+        "Method": ["grad_cam", "layer_cam", "lrp", "random"],
+        "Seconds": ["lrp", "layer_cam", "grad_cam", "random"],
+    }.items():
+        head = page.get_by_role("columnheader", name=column)
+        head.get_by_role("button").press("Enter")
+        assert (methods.all_inner_texts(), head.get_attribute("aria-sort")) == (expected, "ascending")
+        head.get_by_role("button").click()
+        assert (methods.all_inner_texts(), head.get_attribute("aria-sort")) == (expected[::-1], "descending")
+    assert page.locator("[aria-sort]").count() == 1
+    page.go_back()
+    until(page, "document.documentElement.dataset.tab === 'images'")
+    assert page.locator(".card").first.is_visible()
+
+
+def test_a_cell_leads_to_its_curves_and_to_its_images_worst_first(opened: Visit, compared: Path) -> None:
+    page = opened.go(compared, "#tab=comparison")
+    page.locator("tr[data-name=grad_cam] a").first.press("Enter")
+    dialog = page.get_by_role("dialog", name="grad_cam by deletion")
+    assert dialog.get_by_role("img", name="Curves of layer_cam, lrp, random, grad_cam").count() == 1
+    assert dialog.locator(".chart .own").get_attribute("points") == "2.0,4.0 338.0,148.0"
+    assert dialog.locator(".chart span").all_inner_texts() == ["0.9", "0.1", "0", "1"]
+    difference = dialog.locator("table tbody tr").first.inner_text().split()
+    assert (difference[:2], difference[-1]) == (["layer_cam", "0.4"], "significant")
+    worst = dialog.locator(".worst li")
+    assert worst.first.inner_text().split() == ["photo-5.jpg", "0.61"]  # 5 * 7 % 12 is 11
+    dialog.get_by_role("link", name="Show all").click()
+    until(page, "!document.getElementById('cell').open")
+    assert count(page) == "12 of 25 images"
+    assert names(page)[:2] == ["photo-5.jpg", "photo-10.jpg"]
+    assert page.locator(".card .probability").first.inner_text() == "0.61"
+    assert page.locator("#sort").evaluate("each => each.selectedOptions[0].text") == "deletion, worst first"
+    page.go_back()
+    until(page, "document.getElementById('cell').open")
+    page.keyboard.press("Escape")
+    until(page, "!location.hash.includes('cell=')")
+    assert page.locator("#comparison").is_visible()
+
+
+def test_a_metric_without_curves_shows_its_values_and_a_method_without_a_run_says_so(
+    opened: Visit, compared: Path
+) -> None:
+    page = opened.go(compared, "#tab=comparison")
+    page.locator("tr[data-name=lrp] a").nth(1).click()
+    dialog = page.get_by_role("dialog", name="lrp by gini")
+    assert "Values of all images, from low to high" in dialog.inner_text()
+    assert len((dialog.locator(".chart .own").get_attribute("points") or "").split()) == 12
+    assert "saliency batch -m lrp" in dialog.inner_text()
+    assert dialog.locator(".worst a").count() == 0
+    assert dialog.locator(".worst li").count() == 12
 
 
 def test_arrows_on_the_slider_of_the_large_view_move_the_slider(opened: Visit, run: Path) -> None:

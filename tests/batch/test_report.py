@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import zlib
 from argparse import Namespace
@@ -26,6 +27,7 @@ from saliency.cli import main
 from saliency.cli.batch import report as report_command
 from saliency.cli.console import Screen
 from saliency.errors import ExplanationError
+from saliency.inspection.comparison import Comparison, Result
 from saliency.render.blending import color_table
 
 Row = dict[str, Any]
@@ -118,15 +120,19 @@ def strict(text: str) -> Row:
     return parsed
 
 
+def unzipped(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
 def unpacked(data: Row) -> list[Row]:
     """Photos with their rows as dictionaries by the keys of the manifest, as the page's script reads them."""
-    photos = json.loads(zlib.decompress(base64.b64decode(data["photos"])))
+    photos: list[Row] = unzipped(data["photos"])
     for photo in photos:
         photo |= {key: photo.get(key) for key in page_of._PHOTO}
         for each in photo["rows"]:
             each |= {key: each.get(key) for key in page_of._ROW}
             each["bar"] = data["head"]["bars"].get(each["bar"])
-    return list(photos)
+    return photos
 
 
 def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
@@ -157,6 +163,15 @@ def test_the_page_holds_every_row_of_the_manifest(tmp_path: Path) -> None:
             assert photo[key] == wanted[key], key
         for entry, key in ((photo, "photo"), (each, "heat"), (each, "overlay")):
             assert entry[key] == (None if wanted[key] is None else f"./{wanted[key]}")
+
+
+def test_the_page_holds_the_comparison_without_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    out = folder(tmp_path / "out", [row(0)])
+    assert unzipped(Elements(report(out)).data["comparison"]) is None
+    result = Result("photo-0", "grad_cam", "gini", 1 / 3, {"random": math.nan}, True, 0.5)
+    Comparison([result]).save(out / "evaluation.json")
+    (read,) = unzipped(Elements(report(out)).data["comparison"])["results"]
+    assert (read["value"], read["controls"]) == (0.333333, {"random": None})
 
 
 def test_sizes_come_from_whichever_row_knows_them(tmp_path: Path) -> None:

@@ -201,3 +201,18 @@ def test_all_methods_may_include_some_that_do_not_apply(
     assert run(source, "--limit", "1", "-m", "all")[0] == 0
     assert run(source, "--limit", "1", "-m", "grad_cam", "attention_rollout")[0] == 1
     assert len(list((tmp_path / "out" / "results").iterdir())) == 1
+
+
+def test_the_comparison_is_on_the_page_of_a_batch_run_in_the_same_folder(
+    run: Run, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["batch", str(source), "--out", str(out), "--workers", "1"]) == 0
+    assert f"table: {out}/index.html" in run(source)[1]
+    assert not (out / "evaluation.html").exists()
+    page = (out / "index.html").read_bytes()
+    assert main(["batch", str(source), "--out", str(out), "--workers", "1", "--restart"]) == 0  # keeps the comparison
+    assert (out / "index.html").read_bytes() == page
+    (out / "evaluation.json").unlink()
+    assert main(["report", str(out)]) == 0
+    assert (out / "index.html").read_bytes() != page

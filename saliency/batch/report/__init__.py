@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,32 +15,33 @@ from importlib.resources import files
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError
 from ...io.atomic_write import atomic_write
 from ...render.blending import MOST_OPACITY, color_table
 from ..manifest import MANIFEST, Row, read_rows
-from ..output_folder import ABOUT, PAGE, OutputFolder
+from ..output_folder import ABOUT, EVALUATION, PAGE, OutputFolder
 
-SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "main.js")
+SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "card.js", "view.js", "comparison.js", "main.js")
 COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 # Columns of the manifest that the page shows, per image and per row.
 _PHOTO = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "photo")
 _ROW = (
     *("target", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
-    *("sign", "units", "limit", "colormap", "heat", "overlay", "error", "error_kind"),
+    *("sign", "units", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
 )
-_FILES = ("photo", "heat", "overlay")
+_FILES = ("photo", "heat", "overlay", "card")
 
 
 def report(folder: Path) -> Path:
     """Write the gallery page of a batch folder, and return its path.
 
-    The page is the file `index.html` in the folder. It needs no server, and shows the images in the subfolders. It is
-    created from `manifest.json` and `manifest.jsonl`; equal manifests give identical bytes. The file is written
-    atomically.
+    The page is the file `index.html` in the folder. It needs no server, and shows the images in the subfolders, and the
+    comparison that `saliency evaluate` wrote into the folder. It is created from `manifest.json`, `manifest.jsonl` and
+    `evaluation.json`; equal files give identical bytes. The file is written atomically.
 
     Args:
         folder: Output folder of `saliency batch`. The run may still be in progress, or have been interrupted.
@@ -53,7 +55,7 @@ def report(folder: Path) -> Path:
     if run is None:
         raise ExplanationError(f"no {ABOUT} in {folder}; expected the folder that saliency batch --out wrote")
     with atomic_write(folder / PAGE) as temporary:
-        temporary.write_text(_page(run, _rows(folder / MANIFEST)), "utf-8", newline="\n")
+        temporary.write_text(_page(run, _rows(folder / MANIFEST), _comparison(folder)), "utf-8", newline="\n")
     return folder / PAGE
 
 
@@ -70,7 +72,14 @@ def _rows(path: Path) -> Iterator[Row]:
                 raise ExplanationError(f"{path} is damaged after byte {end}; run saliency batch again to repair it")
 
 
-def _page(run: Row, rows: Iterable[Row]) -> str:
+def _comparison(folder: Path) -> Row | None:
+    """Return the comparison of methods in the folder; None without one."""
+    path = folder / EVALUATION
+    comparison: Row | None = _rounded(json.loads(path.read_bytes())) if path.is_file() else None
+    return comparison
+
+
+def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
     methods = {method["name"]: index for index, method in enumerate(run["methods"])}
     bars: dict[str, list[str] | None] = {}
     photos = [_photo(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
@@ -86,18 +95,21 @@ def _page(run: Row, rows: Iterable[Row]) -> str:
         "photos": len(photos),
         "failed": sum(any("error" in row for row in photo["rows"]) for photo in photos),
     }
-    packed = base64.b64encode(zlib.compress(dumped(photos).encode())).decode()
     title = f"{head['model']}: {len(photos):,} images".encode("utf-8", "backslashreplace").decode()
     style, script = _template("page.css"), "\n".join(map(_template, SCRIPTS))
     parts = {
         "title": html.escape(title),
         "policy": _policy(style, script),
         "style": style,
-        "data": f'{{"head":{dumped(head)},"photos":"{packed}"}}',
+        "data": dumped({"head": head, "photos": _packed(photos), "comparison": _packed(comparison)}),
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _template("page.html"))
+
+
+def _packed(value: object) -> str:
+    return base64.b64encode(zlib.compress(dumped(value).encode())).decode()
 
 
 def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list[str] | None]) -> Row:
@@ -120,9 +132,18 @@ def _photo(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list
 def _selected(row: Row, keys: Iterable[str]) -> Row:
     """Return the given columns of a row, without unknown values."""
     values = {key: address(row[key]) if key in _FILES else row[key] for key in keys if row.get(key) is not None}
-    # Six digits are enough: the page shows fewer.
-    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
-    return {key: value for key, value in rounded.items() if value is not None}
+    return {key: _rounded(value) for key, value in values.items() if value is not None}
+
+
+def _rounded(value: Any) -> Any:
+    """Round all numbers to six digits, since the page shows fewer, and replace numbers that are not finite by None."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def dumped(value: object) -> str:

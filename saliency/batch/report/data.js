@@ -2,8 +2,12 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const head = data.head;
-const compressed = Uint8Array.from(atob(data.photos), (character) => character.charCodeAt(0));
-const photos = await new Response(new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+const unpacked = (text) => {
+  const compressed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  return new Response(new Blob([compressed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+};
+const photos = await unpacked(data.photos);
+const comparison = await unpacked(data.comparison); // null without a comparison of methods
 
 for (const photo of photos) {
   const rows = photo.rows;
@@ -13,6 +17,8 @@ for (const photo of photos) {
   photo.failure = null; // the only row of an image that failed before any method
   for (const row of rows) {
     row.bar = head.bars[row.bar];
+    // A row with an overlay and an error lacks only its trust card.
+    if (row.overlay) [row.cardError, row.error, row.error_kind] = [row.error, null, null];
     if (row.method < 0) photo.failure = row;
     else photo.rows[row.method] = row;
   }
@@ -28,11 +34,21 @@ const folded = (text) => String(text).normalize("NFKD").replace(/\p{M}/gu, "").t
 function searchTextOf(photo) {
   const rows = photo.failure ? [photo.failure] : photo.rows;
   photo.searchText ??= folded(
-    [photo.source, photo.id, ...new Set(rows.flatMap((row) => [className(row), row.error, row.error_kind]))]
+    [photo.source, photo.id, ...new Set(rows.flatMap((row) => [className(row), row.error, row.error_kind, row.cardError]))]
       .filter((part) => part != null).join("\n"),
   );
   return photo.searchText;
 }
+
+/** Return the value of an image by a method and metric; undefined if it was not measured. */
+const valueOf = (method, metric, image) => values.get(JSON.stringify([method, metric, image]));
+const values = new Map(comparison?.results.map(({ method, metric, image, value }) => [JSON.stringify([method, metric, image]), value]));
+const metrics = [...new Set(comparison?.rows.map((row) => row.metric))];
+const measured = new Set(comparison?.results.map((result) => result.image));
+const betterOf = (metric) => comparison.rows.find((row) => row.metric === metric).better; // empty if neither is better
+const isHigherBetter = (metric) => betterOf(metric) !== "lower";
+const orderOf = (metric) => (betterOf(metric) ? "worst first" : "lowest first");
+const metricsOf = (photo, method) => Object.fromEntries(metrics.map((metric) => [metric, shortNumber(valueOf(method, metric, photo.id))]));
 
 const className = (row) => row?.name ?? (row?.target != null ? `class ${row.target}` : null);
 
@@ -53,6 +69,9 @@ function shortNumber(value) {
   if (size && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replaceAll("-", "−").replace("e+", "e");
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
+
+/** Format a number with its standard error, if it has one. */
+const plusMinus = (value, error) => [value, error].map(shortNumber).filter(Boolean).join(" ± ");
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 

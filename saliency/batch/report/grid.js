@@ -85,9 +85,9 @@ function fill(card, at) {
   const others = photo.failed && row?.error == null;
   caption.replaceChildren(
     make("span", { class: "class", dir: "auto" }, headline(row)),
-    make("span", { class: "probability" }, probabilityText(row?.probability)),
+    make("span", { class: "probability" }, sortedMetric() ? shortNumber(metricOf(photo)) : probabilityText(row?.probability)),
     make("span", { class: "name", dir: "auto" }, photo.file),
-    make("span", { class: "badge", title: others ? "Another method failed on this image" : null }, others ? "partly failed" : ""),
+    make("span", { class: "badge", title: others ? "Another method, or a trust card, failed on this image" : null }, others ? "partly failed" : ""),
   );
 }
 

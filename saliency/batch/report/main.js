@@ -78,6 +78,7 @@ function loadAddress() {
   readAddress();
   fillClasses();
   refresh();
+  showTab();
   const photo = state.photo === null ? null : photos.find((photo) => photo.index === state.photo);
   if (photo) open(photo);
   else {
@@ -171,7 +172,7 @@ function fillFacts() {
 
 const about = byId("facts");
 byId("about").addEventListener("click", () => about.showModal());
-for (const dialog of [about, view]) {
+for (const dialog of [about, view, cellView]) {
   dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
 }
 
@@ -182,7 +183,7 @@ document.addEventListener("keydown", (event) => {
     setHeat(heat ? 0 : heatBefore);
     return;
   }
-  if (view.open || about.open) return;
+  if (view.open || about.open || state.tab !== "images") return;
   if (event.key === "/") {
     event.preventDefault();
     query.focus();

@@ -8,7 +8,9 @@ const SORTS = {
   unlikely: "Probability, low first",
   class: "Class",
 };
-const DEFAULTS = { method: 0, query: "", class: "", show: "all", sort: "order", photo: null };
+if (comparison) FILTERS.measured = "In the comparison";
+for (const metric of metrics) SORTS[`worst:${metric}`] = `${metric}, ${orderOf(metric)}`;
+const DEFAULTS = { method: 0, query: "", class: "", show: "all", sort: "order", photo: null, tab: "images", cell: "" };
 const state = { ...DEFAULTS };
 const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
@@ -18,6 +20,7 @@ function chosenPhotos() {
   const passing = photos.filter((photo) => {
     const row = rowOf(photo, state.method);
     if (state.show === "failed" && !photo.failed) return false;
+    if (state.show === "measured" && !measured.has(photo.id)) return false;
     if (state.show === "fine" && (!row || row.error != null)) return false;
     if (state.class !== "" && classKey(row) !== state.class) return false;
     return words.every((word) => searchTextOf(photo).includes(word));
@@ -28,7 +31,18 @@ function chosenPhotos() {
 /** Return the key of a class: its index, because several classes may have the same name. */
 const classKey = (row) => (row?.target ?? row?.name ?? null) === null ? null : String(row.target ?? row.name);
 
+/** Return the metric by which the images are sorted; undefined without one. */
+const sortedMetric = () => metrics.find((metric) => state.sort === `worst:${metric}`);
+
+/** Return the value of an image by this metric and the current method. */
+const metricOf = (photo) => valueOf(head.methods[state.method], sortedMetric(), photo.id);
+
 function sorted(list) {
+  if (sortedMetric()) {
+    const sign = isHigherBetter(sortedMetric()) ? 1 : -1;
+    const known = (photo) => metricOf(photo) != null;
+    return list.sort((a, b) => known(b) - known(a) || sign * (metricOf(a) - metricOf(b)) || 0);
+  }
   const probability = (photo) => rowOf(photo, state.method)?.probability;
   const known = (photo) => typeof probability(photo) === "number";
   if (state.sort === "likely" || state.sort === "unlikely") {
@@ -83,6 +97,8 @@ function readAddress() {
     class: words.get("class") ?? "",
     show: Object.hasOwn(FILTERS, words.get("show") ?? "") ? words.get("show") : DEFAULTS.show,
     sort: Object.hasOwn(SORTS, words.get("sort") ?? "") ? words.get("sort") : DEFAULTS.sort,
+    tab: comparison && words.get("tab") === "comparison" ? "comparison" : DEFAULTS.tab,
+    cell: words.get("cell") ?? "",
     photo: /^\d+$/.test(words.get("photo") ?? "") ? Number(words.get("photo")) : null,
   });
 }

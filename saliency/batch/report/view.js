@@ -80,14 +80,17 @@ function methodPanel(photo, row) {
         class: failed ? null : classText(row),
         probability: failed ? null : probabilityText(row.probability),
         score: failed ? null : shortNumber(row.score),
-        error: row.error_kind,
+        error: row.error_kind ?? row.cardError,
         layer: row.layer,
         ...Object.fromEntries(Object.entries(row.settings ?? {}).map(([name, value]) => [`${name} `, asText(value)])),
         coverage: row.coverage,
         residual: shortNumber(row.residual),
+        ...metricsOf(photo, head.methods[row.method]),
         ledger: Object.entries(row.ledger ?? {}).map(([name, share]) => `${name} ${shortNumber(share)}`).join(", "),
       }),
+      row.trust ? trustCard(row.trust) : null,
       row.overlay ? make("a", { href: row.overlay, target: "_blank", rel: "noopener" }, "Overlay in full size") : null,
+      row.card ? make("a", { href: row.card, target: "_blank", rel: "noopener" }, "Trust card in full size") : null,
     ),
   );
 }

@@ -1,0 +1,98 @@
+"""Trust cards of a batch run: their files and rows, resuming, and cards that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import saliency
+from saliency.batch import BatchError, network
+from saliency.cli import main
+from tests.batchwork import Tiny, noise, photos, quick, rows
+
+METHODS = ("grad_cam", "vanilla_gradient")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    photos(tmp_path / "in", 2)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods of the cards that are measured, with few samples."""
+    names = []
+
+    def spy(method: saliency.Attribution, *arguments: Any, seconds: float | None, seed: int) -> Any:
+        names.append(method.name)
+        return saliency.trust(method, *arguments, seconds=0.001, seed=seed)
+
+    monkeypatch.setattr(network, "trust", spy)
+    return names
+
+
+def broken(*arguments: Any, **options: Any) -> Any:
+    raise saliency.MethodError("a card is too much to ask")
+
+
+def test_each_overlay_has_a_card_and_its_row_the_verdicts(tmp_path: Path) -> None:
+    image, out = noise(tmp_path / "a.png", 0), tmp_path / "out"
+    quick(image, out, trust=True)
+    (row,) = rows(out)
+    card = saliency.trust(saliency.GradCAM(Tiny()), image)
+    assert {name: each["verdict"] for name, each in row["trust"].items()} == {each.name: each.verdict for each in card}
+    assert row["trust"]["deletion"]["value"] == pytest.approx(card["deletion"].value)
+    assert row["trust"]["deletion"]["controls"] == pytest.approx(card["deletion"].controls)
+    written = json.loads((out / "trust" / "a.grad_cam.json").read_text())
+    assert [each["name"] for each in written["properties"]] == list(row["trust"])
+    assert (out / "trust" / "a.grad_cam.html").read_text().startswith("<!doctype html>")
+    assert json.loads((out / "manifest.json").read_text())["batch_size"] == 4
+
+
+def test_a_batch_is_one_image_unless_its_size_is_given(source: Path, tmp_path: Path, measured: list[str]) -> None:
+    quick(source, tmp_path / "out", trust=True, batch_size=None, workers=1)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["batch_size"] == 1
+
+
+def test_a_rerun_measures_only_the_cards_that_are_missing(source: Path, tmp_path: Path, measured: list[str]) -> None:
+    out = tmp_path / "out"
+    quick(source, out, methods=METHODS, trust=True, limit=1)
+    assert measured == list(METHODS)
+    (out / "trust" / "00.vanilla_gradient.json").unlink()
+    assert quick(source, out, methods=METHODS, trust=True, limit=1).fresh == 1
+    assert measured == [*METHODS, "vanilla_gradient"]
+    with pytest.raises(BatchError, match=r"trust of grad_cam was \{'seconds': None\} and is now None"):
+        quick(source, out)
+    quick(source, out, restart=True)
+    assert not (out / "trust" / "00.vanilla_gradient.html").exists()
+
+
+def test_a_card_that_fails_leaves_the_overlay_and_is_retried(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "trust", broken)
+        summary = quick(source, out, trust=True, limit=1)
+    why = "no trust card: a card is too much to ask"
+    assert summary.failures == ((str(source / "00.png"), "grad_cam", why),)
+    assert (summary.done, summary.failed) == (1, 1)
+    assert all((out / row["overlay"]).is_file() and row["trust"] is None for row in rows(out))
+    assert quick(source, out, trust=True, retry=True, limit=1).failed == 0
+    assert all(row["error"] is None and row["trust"] for row in rows(out))
+
+
+def test_explain_shows_an_overlay_whose_card_failed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "load", lambda name, weights: Tiny())
+    monkeypatch.setattr(network, "trust", broken)
+    assert main(["explain", str(source / "00.png"), "--trust", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "00.png by grad_cam: no trust card: a card is too much to ask" in err
+    assert str(tmp_path / "00.grad_cam.png") in out
+    assert "1 overlay of 1 image" in out
