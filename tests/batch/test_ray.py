@@ -199,6 +199,16 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_the_size_is_stored(
     assert [row["score"] for row in rows(tmp_path / "out")] == [row["score"] for row in rows(tmp_path / "local")]
 
 
+def test_trust_cards_of_a_cluster_equal_those_of_this_machine(cluster: Any, tmp_path: Path) -> None:
+    source = photos(tmp_path / "in", 1)[0]
+    options: dict[str, Any] = {"methods": ("grad_cam",), "trust": True}
+    on_cluster(source, tmp_path / "ray", Tiny(), **options)
+    quick(source, tmp_path / "here", **options)
+    (card,), (expected,) = (rows(tmp_path / name) for name in ("ray", "here"))
+    assert card["trust"] == expected["trust"]
+    assert (tmp_path / "ray" / card["card"]).stat().st_size == card["card_bytes"]
+
+
 def test_evaluate_measures_on_ray_as_it_does_here_and_either_resumes_the_other(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
