@@ -270,6 +270,20 @@ def occlusion() -> Iterator[str]:
         yield f"| {name} | {count} | {measured:.3f} | {verdict(measured, goal)} |"
 
 
+def tolerance() -> Iterator[str]:
+    """Yield the passes of integrated gradients with a tolerance of 1 % on five photos."""
+    yield "\n### Integrated gradients with tolerance 1 %, bundled network\n"
+    yield header("photo", "passes", "relative residual", "ratio to 50 passes", "target")
+    for photo in PHOTOS:
+        case = load_case("efficientnet_lite0", photo=photo)
+        explanation = saliency.IntegratedGradients(case.model, tolerance=0.01).attribute(case.x, case.target)
+        assert explanation.residual is not None
+        total = float(explanation.values.sum())
+        passes = explanation.effort[0].passes
+        share = float(explanation.residual.abs()) / max(abs(total), 1e-12)
+        yield f"| {photo} | {passes} | {share:.2e} | {passes / 50:.2f} | {verdict(passes / 50, 0.5)} |"
+
+
 def peers(rounds: int) -> Iterator[str]:
     """Yield the time of other toolkits against the same number of plain passes."""
     yield "\n### Other toolkits: ratio to plain passes (bundled network, one image)\n"
@@ -331,7 +345,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=["resnet50", "efficientnet_lite0"])
     parser.add_argument("--rise", type=int, default=512, help="number of passes of RISE")
     parser.add_argument("--photos", nargs="+", default=list(PHOTOS), help="photos for Score-CAM")
-    parser.add_argument("--parts", nargs="+", default=["engine", "score", "ablation", "occlusion", "peers"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["engine", "score", "ablation", "occlusion", "tolerance", "peers"]
+    )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -340,6 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
         "score": lambda: score_cam(options.photos),
         "ablation": lambda: ablation_cam(options.rounds),
         "occlusion": occlusion,
+        "tolerance": tolerance,
         "peers": lambda: peers(1),
     }
     print("## Methods of many passes: one thread, contenders in turn, median of the ratios per round\n")

@@ -110,7 +110,14 @@ for options in ({"tolerance": 0.4}, {"seconds": 1}, {"passes": 50}):
 # ## Errors without sampling
 #
 # The values of integrated gradients should sum to the difference between the score and the baseline's score. The part
-# that is missing is the `residual`.
+# that is missing is the `residual`. With a tolerance, the method runs only as many passes as it needs.
+
+# %%
+print("photo        passes  residual / rise")
+for photo in sorted(Path("../assets").glob("*.jpg")):
+    found = saliency.IntegratedGradients(model, tolerance=0.01).attribute(photo)
+    rise_of_score = float(found.values.sum() + found.residual)
+    print(f"{photo.stem:10} {found.effort[0].passes:8}  {float(found.residual) / rise_of_score:+.4f}")
 
 # %%
 few, many = (saliency.IntegratedGradients(model, steps=steps).attribute(PHOTO, TARGET) for steps in (4, 32))
@@ -122,7 +129,8 @@ draw(
 # %% [markdown]
 # **What to see.** The two maps look alike, and neither sum is exact. The score rises by 11.4 from grey to the photo.
 # The sum of the values is 8.0 too small with 4 steps, and 1.1 too large with 32 steps. The rise is uneven, so a fixed
-# set of steps misses some of it, even with many steps.
+# set of steps misses some of it, even with many steps. With a tolerance, steps are added where the score changes fast:
+# 17 were enough.
 #
 # **What to beware of.** A correct sum does not make a correct map, and a map that looks right may have a wrong sum.
 #

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,8 +14,19 @@ from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
 from ..targets.targets import ClassScore, OutputTarget, Probability, class_scores
-from ..validation import check_integer, check_number
+from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
+
+QuadratureRule = Literal["gauss_legendre", "midpoint", "trapezoid", "riemann_left", "riemann_right"]
+
+RULES: tuple[QuadratureRule, ...] = get_args(QuadratureRule)
+
+MOST_NODES = 256
+"""The maximum number of nodes of an adaptive integral. All their gradients are kept in memory."""
+FIRST_NODES = 9
+"""The number of evenly spaced nodes that an adaptive integral starts with."""
+NEW_NODES = 4
+"""The maximum number of intervals that are halved at a time. It does not depend on the chunk size."""
 
 STEP_TOLERANCE = 1e-9
 """The allowed error in the length of a step of Guided IG, as a share of the whole path."""
@@ -27,17 +38,26 @@ class IntegratedGradients(SteppedAttribution):
     The default baseline is the mean colour, 0 in the normalised input. It is the same for all images, is known for
     every model, and is closer to most pixels than black. With a black baseline, dark pixels get no attribution.
 
-    The integral is computed by a Gauss-Legendre rule, whose weights are not negative and sum to 1. A trained network's
-    gradient changes so fast along the path that the residual falls slowly. On the bundled network and five photos, 50
-    nodes leave a residual of 1 to 17 % of the rise, 32 nodes one of 5 to 50 %. The map converges sooner: with 50 nodes
-    it has a cosine of .994 to .999 with that of 256 nodes.
+    A trained network's gradient changes so fast along the path that fixed rules converge slowly. On the bundled network
+    and real photos, 50 Gauss-Legendre nodes leave a residual of 1 to 17 % of the rise, 32 nodes one of 5 to 50 %. A
+    `tolerance` is met with far fewer passes, for two reasons. First, the scores at two nodes give the mean slope
+    between them, and the gradients at both are mixed to match that slope. This is exact for one kink between the nodes.
+    Second, new nodes are added in the intervals with the largest residuals, and earlier nodes are kept (a
+    Gauss-Legendre rule with more nodes needs all new ones). Under every rule the weights are not negative and sum to 1,
+    so the result is a mean of true gradients.
+
+    A small residual is not a small error of the map. At 1 %, after 10 to 17 passes, the maps of the bundled network's
+    top class on five photos have a cosine of .87 to .98 with those of 256 nodes; with 50 nodes .994 to .999.
 
     Args:
         model: As for every method.
         baseline: "mean", "black", "white", "blur", "noise" (of the normalised input's mean and standard deviation), a
             number in units of the normalised input, a float tensor, an image or its path. For several, or a tensor
             (K, C, H, W), the mean over all is taken.
+        rule: "gauss_legendre", "midpoint", "trapezoid", "riemann_left" or "riemann_right".
         steps: The number of nodes on each path.
+        tolerance: The residual at which no more nodes are added, relative to the difference of the score and the
+            baseline's score. Nodes are then chosen as described above; `rule` and `steps` are not used.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they and the residual sum to the score less that of the baseline.
@@ -52,15 +72,26 @@ class IntegratedGradients(SteppedAttribution):
     """
 
     name = "integrated_gradients"
-    cost = "50 forwards and backwards, 1 forward"
+    cost = "50 forwards and backwards, 1 forward; with a tolerance of 1 % about 13"
     quick_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
+    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
+    tolerance: Option[float | None] = Option(None, check_number, above=0)
+
+    def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
+        """Compute the integrals in a number of steps, or with nodes that are added until the tolerance is met."""
+        if self.tolerance is None:
+            return super().explain_image(passes, score)
+        references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
+        if self.seconds is not None:
+            passes.least = FIRST_NODES * len(references)
+        return _adaptively_integrated(passes, references, self.tolerance)
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute the mean over the baselines of the integrals on their paths."""
         references = baselines(self.baseline, passes.x, self.preprocess, self.seed)
-        gradients = mean_gradients(passes, references, self.steps)
+        gradients = mean_gradients(passes, references, self.rule, self.steps)
         values = ((passes.x - references) * gradients).mean(0)  # (C, H, W)
         return ImageAttribution(values, residual=residual_of(passes, values, score, references))
 
@@ -296,7 +327,8 @@ class BlurIG(SteppedAttribution):
     Args:
         model: As for every method.
         max_sigma: The widest blur's standard deviation, in pixels of the model's input.
-        steps: The number of nodes, which lie on the standard deviation.
+        rule: As for `IntegratedGradients`; nodes lie on the standard deviation.
+        steps: The number of nodes.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, C, H, W), signed, in score units; they sum to the score less that of the blurred image, up to the
@@ -315,11 +347,12 @@ class BlurIG(SteppedAttribution):
     quick_options: ClassVar = {"steps": 3}
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
+    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(100, check_integer)
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
-        nodes, weights = quadrature(self.steps)
+        nodes, weights = quadrature(self.rule, self.steps)
         sigmas, image = nodes * self.max_sigma, Diffusion(passes.x[0])
         values = torch.zeros_like(passes.x[0], dtype=wide(passes.x))
         for done in passes.gradients(lambda start, stop: image(sigmas[start:stop]), self.steps):
@@ -348,12 +381,12 @@ def on_paths(x: Tensor, references: Tensor, at: Tensor) -> Callable[[int, int], 
     return make
 
 
-def mean_gradients(passes: PassRunner, references: Tensor, steps: int) -> Tensor:
-    """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, at `steps` nodes.
+def mean_gradients(passes: PassRunner, references: Tensor, rule: QuadratureRule, steps: int) -> Tensor:
+    """Return the mean gradients (K, C, H, W) on the paths from K baselines to the image, by a rule with `steps` nodes.
 
     After an interrupt, the mean over the passes that were run.
     """
-    nodes, of_path = quadrature(steps)
+    nodes, of_path = quadrature(rule, steps)
     repeated = torch.kron(torch.eye(len(references), dtype=torch.float64, device="cpu"), of_path)  # (K, K * n)
     weights = repeated.to(passes.x.device, wide(passes.x))
     total = torch.zeros(len(references), *passes.x.shape[1:], dtype=weights.dtype, device=weights.device)
@@ -381,13 +414,140 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def quadrature(count: int) -> tuple[Tensor, Tensor]:
-    """Return the ascending nodes (n,) and the weights (n,), of sum 1, of the Gauss-Legendre rule over 0..1.
+def quadrature(rule: QuadratureRule, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ascending nodes (n,) and the weights (n,), of sum 1, of a rule for integrals over 0..1.
 
-    Both are in float64 on the CPU. The rule is exact for polynomials of degree 2n - 1.
+    Both are in float64 on the CPU.
+
+    Gauss-Legendre is exact for polynomials of degree 2n - 1, the midpoint and the trapezoid rule for degree 1, the
+    Riemann sums, which take the left or right end of each of n intervals, for constants.
+
+    Args:
+        rule: One of `RULES`.
+        count: The number of nodes; at least two for the trapezoid rule, which includes both ends.
+
+    Raises:
+        MethodError: The number of nodes is too small.
 
     Source: Golub and Welsch, "Calculation of Gauss Quadrature Rules" (1969),
         https://doi.org/10.1090/S0025-5718-69-99647-1.
     """
-    nodes, weights = np.polynomial.legendre.leggauss(count)
-    return torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / 2)
+    check_integer("steps", count, least=2 if rule == "trapezoid" else 1)
+    if rule == "gauss_legendre":
+        nodes, weights = np.polynomial.legendre.leggauss(count)
+        at = (nodes + 1) / 2
+    elif rule == "trapezoid":
+        at, weights = np.linspace(0, 1, count), np.ones(count)
+        weights[[0, -1]] /= 2
+    else:
+        shift = {"riemann_left": 0.0, "midpoint": 0.5, "riemann_right": 1.0}[rule]
+        at, weights = (np.arange(count) + shift) / count, np.ones(count)
+    return torch.from_numpy(at), torch.from_numpy(weights / weights.sum())
+
+
+class AdaptiveIntegral:
+    """Mean slope of a function over 0..1, from its values and slopes at nodes that are added where needed.
+
+    In each interval between two nodes, the slopes at both ends are mixed so that their mean is the secant, which the
+    values give. For a piecewise linear function with one kink in the interval this is exact, wherever the kink lies;
+    networks with ReLUs are piecewise linear on a straight path. If the secant is not between the two slopes, only the
+    closer slope is used, and a residual remains. The intervals with the largest residuals are halved next.
+
+    The weights of the slopes are not negative and sum to 1, so the result is a mean of slopes.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[float, float, float]] = []  # position, value and slope, in the order of arrival
+
+    def wanted(self) -> list[float]:
+        """Return the nodes to evaluate next: evenly spaced ones first, then the centres of the worst intervals."""
+        if not self.nodes:
+            return [i / (FIRST_NODES - 1) for i in range(FIRST_NODES)]
+        _, at, _, _ = self._sorted()
+        residuals = self._mixed()[1].abs()
+        worst = residuals.sort(descending=True, stable=True).indices[:NEW_NODES]
+        worst = worst[residuals[worst] > 0.1 * residuals.max()]
+        centres: list[float] = ((at[worst] + at[worst + 1]) / 2).sort().values.tolist()
+        return centres
+
+    def add(self, at: float, value: float, slope: float) -> None:
+        """Add the function's value and slope at a node."""
+        self.nodes.append((at, value, slope))
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of the slope at each node (n,), in the order of arrival; float64, of sum 1."""
+        if len(self.nodes) == 1:
+            return torch.ones(1, dtype=torch.float64, device="cpu")
+        order, at, _, _ = self._sorted()
+        shares, widths = self._mixed()[0], at.diff()
+        weights = torch.zeros_like(at)
+        weights[order[:-1]] += widths * shares
+        weights[order[1:]] += widths * (1 - shares)
+        return weights / widths.sum()  # an interrupted run has not reached the end
+
+    @property
+    def rise(self) -> float:
+        """The difference of the values at the last and the first node."""
+        _, _, values, _ = self._sorted()
+        return float(values[-1] - values[0])
+
+    @property
+    def residual(self) -> float:
+        """The part of the rise that the weighted slopes do not add up to."""
+        return float(self._mixed()[1].sum())
+
+    @property
+    def rounding(self) -> float:
+        """The residual that rounding may cause, for values in float32."""
+        return 1e-6 * max(abs(value) for _, value, _ in self.nodes)
+
+    def _sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The order of the nodes by position (n,), and their positions, values and slopes in this order."""
+        at, values, slopes = torch.tensor(self.nodes, dtype=torch.float64, device="cpu").T
+        order = at.argsort()
+        return order, at[order], values[order], slopes[order]
+
+    def _mixed(self) -> tuple[Tensor, Tensor]:
+        """For each interval (n - 1,), the share of the slope at its left end, and the residual."""
+        _, at, values, slopes = self._sorted()
+        left, right, widths, rises = slopes[:-1], slopes[1:], at.diff(), values.diff()
+        difference = left - right
+        differs = difference.abs() > 1e-9 * slopes.abs().max()
+        shares = (rises / widths - right) / torch.where(differs, difference, 1.0)
+        shares = torch.where(differs, shares, 0.5).clamp(0, 1)
+        return shares, rises - widths * (shares * left + (1 - shares) * right)
+
+
+def _adaptively_integrated(passes: PassRunner, references: Tensor, tolerance: float) -> ImageAttribution:
+    """The mean over the baselines, with as many nodes on each path as the tolerance needs."""
+    x = passes.x
+    differences = (x - references).to(wide(x))  # (K, C, H, W)
+    paths = [AdaptiveIntegral() for _ in references]
+    gradients: list[list[Tensor]] = [[] for _ in references]  # of each path, (C, H, W) at each node
+    while not _is_met(paths, tolerance) and not passes.is_over(passes.used):
+        if passes.used >= MOST_NODES * len(paths):
+            passes.notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
+            break
+        wanted = [(path, at) for path in range(len(paths)) for at in paths[path].wanted()]
+
+        def make(start: int, stop: int, wanted: list[tuple[int, float]] = wanted) -> Tensor:
+            return torch.stack([torch.lerp(references[path], x[0], at) for path, at in wanted[start:stop]])
+
+        for done in passes.gradients(make, len(wanted)):
+            rows = zip(wanted[done.start :], done.scores.tolist(), done.gradients.to(differences), strict=False)
+            for (path, at), value, gradient in rows:
+                paths[path].add(at, value, float((gradient * differences[path]).sum(dtype=torch.float64)))
+                gradients[path].append(gradient)
+    reached = [i for i, path in enumerate(paths) if path.nodes]
+    means = [torch.einsum("n,nchw->chw", paths[i].weights.to(differences), torch.stack(gradients[i])) for i in reached]
+    values = (differences[reached] * torch.stack(means)).mean(0)
+    return ImageAttribution(values, residual=sum(paths[i].residual for i in reached) / len(paths))
+
+
+def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:
+    """Whether the mean residual is small relative to the mean rise, or no larger than rounding."""
+    if not paths[0].nodes:
+        return False
+    residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))
+    return residual <= max(tolerance * rise, sum(path.rounding for path in paths))

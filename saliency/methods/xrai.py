@@ -12,8 +12,8 @@ from torch import Tensor
 from ..attribution.options import Option
 from ..engine.multi_pass import ImageAttribution, PassRunner, TimedAttribution
 from ..errors import optional_import
-from ..validation import check_integer
-from .integrated_gradients import mean_gradients, wide
+from ..validation import check_choice, check_integer
+from .integrated_gradients import RULES, QuadratureRule, mean_gradients, wide
 
 AREA = 224 * 224
 """The number of pixels for which the authors give areas, scales and lengths. Areas and scales are proportional to the
@@ -38,6 +38,7 @@ class XRAI(TimedAttribution):
 
     Args:
         model: As for every method.
+        rule: As for `IntegratedGradients`.
         steps: The number of nodes on each of the two paths.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
@@ -58,6 +59,7 @@ class XRAI(TimedAttribution):
     sign = "positive"
     quick_options: ClassVar = {"steps": 2}
 
+    rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
     steps: Option[int] = Option(50, check_integer)
 
     def explain_image(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
@@ -65,7 +67,7 @@ class XRAI(TimedAttribution):
         x = passes.x
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
         regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
-        gradients = passes.in_time(lambda steps: mean_gradients(passes, references, steps), self.steps)
+        gradients = passes.in_time(lambda steps: mean_gradients(passes, references, self.rule, steps), self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
         least = LEAST_GAIN * pixels.numel() / AREA
         values = ranked(pixels.to("cpu", torch.float64).numpy(), regions, least)

@@ -180,13 +180,15 @@ COUNTED = ("passes", "steps", "channels", "masks")
 SMALL: dict[str, dict[str, Any]] = {"occlusion": {"window": 8, "stride": 2}, "sobol": {"grid": 8}}
 
 
-def timed(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Clock]:
+def timed(
+    name: str, monkeypatch: pytest.MonkeyPatch, inner: nn.Module | None = None, **options: Any
+) -> tuple[Any, Clock]:
     """The explanation of one image in two seconds, where a forward takes 20 ms, and the clock."""
     clock = Clock()
     monkeypatch.setattr(multi_pass, "time", clock)
     quick = {key: each for key, each in METHODS[name].quick_options.items() if key not in COUNTED}
     method = METHODS[name](
-        Ticking(clock, 0.02, tiny_model_for(METHODS[name])()),
+        Ticking(clock, 0.02, inner or tiny_model_for(METHODS[name])()),
         **quick | SMALL.get(name, {}) | options,
         seconds=2,
     )
@@ -224,6 +226,13 @@ def test_fewer_steps_are_a_complete_path(monkeypatch: pytest.MonkeyPatch) -> Non
     assert effort.stopped == "seconds"
     expected = METHODS["integrated_gradients"](tiny_model(), steps=steps).attribute(images(1, (32, 32)), 0)
     torch.testing.assert_close(found.values, expected.values)
+
+
+def test_nodes_are_added_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    waves = Packed(lambda scores: (4e4 * scores).sin())
+    found, clock = timed("integrated_gradients", monkeypatch, waves, tolerance=1e-6, baseline=["mean", 0.5, -0.5])
+    assert (found.effort[0].stopped, found.effort[0].passes > 20) == ("seconds", True)
+    assert clock.now <= 2.4
 
 
 def test_sobol_takes_a_coarser_grid_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

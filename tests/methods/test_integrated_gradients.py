@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import METHODS, GradCAM, SmoothGrad, VanillaGradient, contrast, explain_together, probability, value
+from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, value
 from saliency.errors import MethodError, NotApplicableError
 from saliency.methods.baselines import blurred
 from saliency.methods.integrated_gradients import (
+    FIRST_NODES,
     IDGI,
+    RULES,
+    AdaptiveIntegral,
     BlurIG,
     ExpectedGradients,
     GuidedIG,
     IntegratedGradients,
+    QuadratureRule,
     quadrature,
 )
 from saliency.testing import tiny_model
@@ -39,9 +43,10 @@ def linear(seed: int = 5) -> tuple[nn.Module, Tensor]:
 # --- quadrature
 
 
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("count", [2, 3, 8, 50, 301])
-def test_the_weights_of_the_rule_sum_to_one(count: int) -> None:
-    nodes, weights = quadrature(count)
+def test_the_weights_of_a_rule_sum_to_one(name: QuadratureRule, count: int) -> None:
+    nodes, weights = quadrature(name, count)
     assert nodes.shape == weights.shape == (count,)
     assert float(weights.sum()) == pytest.approx(1, abs=1e-14)
     assert bool((nodes.diff() > 0).all())
@@ -50,28 +55,74 @@ def test_the_weights_of_the_rule_sum_to_one(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
 def test_gauss_and_legendre_are_exact_to_degree_2n_minus_1_and_no_further(count: int) -> None:
-    nodes, weights = quadrature(count)
+    nodes, weights = quadrature("gauss_legendre", count)
     for degree in range(2 * count):
         assert float(weights @ nodes**degree) == pytest.approx(1 / (degree + 1), abs=1e-13)
     assert abs(float(weights @ nodes ** (2 * count)) - 1 / (2 * count + 1)) > 1e-16
 
 
+@pytest.mark.parametrize(("name", "degree"), [("midpoint", 1), ("trapezoid", 1)])
+def test_midpoints_and_trapezoids_are_exact_for_straight_lines(name: QuadratureRule, degree: int) -> None:
+    nodes, weights = quadrature(name, 7)
+    assert float(weights @ nodes**degree) == pytest.approx(1 / (degree + 1), abs=1e-14)
+
+
+def test_riemann_sums_take_the_side_that_they_say() -> None:
+    assert quadrature("riemann_left", 4)[0].tolist() == [0, 0.25, 0.5, 0.75]
+    assert quadrature("riemann_right", 4)[0].tolist() == [0.25, 0.5, 0.75, 1]
+
+
+def integrated(value: Callable[[float], float], slope: Callable[[float], float], rounds: int) -> AdaptiveIntegral:
+    adaptive = AdaptiveIntegral()
+    for _ in range(rounds):
+        for at in adaptive.wanted():
+            adaptive.add(at, value(at), slope(at))
+    return adaptive
+
+
+@pytest.mark.parametrize("kink", [0.13, 0.5, 0.9])
+def test_one_kink_is_integrated_exactly_wherever_it_lies(kink: float) -> None:
+    adaptive = integrated(lambda a: 2 * a + 5 * max(a - kink, 0), lambda a: 2 + 5.0 * (a > kink), 1)
+    weights = adaptive.weights
+    assert adaptive.residual == pytest.approx(0, abs=1e-13)
+    above = torch.tensor([float(at > kink) for at, _, _ in adaptive.nodes], dtype=torch.float64)
+    assert float(weights @ above) == pytest.approx(1 - kink)
+
+
+def test_adaptive_weights_are_those_of_a_mean_and_the_residual_is_what_they_miss() -> None:
+    adaptive = integrated(lambda a: a**3 + (a > 0.3) * 0.5, lambda a: 3 * a * a, 3)  # a jump has no gradient
+    weights = adaptive.weights
+    assert float(weights.sum()) == pytest.approx(1)
+    assert bool((weights >= 0).all())
+    slopes = torch.tensor([3 * at * at for at, _, _ in adaptive.nodes], dtype=torch.float64)
+    assert adaptive.rise - float(weights @ slopes) == pytest.approx(adaptive.residual)
+    assert len(adaptive.nodes) == len({node[0] for node in adaptive.nodes}) > FIRST_NODES
+
+
+def test_new_nodes_come_where_the_residual_is() -> None:
+    adaptive = integrated(lambda a: (a > 0.3) * 1.0, lambda a: 0.0, 6)
+    assert all(0.25 < at < 0.375 for at, _, _ in adaptive.nodes[FIRST_NODES:])
+    assert min(abs(at - 0.3) for at, _, _ in adaptive.nodes) < 0.01
+
+
 # --- integrated gradients
 
 
-def test_a_linear_model_gives_weight_times_way() -> None:
+@pytest.mark.parametrize("options", [{"rule": each, "steps": 3} for each in RULES] + [{"tolerance": 0.01}])
+def test_a_linear_model_gives_weight_times_way_under_every_rule(options: dict[str, Any]) -> None:
     model, weight = linear()
     x, baseline = image(), image(1)[0]
-    found = IntegratedGradients(model, baseline=baseline, steps=3).attribute(x, 0)
+    found = IntegratedGradients(model, baseline=baseline, **options).attribute(x, 0)
     torch.testing.assert_close(found.values[0], weight * (x[0] - baseline))
     assert found.residual is not None
     assert abs(float(found.residual)) < 1e-12
 
 
-def test_a_product_of_two_features_is_shared_by_halves() -> None:
+@pytest.mark.parametrize("options", [{"steps": 1}, {"tolerance": 1e-6}])
+def test_a_product_of_two_features_is_shared_by_halves(options: dict[str, Any]) -> None:
     model = FunctionModel(lambda x: x[:, 0, 0, 0] * x[:, 0, 0, 1])
     x = image()
-    found = IntegratedGradients(model, steps=1).attribute(x, 0).values[0]
+    found = IntegratedGradients(model, **options).attribute(x, 0).values[0]
     half = x[0, 0, 0, 0] * x[0, 0, 0, 1] / 2
     torch.testing.assert_close(found[0, 0, :2], torch.stack([half, half]))
     assert float(found.abs().sum()) == pytest.approx(2 * abs(float(half)))
@@ -93,11 +144,22 @@ def test_a_polynomial_along_the_path_needs_half_its_degree_in_nodes(degree: int)
     assert abs(float(found.residual)) < 1e-10 * abs(float(found.scores))
 
 
-def test_it_is_captums() -> None:
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("gausslegendre", "gauss_legendre"),
+        ("riemann_left", "riemann_left"),
+        ("riemann_right", "riemann_right"),
+        ("riemann_middle", "midpoint"),
+    ],
+)
+def test_it_is_captums(method: str, rule: QuadratureRule) -> None:
     model, x, baseline = tiny_model().double(), image(count=2), image(7)
     peer = pytest.importorskip("captum.attr")
-    expected = peer.IntegratedGradients(model).attribute(x, baseline.expand_as(x), target=[0, 1], n_steps=20)
-    found = IntegratedGradients(model, baseline=baseline[0], steps=20).attribute(x, [0, 1])
+    expected = peer.IntegratedGradients(model).attribute(
+        x, baseline.expand_as(x), target=[0, 1], n_steps=20, method=method
+    )
+    found = IntegratedGradients(model, baseline=baseline[0], rule=rule, steps=20).attribute(x, [0, 1])
     torch.testing.assert_close(found.values, expected)
 
 
@@ -112,7 +174,30 @@ def test_several_baselines_give_the_mean_of_their_maps() -> None:
     torch.testing.assert_close(together.residual, (single[0].residual + single[1].residual) / 2)
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 2.5}])
+@pytest.mark.parametrize("levels", [[0.0], [0.0, 0.5, -1.0]])
+def test_a_tolerance_is_met_by_the_true_residual(levels: list[float]) -> None:
+    model, x = tiny_model().double(), image(count=3)
+    with torch.no_grad():
+        start = torch.stack([model(torch.full_like(x, each)) for each in levels]).mean(0)
+        rise = (model(x) - start)[:, 1]
+    for tolerance in (0.1, 1e-3, 1e-6):
+        found = IntegratedGradients(model, baseline=levels, tolerance=tolerance).attribute(x, 1)
+        residual = rise - found.values.sum((1, 2, 3))
+        assert bool((residual.abs() <= tolerance * rise.abs() + 1e-5 * found.scores.abs()).all())
+        assert found.residual is not None
+        torch.testing.assert_close(found.residual, residual, atol=1e-9, rtol=0)
+
+
+def test_a_tolerance_that_cannot_be_met_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.methods.integrated_gradients.MOST_NODES", 20)
+    model = FunctionModel(lambda x: (x[:, 0, 0, 0] > 0.1).double() + 1e-9 * x[:, 0, 0, 0])  # a jump has no gradient
+    x = torch.ones(1, *SHAPE, dtype=torch.float64)
+    found = IntegratedGradients(model, tolerance=0.01).attribute(x, 0)
+    assert "not met" in found.effort[0].note
+    assert 20 <= found.effort[0].passes <= 24
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 2.5}, {"rule": "simpson"}, {"tolerance": 0.0}])
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(MethodError):
         IntegratedGradients(tiny_model(), **options)
@@ -217,8 +302,8 @@ def test_expected_gradients_draw_colours_and_noise() -> None:
 def test_guided_ig_that_may_not_leave_the_straight_path_is_integrated_gradients() -> None:
     model, x = tiny_model().double(), image()
     guided = GuidedIG(model, max_distance=0, steps=16).attribute(x, 1).values
-    gradients = [VanillaGradient(model).attribute(x * step / 16, 1).values for step in range(16)]
-    torch.testing.assert_close(guided, x * torch.stack(gradients).mean(0))
+    straight = IntegratedGradients(model, rule="riemann_left", steps=16).attribute(x, 1).values
+    torch.testing.assert_close(guided, straight)
 
 
 def test_guided_ig_of_a_linear_model_is_weight_times_way_whatever_the_path() -> None:
@@ -246,7 +331,7 @@ def test_guided_ig_moves_the_smallest_gradients_first_and_exactly_as_far_as_a_st
 
 def test_blur_ig_is_complete_between_the_image_and_its_blur() -> None:
     model, x = tiny_model().double(), image()
-    found = BlurIG(model, max_sigma=4.0, steps=400).attribute(x, 1)
+    found = BlurIG(model, max_sigma=4.0, rule="midpoint", steps=400).attribute(x, 1)
     with torch.no_grad():
         rise = float((model(x) - model(blurred(x, 4.0)))[0, 1])
     assert float(found.values.sum()) == pytest.approx(rise, rel=0.05)
@@ -302,7 +387,7 @@ def test_the_map_is_the_weighted_sum_of_the_gradients_at_the_nodes_of_all_baseli
     model, x = Gated(ahead, skip=skip, **options), image(count=2)
     baselines = image(7, 2)
     found = IntegratedGradients(model, baseline=baselines, steps=5, chunk=3).attribute(x, 1).values
-    (nodes, weights), expected = quadrature(5), torch.zeros_like(x)
+    (nodes, weights), expected = quadrature("gauss_legendre", 5), torch.zeros_like(x)
     for baseline in baselines:
         for at, weight in zip(nodes.tolist(), weights.tolist(), strict=True):
             here = torch.lerp(baseline.expand_as(x), x, at).requires_grad_()
