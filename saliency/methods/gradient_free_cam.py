@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,13 @@ from ..attribution.options import Budget, Option, PositionalOption
 from ..engine.estimates import ScoreEstimate, generator
 from ..engine.multi_pass import ImageAttribution, MultiPassAttribution, PassRunner, SampledAttribution, TimedAttribution
 from ..engine.recording import TailForward
+from ..errors import NotApplicableError, TargetError
+from ..hooks.manager import HookManager
+from ..hooks.model_state import run_model
+from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
 from ..layers.find import LayerLike
 from ..validation import check_flag, check_integer, check_number
-from .cam import default_layer, layer_name, warn_if_signed
+from .cam import default_layer, is_close, layer_name, linear_head, warn_if_signed
 
 
 class LayerOutput:
@@ -31,10 +35,11 @@ class LayerOutput:
         layer: The layer's name.
         raw: (1, ...) the output in its own layout.
         maps: (K, h, w) the output as maps; half precision as float32.
+        output: The output of the model.
     """
 
     def __init__(self, forward: SharedForward, layer: str) -> None:
-        self.layer, self.raw = layer, forward.layers[layer]
+        self.layer, self.raw, self.output = layer, forward.layers[layer], forward.output
         layout = forward.layout(layer)
         self.maps = at_least_float32(layout(self.raw)[0])
         positions = torch.arange(self.raw.numel(), device=self.raw.device).view(self.raw.shape)
@@ -436,8 +441,9 @@ class AblationCAM(LayerPasses, TimedAttribution):
     channel supports the target, also for a negative score. (The paper divides by y, which is the same for all channels
     and inverts the map if y is negative.)
 
-    Only the part of the model after the layer runs for each channel, exactly, regardless of `precision`. Channels that
-    are zero everywhere have no effect, and are not run.
+    Only the part of the model after the layer runs for each channel, exactly, regardless of `precision`. If this part
+    is pooling and one linear layer, which each call checks, the weights are computed in closed form. Channels that are
+    zero everywhere have no effect, and are not run.
 
     Args:
         model: As for every method.
@@ -459,7 +465,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
     """
 
     name = "ablation_cam"
-    cost = "2 forwards, 1 pass from the layer on for each channel"
+    cost = "2 forwards, 1 pass from the layer on for each channel; 3 forwards before pooling and a linear layer"
     units = "score times activation"
 
     channels: Option[int | None] = Option(None, check_integer)
@@ -472,13 +478,53 @@ class AblationCAM(LayerPasses, TimedAttribution):
         channels = channels[energy[channels] > 0]
         weights = torch.zeros_like(energy)
         if len(channels):
-            scores = self.tail_scores(
-                passes, layer, lambda start, stop: layer.without(channels[start:stop, None]), len(channels)
-            )
+            scores = self._scores_in_closed_form(passes, layer, channels)
+            if scores is None:
+                scores = self.tail_scores(
+                    passes, layer, lambda start, stop: layer.without(channels[start:stop, None]), len(channels)
+                )
             weights[channels[: len(scores)]] = (score - scores).to(weights)
             if len(scores) < len(channels):
                 passes.notes.append(f"{len(scores)} of {len(channels)} channels, by falling energy")
         return ImageAttribution(layer.weighted(weights), layer=layer.layer)
+
+    def _scores_in_closed_form(self, passes: PassRunner, layer: LayerOutput, channels: Tensor) -> Tensor | None:
+        """The scores (m,) without each channel if only pooling and a linear layer follow; else None.
+
+        One forward without half of the channels tests the formula.
+        """
+        tensors = list(tree_tensors(layer.output))
+        if len(tensors) != 1:
+            return None
+        try:
+            weight = linear_head(self.model, layer.maps[None], layer.output, layer.layer)  # (classes, K)
+        except (NotApplicableError, TargetError):  # TargetError: only the target can read the scores from the output
+            return None
+        losses = (weight * layer.maps.mean((1, 2)))[:, channels]  # (classes, m)
+
+        def is_right(start: int, stop: int) -> bool:
+            with torch.no_grad():
+                changed = first_tensor(self._run_with(passes.x, layer, layer.without(channels[None, ::2])))
+            return changed is not None and is_close(changed, tensors[0] - losses[:, ::2].sum(1))
+
+        if not all(list(passes.chunks(is_right, 1))):
+            return None
+        passes.notes.append("in closed form: only pooling and one linear layer follow the layer")
+        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
+        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
+
+    def _run_with(self, x: Tensor, layer: LayerOutput, raw: Tensor) -> Any:
+        """The model's output when each call of the layer with an output of this shape returns `raw`."""
+
+        def replace(output: Any) -> Any:
+            first = first_tensor(output)
+            if first is None or first.shape != raw.shape:
+                return None
+            return tree_map_tensors(output, lambda tensor: raw.clone() if tensor is first else tensor)
+
+        with HookManager() as hooks:
+            hooks.revise(self.model.get_submodule(layer.layer), replace)
+            return run_model(self.model, x)
 
 
 class ReciproCAM(LayerPasses):

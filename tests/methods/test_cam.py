@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from saliency import (
     CAM,
     METHODS,
+    AblationCAM,
     Attribution,
     EigenCAM,
     EigenGradCAM,
@@ -144,13 +145,17 @@ def test_cam_reads_a_head_that_is_a_convolution_of_single_points(x: Tensor) -> N
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cam_reads_the_head_in_half_precision(dtype: torch.dtype, autocast: bool, x: Tensor) -> None:
+@pytest.mark.parametrize("method", [CAM, AblationCAM])
+def test_cam_reads_the_head_in_half_precision(
+    method: type[CAM | AblationCAM], dtype: torch.dtype, autocast: bool, x: Tensor
+) -> None:
     model, x = PooledNet(), x.float()
-    expected = CAM(model, "features").attribute(x, CLASSES).values
+    expected = method(model, "features").attribute(x, CLASSES).values
     with torch.autocast("cpu", dtype, enabled=autocast):
         given = (model, x) if autocast else (model.to(dtype), x.to(dtype))
-        found = CAM(given[0], "features").attribute(given[1], CLASSES)
+        found = method(given[0], "features").attribute(given[1], CLASSES)
     assert torch.allclose(found.values.float(), expected, atol=0.03 * float(expected.abs().max()))
+    assert all("closed form" in each.note for each in found.effort)  # the linear head was found
 
 
 @pytest.mark.parametrize("make", [Flattened, Deep])

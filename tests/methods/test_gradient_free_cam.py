@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
+import saliency
 from saliency import CAM, MethodError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
@@ -277,6 +278,48 @@ def test_behind_pooling_and_a_linear_layer_the_drop_is_weight_times_mean_activat
         activation = model.features(small)
         drops = model.head.weight[[4, 1]] * activation.mean((2, 3))
     torch.testing.assert_close(found.values[:, 0], torch.einsum("nk,nkhw->nhw", drops, activation))
+    assert all(each.passes == 1 and "closed form" in each.note for each in found.effort)
+
+
+@pytest.mark.parametrize("target", [2, saliency.probability(1), lambda output: output[:, 0].square()])
+def test_the_closed_form_is_what_running_each_channel_gives(target: Any, small: Tensor) -> None:
+    model = PooledNet().double()
+    found = AblationCAM(model, "features").attribute(small, target)
+    measured = AblationCAM(Hidden(model), "features").attribute(small, target)
+    assert "closed form" in found.effort[0].note
+    assert "closed form" not in measured.effort[0].note
+    torch.testing.assert_close(found.values, measured.values)
+
+
+class Hidden(nn.Module):
+    """The same function, with a head that is no layer."""
+
+    def __init__(self, of: PooledNet) -> None:
+        super().__init__()
+        self.features, self.matrix, self.shift = of.features, of.head.weight, of.head.bias
+
+    def forward(self, small: Tensor) -> Tensor:
+        out: Tensor = self.features(small).mean((2, 3)) @ self.matrix.T + self.shift
+        return out
+
+
+def test_a_head_that_only_seems_linear_is_run(small: Tensor) -> None:
+    class Gated(PooledNet):
+        def forward(self, small: Tensor) -> Tensor:
+            maps = self.features(small)
+            # The very same output, until some channel is taken away.
+            gate = (maps.flatten(2).amax(2).amin(1) > 0).to(maps)
+            out: Tensor = self.head(maps.mean((2, 3))) * gate[:, None]
+            return out
+
+    model = Gated().double()
+    with torch.no_grad():
+        model.features[2].bias.fill_(1)  # type: ignore[operator]
+    found = AblationCAM(model, "features").attribute(small[:1], 2)
+    assert "closed form" not in found.effort[0].note
+    assert found.scores.abs() > 0
+    expected = found.scores * model.features(small[:1]).sum(1)  # all of the score is lost with each channel
+    torch.testing.assert_close(found.values[:, 0], expected.detach())
 
 
 def test_a_channel_that_speaks_for_the_class_has_a_positive_weight_also_for_a_negative_score(
@@ -370,6 +413,7 @@ def test_a_layer_that_is_called_many_times_is_changed_in_its_last_call(small: Te
         maps = model.second(model.first(small).relu()).relu()
         drops = model.head.weight[1] * maps.mean((2, 3))
     torch.testing.assert_close(found.values[:, 0], torch.einsum("nk,nkhw->nhw", drops, maps))
+    assert "closed form" in found.effort[0].note
 
 
 def test_fewer_channels_leave_the_others_at_zero(small: Tensor) -> None:
