@@ -7,6 +7,7 @@
     edit_gradients            change gradients with the rules of `rules` or any function
     edit_activations          change the outputs of layers
     extract_features          extract the activations of a data set
+    save_features             write them as safetensors files
     vector_jacobian_product   compute the gradient of a weighted output at a layer
     jacobian_vector_product   compute the change of the output along a direction at a layer
     ledger_table              list the shares that sum to a score; saliency.draw_ledger draws them
@@ -20,6 +21,7 @@ from .edit import edit_activations as edit_activations
 from .edit import edit_gradients as edit_gradients
 from .features import Features as Features
 from .features import extract_features as extract_features
+from .features import save_features as save_features
 from .jacobian import jacobian_vector_product as jacobian_vector_product
 from .jacobian import vector_jacobian_product as vector_jacobian_product
 from .layer_table import LayerRow as LayerRow

@@ -1,17 +1,21 @@
-"""Extract the activations of layers for a data set."""
+"""Extract the activations of layers for a data set, in memory or as safetensors files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, did_you_mean, plural, warn
+from ..errors import ImageError, LayerError, MethodError, did_you_mean, plural, warn
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, unwrap
+from ..io.atomic_write import save_tensors
 from .arguments import LayersLike, ModelCall, first_float, model_calls, require_hookable, select_layers
 
 Labels = Tensor | list[Any]
@@ -45,7 +49,7 @@ def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: P
         safetensors.torch.save_file(features, "features.safetensors")
 
     The model runs once over the data, in evaluation mode and without gradients. The features stay in memory; for more
-    than fit there, call it for each batch and write one file each.
+    than fit there, use `save_features`.
 
     Args:
         model: Any module.
@@ -67,21 +71,72 @@ def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: P
     Warns:
         SaliencyWarning: The labels are not one per image, so they are not kept.
     """
-    network = unwrap(model)
-    modules = select_layers(network, layers)
-    require_hookable(network, modules)
-    columns: dict[str, list[Tensor]] = {name: [] for name in modules}
+    columns: dict[str, list[Tensor]] = {}
     labels: list[Labels | None] = []
-    for batch in model_calls(model, data):
-        for name, rows in _rows_of(network, batch, modules, pool).items():
-            columns[name].append(rows)
+    for rows, batch_labels in _batches(model, data, layers, pool):
+        for name, part in rows.items():
+            columns.setdefault(name, []).append(part)
             _require_same_shape(name, columns[name])
-        labels.append(_labels_per_image(batch))
-    if not labels:
-        raise ImageError("the data contain no image")
+        labels.append(batch_labels)
     features = Features({name: torch.cat(parts) for name, parts in columns.items()})
     features.images, features.labels = len(next(iter(features.values()))), _joined(labels)
     return features
+
+
+def save_features(
+    model: nn.Module, data: Any, layers: LayersLike, folder: str | os.PathLike[str], *, pool: Pool = None
+) -> list[Path]:
+    """Write the outputs of layers as safetensors files, one for each batch. Memory holds one batch.
+
+        for path in save_features(model, loader, ["layer3", "layer4"], "features"):
+            rows = safetensors.torch.load_file(path)  # by layer; the labels are rows["@labels"]
+
+    Labels in a list are in the file's metadata, as JSON, by the same name.
+
+    Args:
+        model: As for `extract_features`.
+        data: As for `extract_features`.
+        layers: As for `extract_features`.
+        folder: The folder for the files, created if missing. Each file is written atomically.
+        pool: As for `extract_features`.
+
+    Returns:
+        The paths of the files, shard-00000.safetensors and so on, in the order of the batches.
+
+    Raises:
+        MethodError: The folder contains such files.
+        OSError: A file cannot be written. Files written before are complete.
+        ImageError: As for `extract_features`.
+        LayerError: As for `extract_features`.
+        NotApplicableError: As for `extract_features`.
+
+    Warns:
+        SaliencyWarning: As for `extract_features`.
+    """
+    folder = Path(folder)
+    if any(folder.glob("shard-*.safetensors")):
+        raise MethodError(f"{folder} contains features; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    for rows, labels in _batches(model, data, layers, pool):
+        paths.append(folder / f"shard-{len(paths):05d}.safetensors")
+        metadata = {"@labels": json.dumps(labels)} if isinstance(labels, list) else None
+        save_tensors(paths[-1], rows | ({"@labels": labels} if isinstance(labels, Tensor) else {}), metadata)
+    return paths
+
+
+def _batches(
+    model: nn.Module, data: Any, layers: LayersLike, pool: Pool
+) -> Iterator[tuple[dict[str, Tensor], Labels | None]]:
+    """Yield the rows of each layer, and the labels, batch by batch."""
+    network = unwrap(model)
+    modules = select_layers(network, layers)
+    require_hookable(network, modules)
+    batch = None
+    for batch in model_calls(model, data):
+        yield _rows_of(network, batch, modules, pool), _labels_per_image(batch)
+    if batch is None:
+        raise ImageError("the data contain no image")
 
 
 def _rows_of(model: nn.Module, batch: ModelCall, layers: Mapping[str, nn.Module], pool: Pool) -> dict[str, Tensor]:

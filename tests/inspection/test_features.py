@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from saliency.errors import ImageError, LayerError, NotApplicableError, SaliencyWarning
+from saliency.errors import ImageError, LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.inspection import rules
 from saliency.inspection.edit import edit_activations
-from saliency.inspection.features import extract_features
+from saliency.inspection.features import extract_features, save_features
 from saliency.testing import Snapshot
 from tests.models import Argmax
 
@@ -125,6 +126,24 @@ def test_the_features_of_an_edited_network_are_the_edited_ones() -> None:
     plain = extract_features(model, x, "conv")["conv"]
     assert not edited[:, 1].any()
     assert torch.equal(edited[:, [0, 2, 3]], plain[:, [0, 2, 3]])
+
+
+def test_files_hold_the_features_of_each_batch_with_its_labels(tmp_path: Path) -> None:
+    model, folder = Net(), tmp_path / "features"
+    paths = save_features(model, loader(), ["conv", "fc"], folder)
+    assert [path.name for path in paths] == [f"shard-{number:05d}.safetensors" for number in range(5)]
+    memory, parts = extract_features(model, loader(), ["conv", "fc"]), [load_file(path) for path in paths]
+    for name in ("conv", "fc"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), memory[name])
+    assert torch.equal(torch.cat([part["@labels"] for part in parts]), torch.arange(23))
+    with pytest.raises(MethodError, match="contains features; choose another folder"):
+        save_features(model, loader(), "fc", folder)
+
+
+def test_files_hold_labels_of_a_list_as_json(tmp_path: Path) -> None:
+    (path,) = save_features(Net(), [(data(2)[0], ["cat", "dog"])], "fc", tmp_path)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"@labels": '["cat", "dog"]'}
 
 
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:
