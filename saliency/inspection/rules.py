@@ -2,7 +2,7 @@
 
 A rule is a function from a tensor to its replacement, of the same shape, dtype and device; None leaves the tensor
 unchanged. A list of rules is applied in order. Simple arithmetic needs no rule of this module:
-`lambda gradient: gradient.clamp(-1, 1)` clips each value.
+`lambda gradient: gradient.clamp(min=0)` sets negative values to 0.
 """
 
 from __future__ import annotations
@@ -125,6 +125,16 @@ def scale(factor: float) -> NamedRule:
     """
     factor = check_number("factor", factor)
     return NamedRule(f"scale({factor!r})", lambda tensor: tensor * factor)
+
+
+def clip_value(limit: float) -> NamedRule:
+    """Limit each value to the range from -limit to limit.
+
+    Raises:
+        MethodError: The limit is negative or not a finite number.
+    """
+    limit = check_number("limit", limit, least=0)
+    return NamedRule(f"clip_value({limit!r})", lambda tensor: tensor.clamp(-limit, limit))
 
 
 def clip_norm(limit: float, *, per_image: bool = False) -> NamedRule:

@@ -151,7 +151,7 @@ def test_at_the_output_the_parameters_get_what_the_rule_makes_of_the_gradient() 
     hidden = model[0](x)
     hidden.register_hook(lambda g: g.clamp(-0.1, 0.1))
     expected = torch.autograd.grad(model[2](model[1](hidden)).square().sum(), [x, *model.parameters()])
-    with edit_gradients(model, model[0], lambda gradient: gradient.clamp(-0.1, 0.1), at="output"):
+    with edit_gradients(model, model[0], rules.clip_value(0.1), at="output"):
         edited = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     assert same(list(edited), list(expected))
 
@@ -742,6 +742,7 @@ def test_a_compiled_model_is_edited() -> None:
 
 def test_rules_are_what_they_say() -> None:
     t = torch.tensor([[3.0, -4.0], [0.0, 0.5]])
+    assert torch.equal(rules.clip_value(1)(t), t.clamp(-1, 1))  # type: ignore[arg-type]
     clipped = rules.clip_norm(1)(t)
     assert clipped is not None
     assert math.isclose(clipped.norm().item(), 1, rel_tol=1e-6)
