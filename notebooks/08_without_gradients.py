@@ -138,8 +138,8 @@ for each in found:
 # %%
 photo = model.preprocess(Image.open(PHOTO))[None]
 blurred = gaussian_blur(photo, 121, 20.0)
-figure, axes = plt.subplots(1, 3, figsize=(10.5, 2.7), layout="constrained")
-for axis, area in zip(axes, (0.1, 0.2, 0.4), strict=True):
+figure, axes = plt.subplots(1, 2, figsize=(7, 2.7), layout="constrained")
+for axis, area in zip(axes, (0.1, 0.4), strict=True):
     extremal = saliency.ExtremalPerturbation(model, areas=[area], steps=60).attribute(PHOTO, TARGET)
     with torch.no_grad():
         output = model(extremal.values * photo + (1 - extremal.values) * blurred)

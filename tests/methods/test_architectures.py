@@ -9,7 +9,6 @@ from benchmarks.zoo import judge
 # Plain and in-place ReLUs, functional ones, ReLU6, Hardswish, GELU; channels first and last, tokens with and without
 # tokens in front, tokens that change their order, and attention of every sort.
 SAMPLE = (
-    "torchvision/alexnet",
     "torchvision/mobilenet_v2",
     "torchvision/shufflenet_v2_x0_5",
     "torchvision/squeezenet1_1",
@@ -19,7 +18,6 @@ SAMPLE = (
     "timm/efficientvit_b0",
     "timm/hiera_tiny_224",
     "timm/mobilevit_xxs",
-    "timm/res2net50_26w_4s",
     "timm/tf_mobilenetv3_large_minimal_100",
 )
 
@@ -41,9 +39,7 @@ TRANSFORMERS = (
     "timm/deit_tiny_distilled_patch16_224",
     "timm/eva02_tiny_patch14_224",
     "timm/levit_128s",
-    "timm/vit_little_patch16_reg4_gap_256",
     "timm/vit_pe_core_tiny_patch16_384",
-    "timm/vit_srelpos_small_patch16_224",
     "timm/xcit_nano_12_p16_224",
     "transformers/Dinov2WithRegisters",
     "open_clip/coca_ViT-B-32",
