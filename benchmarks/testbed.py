@@ -2,6 +2,7 @@
 
     python -m benchmarks.testbed                 measure all, and write benchmarks/results/testbed.md; re-run to resume
     python -m benchmarks.testbed shapes_vit xor  only measure some cases, so that several processes can share the work
+    python -m benchmarks.testbed distractor      print the table of docs/transformers.md, or its rows of some methods
 
 The values of each image are kept in build/testbed. Delete this folder to measure again.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import saliency
 from benchmarks.train_testbed import HELD_OUT, train_network
-from saliency import METHODS, SaliencyError
+from saliency import METHODS, NotApplicableError, SaliencyError
 from saliency.inspection.comparison import holm
 from saliency.metrics.base import control_maps, resized_within
 from saliency.metrics.localisation import EnergyPointingGame, PointingGame, RelevanceRank, RocAuc
@@ -145,7 +146,7 @@ def targets_of(task: Task, scenes: Scenes) -> list[list[int]]:
     return [[fixed[task]] * len(scenes.labels) if task in fixed else scenes.labels.tolist()]
 
 
-def maps_of(method: str, model: Any, scenes: Scenes, targets: Iterable[list[int]], **options: Any) -> Tensor:
+def maps_of(method: str, model: Any, scenes: Scenes, targets: Iterable[list[Any]], **options: Any) -> Tensor:
     """Return the maps of a method for each list of targets, (T, N, 64, 64), in the sign of its authors.
 
     Raises:
@@ -467,10 +468,62 @@ then were labelled circles. Columns: this share. First row: how many new images 
 network calls circles. Other rows: on how many the map of "circle" has more on the watermark than on each object."""
 
 
+# Object and distractor on transformers, also with texts as targets ------------------------------------------------
+
+NETWORKS = ("shapes_vit", "shapes_two_tower", "shapes_window")
+LEAST_ERRORS = 2
+WITHOUT_ATTENTION = """attn_lrp cp_lrp lrp deep_lift integrated_gradients grad_cam hires_cam layer_cam xgrad_cam
+    shapley_cam eigen_cam eigen_grad_cam excitation_backprop vanilla_gradient input_x_gradient full_grad"""
+
+
+def compared() -> list[str]:
+    """Return the methods that read attention, and some others."""
+    return [*(name for name, cls in METHODS.items() if cls.needs_attention), *WITHOUT_ATTENTION.split()]
+
+
+def shares(network: str, method: str, **options: Any) -> Tensor:
+    """Return the shares of the positive map on the named object and on the distractor, (2, IMAGES).
+
+    Raises:
+        SaliencyError: The method does not apply to the network.
+    """
+    scenes = scenes_of("planted")
+    texts: list[Any] = [saliency.text(captions[0]) for captions in scenes.captions()]
+    target = texts if network == "shapes_two_tower" else scenes.labels.tolist()
+    maps = maps_of(method, saliency.load(network), scenes, [target], **options)
+    return torch.cat([energy(maps, mask[:, 0]) for mask in (scenes.evidence, scenes.distractor)])
+
+
+def margin(found: Tensor) -> float:
+    """Return by how many standard errors the first shares exceed the second ones, (2, N)."""
+    difference = found[0] - found[1]
+    return float(difference.mean()) / standard_error(difference)
+
+
+def distractor_cell(network: str, method: str) -> str:
+    """Return the two mean shares and the margin, or the reason why there are none."""
+    try:
+        found = shares(network, method)
+    except SaliencyError as error:
+        return "refused" if isinstance(error, NotApplicableError) else type(error).__name__
+    text = f"{found[0].mean():.2f} / {found[1].mean():.2f} ({margin(found):.1f})"
+    return text if margin(found) >= LEAST_ERRORS else f"**{text}**"
+
+
+def print_distractor_table(methods: Iterable[str]) -> None:
+    """Print the table of docs/transformers.md."""
+    print(f"| method | {' | '.join(NETWORKS)} |\n|---|{'---|' * len(NETWORKS)}")
+    for name in methods:
+        print(f"| {label(name)} | {' | '.join(distractor_cell(network, name) for network in NETWORKS)} |", flush=True)
+
+
 def main(parts_of_names: list[str]) -> None:
     """Measure all cases and write the report, or only measure those with a part of the name."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if parts_of_names[:1] == ["distractor"]:
+        print_distractor_table(parts_of_names[1:] or compared())
+        return
     cases = (*CONVOLUTIONAL, *TRANSFORMERS)
     if parts_of_names:
         for case in (case for case in cases if any(part in str(case) for part in parts_of_names)):

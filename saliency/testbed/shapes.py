@@ -89,7 +89,8 @@ def draw_scenes(
 
     Args:
         count: The number of images.
-        seed: Fixes the images, with the count; the global random state is neither read nor changed.
+        seed: Fixes the images, with the count: the first 10 of 50 differ from 10 that are drawn alone. The global
+            random state is neither read nor changed.
         task: What is drawn, and which objects decide the label. The images of "shortcut" without their watermark are
             those of "planted".
         watermarked: The share of images with a watermark in each of the five classes, for the task "shortcut".

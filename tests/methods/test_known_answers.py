@@ -9,27 +9,27 @@ from typing import Any
 
 import pytest
 
-from benchmarks.known_answers import LEAST_ERRORS, methods, shares, standard_errors
+from benchmarks.testbed import LEAST_ERRORS, compared, margin, shares
 
 QUICK: dict[str, dict[str, Any]] = {"integrated_gradients": {"steps": 8}, "tis": {"masks": 32}}
 SLOW = ("integrated_gradients", "deep_lift", "tis", "vit_cx")
 VIT, TWO_TOWER = "shapes_vit", "shapes_two_tower"
 FAILURES = {
     (VIT, "attention_rollout"): "0.12 on the object, 0.13 on the distractor; the map does not depend on the class",
-    (VIT, "attention_grad_cam"): "0.10, 0.09, by 0.4 standard errors",
-    (VIT, "att_cat"): "0.16, 0.31",
+    (VIT, "attention_grad_cam"): "0.11, 0.10, by 0.4 standard errors",
+    (VIT, "att_cat"): "0.16, 0.29",
     (VIT, "xgrad_cam"): "0.09, 0.09",
     (VIT, "eigen_grad_cam"): "0.27, 0.18, by 1.5 standard errors",
-    (VIT, "excitation_backprop"): "0.18, 0.14, by 1.0 standard errors",
-    (VIT, "vanilla_gradient"): "0.09, 0.12",
+    (VIT, "excitation_backprop"): "0.18, 0.15, by 1.0 standard errors",
+    (VIT, "vanilla_gradient"): "0.10, 0.12",
     (VIT, "input_x_gradient"): "0.27, 0.33",
     (TWO_TOWER, "attention_rollout"): "0.12, 0.15; the map does not depend on the text",
-    (TWO_TOWER, "attention_grad_cam"): "0.14, 0.15",
-    (TWO_TOWER, "att_cat"): "0.21, 0.24",
+    (TWO_TOWER, "attention_grad_cam"): "0.15, 0.16",
+    (TWO_TOWER, "att_cat"): "0.19, 0.21",
     (TWO_TOWER, "xgrad_cam"): "0.11, 0.16",
     (TWO_TOWER, "eigen_cam"): "0.02, 0.02; the map does not depend on the text",
     (TWO_TOWER, "excitation_backprop"): "0.16, 0.28",
-    (TWO_TOWER, "vanilla_gradient"): "0.12, 0.11, by 0.7 standard errors",
+    (TWO_TOWER, "vanilla_gradient"): "0.12, 0.11, by 1.4 standard errors",
 }
 
 
@@ -43,7 +43,7 @@ def marks(network: str, method: str) -> list[pytest.MarkDecorator]:
 CASES = [
     pytest.param(network, method, marks=marks(network, method))
     for network in (VIT, TWO_TOWER)
-    for method in methods()
+    for method in compared()
     if method != "full_grad"  # takes 10 seconds
 ]
 
@@ -52,4 +52,4 @@ CASES = [
 @pytest.mark.parametrize(("network", "method"), CASES)
 def test_the_named_object_gets_more_of_the_map_than_the_distractor(network: str, method: str) -> None:
     found = shares(network, method, **QUICK.get(method, {}))
-    assert standard_errors(found) >= LEAST_ERRORS, found.mean(0)
+    assert margin(found) >= LEAST_ERRORS, found.mean(1)
