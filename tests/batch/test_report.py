@@ -333,6 +333,7 @@ def test_an_error_leaves_the_page_that_was_there(tmp_path: Path, monkeypatch: py
     assert sorted(each.name for each in out.iterdir()) == ["index.html", "manifest.json", "manifest.jsonl"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_photos_are_a_page_of_a_few_megabytes(tmp_path: Path) -> None:
     methods = ("grad_cam", "layer_cam", "guided_backprop", "smooth_grad")
     rows = [row(index, method, score=index / 7) for index in range(10_000) for method in methods]

@@ -29,6 +29,7 @@ def photo(tmp_path: Path) -> str:
     return str(copies(tmp_path / "photos", "coffee.jpg")[0])
 
 
+@pytest.mark.slow
 def test_trust_prints_the_card_and_writes_it_as_a_page_and_a_figure(
     photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_an_image_that_cannot_be_read_has_no_card(tmp_path: Path, capsys: pytest
     assert "broken.jpg" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_explain_writes_a_card_beside_each_overlay_and_prints_its_verdicts(
     photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

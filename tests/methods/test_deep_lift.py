@@ -195,6 +195,7 @@ def test_classes_share_both_forwards() -> None:
     assert len(forwards) == 2
 
 
+@pytest.mark.slow
 def test_methods_that_share_the_forward_change_nothing() -> None:
     model, x = small_vgg().eval(), images(2, (32, 32))
     methods = [DeepSHAP(model, samples=2), VanillaGradient(model), DeepLIFT(model), LRP(model)]

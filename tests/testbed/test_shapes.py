@@ -146,6 +146,7 @@ def test_only_the_named_object_is_of_a_class_unless_both_are() -> None:
     assert (TWO.colours[:, 0] != TWO.colours[:, 1]).all()
 
 
+@pytest.mark.slow
 def test_place_and_colour_do_not_tell_the_class() -> None:
     scenes = draw_scenes(2000, seed=9)
     places = centres(scenes)[:, 0]
