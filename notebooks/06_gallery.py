@@ -83,7 +83,7 @@ def draw(rows, thumb, columns=6):
 
 
 is_test = "PYTEST_CURRENT_TEST" in os.environ
-few = {"passes": 80, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "samples": 2, "distance": 0.6}
+few = {"passes": 84, "grid": 5, "steps": 10, "channels": 20, "window": 48, "stride": 24, "samples": 2, "distance": 0.6}
 few = few if is_test else {}
 
 
