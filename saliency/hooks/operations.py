@@ -18,19 +18,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.utils.weak import TensorWeakRef
 
 from .autograd_graph import (
     DispatchMode,
     OpOverload,
     current_sequence_nr,
+    edge,
     free_saved,
     is_python_function,
     operator_schema,
     sequence_nr,
+    tensor_version,
 )
 from .manager import HookManager
-from .pytree import tree_map_tensors, tree_tensors
+from .pytree import tree_leaves, tree_map, tree_map_tensors, tree_tensors
 
 Op = OpOverload
 # Checked for each argument: a union would be built each time.
@@ -52,7 +55,7 @@ class Keep(IntEnum):
     CHANGES = 4
     """The operands of nonlinear operations, and the constants of others. The graph saves no values."""
     ALL = 5
-    """The operands and results of all operations."""
+    """The operands and results of all operations. Those that the graph does not save are computed again when read."""
 
 
 @dataclass(slots=True)
@@ -61,25 +64,81 @@ class Operation:
 
     Attributes:
         op: The operator.
-        args: Its arguments by name. Tensors that are not kept are None.
-        result: Its result; None if it is not kept. A ReLU in place may have written to it.
+        kept_args: The arguments as they are kept, by name: some as `WeakResult`.
+        kept_result: The result as it is kept.
         norms: The norms of a linear operation's result before a ReLU in place wrote to it, else None: of each image for
             a convolution, of each row for a matrix product.
+        is_weak: Whether operands and result may be kept as `WeakResult`.
     """
 
     op: Op
-    args: dict[str, Any] = field(default_factory=dict)
-    result: Any = None
+    kept_args: dict[str, Any] = field(default_factory=dict)
+    kept_result: Any = None
     norms: Tensor | None = None
+    is_weak: bool = False
 
     @property
     def name(self) -> str:
         """The name of the operator, the same for an operation in place."""
         return operator_name(self.op)
 
+    @property
+    def args(self) -> dict[str, Any]:
+        """Its arguments by name. Tensors that are not kept are None."""
+        return self._values(self.kept_args)
+
+    @property
+    def result(self) -> Any:
+        """Its result; None if it is not kept. A ReLU in place may have written to it."""
+        weak = next(tree_leaves(self.kept_result, WeakTensor), None)
+        first = weak and weak.alive()
+        if first is not None:
+            return tree_map(self.kept_result, WeakTensor, lambda _: first)
+        if self.is_weak and (weak is not None or self.kept_result is None):
+            with torch.no_grad():
+                self.kept_result = self.repeat()
+        return self.kept_result
+
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        return _out_of_place(self.op)(**{**self.args, **changed})
+        return _out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
+
+    def _values(self, args: dict[str, Any]) -> dict[str, Any]:
+        return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value)) if self.is_weak else args
+
+
+class WeakTensor:
+    """A tensor of the forward that is kept only as long as the graph, or other code, keeps it."""
+
+    __slots__ = ("_reference", "_count")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference, self._count = TensorWeakRef(tensor), tensor_version(tensor)
+
+    def alive(self) -> Tensor | None:
+        """Return the tensor; None if it was freed, or written to."""
+        tensor: Tensor | None = self._reference()
+        return tensor if tensor is not None and tensor_version(tensor) == self._count else None
+
+
+class WeakResult(WeakTensor):
+    """Such a tensor, with the operation that can compute it again, and its number among the results of that."""
+
+    __slots__ = ("_index", "_source")
+
+    def __init__(self, tensor: Tensor, source: Operation, index: int) -> None:
+        super().__init__(tensor)
+        self._source, self._index = source, index
+
+    def value(self) -> Tensor:
+        """Return the tensor."""
+        tensor = self.alive()
+        return cast("Tensor", as_results(self._source.result)[self._index]) if tensor is None else tensor
+
+
+def as_results(result: Any) -> Sequence[Any]:
+    """Return the results of an operation, which returns one tensor or several."""
+    return result if isinstance(result, _LISTS) else (result,)
 
 
 @cache
@@ -168,6 +227,12 @@ def is_view(op: Op) -> bool:
 
 
 @cache
+def is_fixed(op: Op) -> bool:
+    """Return whether an operation writes to an argument or draws random numbers, so that it is not run again."""
+    return writes_operand(op) or torch.Tag.nondeterministic_seeded in op.tags
+
+
+@cache
 def is_attention(op: Op) -> bool:
     """Return whether an operation is a fused attention, of any kernel."""
     return {"query", "key", "value"} <= _schema(op).keys()
@@ -219,7 +284,8 @@ class OperationRecord(DispatchMode):
     def free(self, node: Node) -> None:
         """Free the values of the operation of a node, and what the node has saved for its gradient."""
         self._holders.clear()
-        self._operations.pop(sequence_nr(node), None)
+        if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
+            operation.kept_args, operation.kept_result = {}, None  # an operation off the path may refer to it
         free_saved(node)
 
     def trace(self, hooks: HookManager, model: nn.Module, modules: Iterable[str]) -> None:
@@ -247,11 +313,13 @@ class OperationRecord(DispatchMode):
         number = current_sequence_nr() - 1
         kept, writes = _kept(op, self.keep), writes_operand(op)
         kept = kept and not (self.keep == Keep.CHANGES and self._is_linear(op, args))
-        operation = Operation(op)
-        if kept:
-            operation.args = named_arguments(op, args, kwargs)
+        operation = Operation(op, is_weak=self.keep == Keep.ALL)
+        if operation.is_weak:
+            operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._weak)
+        elif kept:
+            operation.kept_args = named_arguments(op, args, kwargs)
         elif operator_name(op) in ADDITIVE or is_batch_norm(op):
-            operation.args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
+            operation.kept_args = tree_map_tensors(named_arguments(op, args, kwargs), self._constant)
         if writes:
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
@@ -259,7 +327,7 @@ class OperationRecord(DispatchMode):
         addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
-            operation.result = self._kept_result(operation, result)
+            operation.kept_result = self._kept_result(operation, result)
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
         self._operations.setdefault(number, operation)
@@ -267,8 +335,8 @@ class OperationRecord(DispatchMode):
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
         """Return the part of a result that rules read: of a normalisation, only its statistics."""
-        if self.keep == Keep.ALL:
-            return result
+        if operation.is_weak:
+            return result if is_fixed(operation.op) else _weak_result(operation, result)
         if operation.name in NORMS or is_batch_norm(operation.op):
             return (None, *result[1:])
         is_read = self.keep == Keep.LINEAR or (self.keep <= Keep.CONSTANTS and operation.name not in LINEAR)
@@ -297,6 +365,14 @@ class OperationRecord(DispatchMode):
         is_linear = name in LINEAR | {"mul"} or (name == "div" and dependent[0]) or is_constant_norm
         return is_linear and sum(dependent) == 1
 
+    def _weak(self, tensor: Tensor) -> Tensor | WeakResult:
+        """Return an operand as it is kept: weakly if it is the unchanged result of a recorded operation."""
+        if tensor.is_leaf or tensor_version(tensor) or not self._depends(tensor):
+            return tensor
+        start = cast("GradientEdge", edge(tensor))
+        source = self.operation(start.node)
+        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, start.output_nr)
+
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""
         if isinstance(argument, Tensor):
@@ -313,9 +389,11 @@ class OperationRecord(DispatchMode):
         clone = self._clone if self._clone and self._clone[0] == number else None
         # An operation that needs its operand later clones it first, and this clone takes the next number.
         is_own = clone is not None and _address(clone[1]) == address
-        is_kept = any(value is target for value in operation.args.values())
+        is_kept = any(value is target for value in operation.kept_args.values())
         copied = clone[2] if clone and is_own else target.clone() if is_kept else target
-        operation.args = {name: copied if value is target else value for name, value in operation.args.items()}
+        operation.kept_args = {
+            name: copied if value is target else value for name, value in operation.kept_args.items()
+        }
 
         def kept_copy(kept: Tensor) -> Tensor:
             if _address(kept) != address:
@@ -325,15 +403,23 @@ class OperationRecord(DispatchMode):
         # Where a ReLU writes, its gradient is zero wherever it changes a value: results need no copy.
         is_rectified = operation.name == "relu" and self.keep != Keep.ALL
         for holder in self._holders.get(address, ()):
-            holder.args = tree_map_tensors(holder.args, kept_copy)
+            holder.kept_args = tree_map_tensors(holder.kept_args, kept_copy)
+            result = holder.kept_result
             if not is_rectified:
-                holder.result = tree_map_tensors(holder.result, kept_copy)
-            elif holder.name in LINEAR and holder.result is not None and _address(holder.result) == address:
-                dims = tuple(range(1, holder.result.dim())) if holder.name == "convolution" else (-1,)
-                holder.norms = norms_over(holder.result, dims) if holder.norms is None else holder.norms
+                holder.kept_result = tree_map_tensors(result, kept_copy)
+            elif holder.name in LINEAR and result is not None and _address(result) == address:
+                dims = tuple(range(1, result.dim())) if holder.name == "convolution" else (-1,)
+                holder.norms = norms_over(result, dims) if holder.norms is None else holder.norms
         if is_own:
             self._operations[number] = operation
         return number - is_own
+
+
+def _weak_result(operation: Operation, result: Any) -> Any:
+    """Return a result whose first tensor is kept weakly, and others, such as statistics, as they are."""
+    first = as_results(result)[0]
+    weak = None if is_view(operation.op) else WeakTensor(first)
+    return weak and tree_map_tensors(result, lambda tensor: weak if tensor is first else tensor)
 
 
 def norms_over(values: Tensor, dims: tuple[int, ...]) -> Tensor:

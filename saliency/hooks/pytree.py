@@ -69,12 +69,17 @@ def tree_map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
     Containers keep their types, as in `tree_with_children`.
     """
-    if isinstance(tree, Tensor):
-        return change(tree)
     if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor):  # shortcut for the most common arguments
         return (change(tree[0]),)
+    return tree_map(tree, Tensor, change)
+
+
+def tree_map(tree: Any, kind: type[_Leaf] | tuple[type[_Leaf], ...], change: Callable[[_Leaf], Any]) -> Any:
+    """Return a tree with each leaf of one type changed, as in `tree_map_tensors`."""
+    if isinstance(tree, kind):
+        return change(tree)
     old = tree_children(tree)
-    return tree if old is None else tree_with_children(tree, [tree_map_tensors(child, change) for child in old])
+    return tree if old is None else tree_with_children(tree, [tree_map(child, kind, change) for child in old])
 
 
 def trees_agree(one: Any, two: Any, *, coarsest: float = 0.0) -> bool:

@@ -251,12 +251,15 @@ def find_sites(score: Tensor, x: Tensor) -> Sites:
 
 
 def differentiate(
-    output: Tensor, inputs: Sequence[Tensor | GradientEdge], weights: Tensor | None = None, **options: bool
+    output: Tensor | GradientEdge,
+    inputs: Sequence[Tensor | GradientEdge],
+    weights: Tensor | None = None,
+    **options: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of an output at some tensors or edges; None for one without influence on it.
 
     Args:
-        output: A tensor that requires a gradient.
+        output: A tensor that requires a gradient, or an edge.
         inputs: The tensors or edges.
         weights: The weights of the values of the output; None for a single value.
         **options: As for `torch.autograd.grad`.
@@ -268,7 +271,8 @@ def differentiate(
     try:
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, ends, weights, allow_unused=True, **options)
     except RuntimeError as error:
-        if any(isinstance(node, graph.CHECKPOINT_NODE) for node, _ in _postorder(output)):
+        nodes = _postorder(output) if isinstance(output, Tensor) else ()
+        if any(isinstance(node, graph.CHECKPOINT_NODE) for node, _ in nodes):
             raise NotApplicableError(_REENTRANT) from error
         raise
     return grads

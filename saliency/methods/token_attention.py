@@ -266,7 +266,7 @@ class GradientRollout(AttentionRollout):
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return attention times gradient of a block, averaged over its heads (N, queries, keys)."""
-        return call.probabilities().mul_(attention.gradient(call)).mean(1).clamp_(min=0)
+        return attention.gradient(call).mul_(call.probabilities()).mean(1).clamp_(min=0)
 
 
 class CheferAttention(AttentionMap):
@@ -316,7 +316,7 @@ class CheferAttention(AttentionMap):
 
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return the weighted attention of a call (N, queries, keys), as a function of the call."""
-        return lambda call: call.probabilities().mul_(attention.gradient(call)).clamp_(min=0).mean(1)
+        return lambda call: attention.gradient(call).mul_(call.probabilities()).clamp_(min=0).mean(1)
 
 
 class GradECLIP(AttentionMap):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast, get_args
 
@@ -16,10 +16,10 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape
+from ..hooks.autograd_graph import DispatchMode, is_module_hook, next_functions, result_shape, saved
 from ..hooks.model_state import leaf
-from ..hooks.operations import Keep, Operation
-from ..hooks.pytree import tree_map_tensors, tree_tensors
+from ..hooks.operations import Keep, Operation, WeakResult, as_results
+from ..hooks.pytree import tree_map
 from ..hooks.rectifiers import differentiate, nodes_between
 from ..validation import check_choice
 from .token_attention import AttentionMap, TokenAttention
@@ -80,15 +80,16 @@ class TokenStream:
         """Return the operation whose result is the tokens to which the result of a call is added."""
         return [node for node in self._passages if self._order[node] < self._order[call.node]][-1]
 
-    @cached_property
-    def results(self) -> dict[Node, Tensor]:
-        """The results of the operations that others read, in the shape of the model."""
-        read = (pair for node in self.nodes for pair in self._operands(node))
-        return {node: value for node, number, value in read if number == 0}
+    def result(self, node: Node) -> Tensor:
+        """Return the result of an operation, in the shape of the model."""
+        while is_module_hook(node):
+            node = cast("Node", next_functions(node)[0][0])
+        result: Tensor = as_results(self._operation(node).result)[0]
+        return result.detach()
 
     def tokens(self, node: Node) -> Tensor:
         """Return the tokens that are the result of an operation (N, tokens, channels)."""
-        return self.batch_first(self.results[node].detach())
+        return self.batch_first(self.result(node))
 
     def token_gradient(self, node: Node) -> Tensor:
         """Return the gradient of the scores at the tokens before a block (N, tokens, channels)."""
@@ -104,35 +105,29 @@ class TokenStream:
         Raises:
             NotApplicableError: An operation between both is a function in Python, or writes to a part of a tensor.
         """
-        results: dict[Node, tuple[Tensor, ...]] = {start: (result,)}
+        results: dict[Node, Sequence[Tensor]] = {start: (result,)}
         for node in reversed(self.nodes[self._order[end] : self._order[start]]):
             if any(other in results for other, _ in next_functions(node)):
                 results[node] = self._repeat(node, results)
         return results[end][0]
 
-    def _repeat(self, node: Node, results: dict[Node, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _repeat(self, node: Node, results: dict[Node, Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the results of an operation with other operands."""
-        operation = self._operation(node)
-        if operation is None:
-            raise NotApplicableError(f"{self._method}: {node.name()} of the model's head cannot be run again")
-        changed = {
-            id(value): results[other][number] for other, number, value in self._operands(node) if other in results
-        }
-        args = tree_map_tensors(operation.args, lambda value: changed.get(id(value), value))
-        result = operation.repeat(**args)
-        return result if isinstance(result, tuple) else tuple(result) if isinstance(result, list) else (result,)
+        operation, edges = self._operation(node), iter(next_functions(node))
 
-    def _operands(self, node: Node) -> list[tuple[Node, int, Tensor]]:
-        """Return the operands of an operation that depend on others: these, the number of their result, its value."""
-        operation = self._operation(node)
-        values = (value for value in tree_tensors(operation and operation.args) if value.is_floating_point())
-        edges = zip(next_functions(node), values, strict=False)
-        return [(other, number, value) for (other, number), value in edges if other is not None]
+        def operand(value: Any) -> Any:
+            is_constant = isinstance(value, Tensor) and not value.is_floating_point()
+            other, number = (None, 0) if is_constant else next(edges, (None, 0))
+            return results[other][number] if other in results else value
 
-    def _operation(self, node: Node) -> Operation | None:
-        """Return an operation; None if it was not recorded, or writes to a part of a tensor."""
-        is_part = node.name() == "CopySlices"
-        return None if is_part else self._attention.grads.forward.operations.operation(node)
+        return as_results(operation.repeat(**tree_map(operation.kept_args, (Tensor, WeakResult), operand)))
+
+    def _operation(self, node: Node) -> Operation:
+        """Return an operation. Raises NotApplicableError if it was not recorded, or writes to a part of a tensor."""
+        operation = self._attention.grads.forward.operations.operation(node)
+        if operation is None or node.name() == "CopySlices":
+            raise NotApplicableError(f"{self._method}: {node.name()} of the model cannot be run again")
+        return operation
 
 
 class LeGrad(AttentionMap):
@@ -185,8 +180,7 @@ class LeGrad(AttentionMap):
         """Yield the gradient of each layer's own score at its attention (N, heads, queries, keys)."""
         stream = TokenStream(attention, self.name)
         for call, node in zip(attention.blocks, stream.outputs, strict=True):
-            tokens = stream.results[node]
-            source = leaf(tokens)
+            source = leaf(stream.result(node))
             score = stream.run_again(stream.outputs[-1], source, stream.nodes[0]).sum()
             if attention.pooling is not None:
                 (pooling,) = find_attention(nodes_between(score, source), len(attention.grads.x))[0]
@@ -195,7 +189,8 @@ class LeGrad(AttentionMap):
             else:
                 (at_tokens,) = differentiate(score, [source])
                 with _SkipZeroRows():
-                    (grad,) = differentiate(tokens, [GradientEdge(call.node, 0)], at_tokens, retain_graph=True)
+                    edges = GradientEdge(node, 0), [GradientEdge(call.node, 0)]
+                    (grad,) = differentiate(*edges, at_tokens, retain_graph=True)
                 yield call.gradient(cast("Tensor", grad))
 
 
@@ -271,21 +266,24 @@ class AGCAM(AttentionMap):
     name = "ag_cam"
     cost = "1 forward, 1 backward"
     backwards = 2
-    keep = Keep.CONSTANTS
+    keep = Keep.ALL
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the sum over the blocks of the gated gradient at all tokens."""
         read = attention.read_queries
-        maps = self._gated(attention, attention.pooling or attention.blocks[-1], read)
+        # Before the backward pass frees what they are computed from. Those of fused kernels need not be kept.
+        logits = {call: _logits(attention, call) for call in attention.calls if call.softmax is not None}
+
+        def gated(call: AttentionCall, read: Tensor) -> Tensor:
+            """Return the mean over the queries that are read, and the sum over the heads, of the gated gradient."""
+            gates = (logits.pop(call) if call in logits else call.logits()).sigmoid()
+            return (read @ gates.mul_(attention.gradient(call).clamp_(min=0)).sum(1))[:, 0]
+
+        maps = gated(attention.pooling or attention.blocks[-1], read)
         if attention.pooling is not None:
             read = maps.new_full((1, 1, attention.tokens), 1 / attention.tokens)
         others = attention.blocks if attention.pooling is not None else attention.blocks[:-1]
-        return sum((self._gated(attention, call, read) for call in others), maps)
-
-    def _gated(self, attention: TokenAttention, call: AttentionCall, read: Tensor) -> Tensor:
-        """Return the mean over the queries that are read, and the sum over the heads, of the gated gradient."""
-        gates = _logits(attention, call).sigmoid()
-        return (read @ gates.mul_(attention.gradient(call).clamp_(min=0)).sum(1))[:, 0]
+        return sum((gated(call, read) for call in others), maps)
 
 
 class AttCAT(AttentionMap):
@@ -314,13 +312,15 @@ class AttCAT(AttentionMap):
     cost = "1 forward, 1 backward"
     sign: ClassVar[Sign] = "signed"
     keep = Keep.ALL
+    reads_tokens = True
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the sum over the blocks of gradient times tokens times attention."""
         stream = TokenStream(attention, self.name)
+        tokens = {node: stream.tokens(node) for node in stream.inputs}  # before the backward pass frees them
         relevance = attention.grads.scores.new_zeros(())
         for call, node in zip(attention.blocks, stream.inputs, strict=True):
-            products = (stream.token_gradient(node) * stream.tokens(node)).sum(-1)
+            products = (stream.token_gradient(node) * tokens[node]).sum(-1)
             relevance = relevance + products * attention.mean_heads(call).mean(1)
         return relevance
 
@@ -360,24 +360,30 @@ class TokenTM(AttentionMap):
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of all tokens to those that the head reads."""
         stream = TokenStream(attention, self.name)
+        lengths: Tensor = stream.tokens(stream.inputs[0]).norm(dim=-1)
+        blocks = list(zip(attention.blocks, stream.inputs, stream.outputs, strict=True))
+        weights = [_weights(stream, *block) for block in blocks]  # before the backward pass frees the tokens
         own = attention.read_queries  # (N, 1, queries)
         relevance = torch.zeros_like(own)
         if attention.pooling is not None:
             relevance = own @ _mean_flow(attention, attention.pooling)
             own = torch.zeros_like(relevance)
-        for call, before, after in zip(attention.blocks[::-1], stream.inputs[::-1], stream.outputs[::-1], strict=True):
-            between = stream.after_attention(call)
-            tokens, attended = stream.tokens(before), stream.tokens(between)
-            growth = 1 + _transformation(attended, stream.tokens(after) - attended)[:, None]
-            relevance, own = relevance * growth, own * growth
-            alone = torch.empty_like(stream.results[call.node]).copy_(call.values_of_queries())
-            with torch.no_grad():
-                added = stream.batch_first(stream.run_again(call.node, alone, between)) - tokens
-            weights = _transformation(tokens, added)
-            mixing = _mean_flow(attention, call) * weights[:, None]
-            relevance = torch.baddbmm(relevance, relevance + own, mixing)
-        lengths: Tensor = stream.tokens(stream.inputs[0]).norm(dim=-1)
+        for call, (mixed, added) in zip(attention.blocks[::-1], weights[::-1], strict=True):
+            relevance, own = relevance * (1 + added), own * (1 + added)
+            relevance = torch.baddbmm(relevance, relevance + own, _mean_flow(attention, call) * mixed)
         return relevance[:, 0] * lengths
+
+
+def _weights(stream: TokenStream, call: AttentionCall, before: Node, after: Node) -> tuple[Tensor, Tensor]:
+    """Return the weights of the tokens (N, 1, tokens) in the attention of a block, and in what the rest of it adds."""
+    between = stream.after_attention(call)
+    tokens, attended = stream.tokens(before), stream.tokens(between)
+    # Each token attends to itself alone. A fused kernel saves its result, whose layout in memory is that of the model.
+    alone = torch.empty_like(saved(call.node, "output", call.value.contiguous())).copy_(call.values_of_queries())
+    with torch.no_grad():
+        projected = stream.batch_first(stream.run_again(call.node, alone, between)) - tokens
+    added = stream.tokens(after) - attended
+    return _transformation(tokens, projected)[:, None], _transformation(attended, added)[:, None]
 
 
 def _mean_flow(attention: TokenAttention, call: AttentionCall) -> Tensor:
@@ -393,8 +399,6 @@ def _transformation(tokens: Tensor, transformed: Tensor) -> Tensor:
 
 
 def _logits(attention: TokenAttention, call: AttentionCall) -> Tensor:
-    """Return the logits of a call (N, heads, queries, keys), also where a softmax of the model computed its weights."""
-    if call.softmax is None:
-        return call.logits()
-    softmax = cast("Operation", attention.grads.forward.operations.operation(call.softmax))
+    """Return the logits (N, heads, queries, keys) of a softmax of the model that computed the weights of a call."""
+    softmax = cast("Operation", attention.grads.forward.operations.operation(cast("Node", call.softmax)))
     return at_least_float32(call.by_head(softmax.args["self"].detach()))

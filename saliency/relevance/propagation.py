@@ -180,7 +180,7 @@ class Propagation:
         at = factors.index(True)
         if operation.norms is not None and walk.users[visit.node, 0] > 1:
             # A ReLU in place wrote to what something else had read.
-            operation = replace(operation, result=None)
+            operation = replace(operation, kept_result=None)
         op, grad = linear_operation(operation, at), at_least_float32(visit.grad)
         if visit.node in self._biases:
             bias = at_least_float32(self._biases[visit.node])
@@ -428,7 +428,7 @@ def _constants(visit: Visit) -> Operation:
         is_operand = value is None or (isinstance(value, Tensor) and value.is_floating_point())
         return None if is_operand and next(on_path, False) else value
 
-    return replace(visit.known, args={name: constant(value) for name, value in visit.known.args.items()})
+    return replace(visit.known, kept_args={name: constant(value) for name, value in visit.known.args.items()})
 
 
 def holds_constant(operation: Operation) -> bool:

@@ -16,6 +16,8 @@ from saliency import (
     AttCAT,
     AttentionGradCAM,
     CheferAttention,
+    CheferLRP,
+    GradientRollout,
     LeGrad,
     NotApplicableError,
     TokenTM,
@@ -288,8 +290,18 @@ def test_a_head_that_cannot_be_run_again_is_an_error() -> None:
     for change in (Doubled.apply, write_to_part):
         model: Any = trained(PostNorm())
         model.register_forward_hook(lambda module, args, out, change=change: change(out))
-        with pytest.raises(NotApplicableError, match="head cannot be run again"):
+        with pytest.raises(NotApplicableError, match="of the model cannot be run again"):
             LeGrad(model).attribute(images(1, (32, 32)), 0)
+
+
+def test_methods_that_share_a_softmax_of_the_model_leave_it_as_it_was() -> None:
+    model = timm_model("vit_tiny_patch16_224", img_size=32)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    methods = [method(model) for method in (GradientRollout, CheferAttention, CheferLRP, *METHODS)]
+    separate = [method.attribute(images(2, (32, 32)), 1).values for method in methods]
+    for found, wanted in zip(explain_together(methods, images(2, (32, 32)), 1), separate, strict=True):
+        close(found.values, wanted)
 
 
 def test_all_share_one_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
