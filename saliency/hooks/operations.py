@@ -110,7 +110,7 @@ class Operation:
 class WeakTensor:
     """A tensor of the forward that is kept only as long as the graph, or other code, keeps it."""
 
-    __slots__ = ("_reference", "_count")
+    __slots__ = ("_count", "_reference")
 
     def __init__(self, tensor: Tensor) -> None:
         self._reference, self._count = TensorWeakRef(tensor), tensor_version(tensor)
