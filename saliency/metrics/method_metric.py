@@ -57,7 +57,8 @@ class Maps(SharedResults):
         """
         self.calls += 1
         if self.control:
-            return self._control_maps(images)
+            is_own = images is self.subject.images and self.control != "random"
+            return self.own if is_own else self._control_maps(images)
         target = self.subject.explained_target if target is None else target
         return (method or self.subject.method).attribute(images, target).values
 
