@@ -127,7 +127,7 @@ COMMANDS: dict[str, Command] = {
         "draw heatmaps over images",
         f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save --trust --seconds {_STYLE}",
         "explain:run",
-        """\
+        f"""\
 examples:
   saliency explain cat.jpg
   saliency explain cat.jpg -m grad_cam guided_backprop --target "tiger cat"
@@ -145,14 +145,15 @@ texts:
   For a model of images and texts, --text draws one map per text. A text is
   explained against the others (the log-odds among them), a single text by its
   cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
-""",
+
+{_EXIT_CODES}""",
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
         f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --out --maps --trust --seconds --restart "
         f"--resume --retry --strict --format {_STYLE} --engine --batch-size --workers",
         "batch:run",
-        """\
+        f"""\
 examples:
   saliency batch photos/ --out maps
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
@@ -171,14 +172,15 @@ files:
   DIR/manifest.jsonl   a row per image and method, including failures
   DIR/maps/            with --maps: the values; see saliency render
   DIR/trust/           with --trust: a trust card of each overlay
-""",
+
+{_EXIT_CODES}""",
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
         f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --metrics --masks --boxes "
         "--set-metric --out --engine --workers",
         "evaluate:run",
-        """\
+        f"""\
 examples:
   saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
   saliency evaluate photos/ -m grad_cam rise --set-metric steps=28
@@ -193,13 +195,14 @@ files:
                        in a folder of saliency batch, a tab of its index.html
   DIR/evaluation.json  the same, with mean curves and the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
-""",
+
+{_EXIT_CODES}""",
     ),
     "trust": Command(
         "measure whether the heatmap of one image can be believed",
         f"IMAGE {_MODEL} --seconds --seed --json --html --png",
         "trust:run",
-        """\
+        f"""\
 examples:
   saliency trust cat.jpg -m grad_cam --target "tiger cat"
   saliency trust cat.jpg -m guided_backprop --html card.html --png card.png
@@ -207,7 +210,8 @@ examples:
 
 Each property is measured beside maps that know nothing about the prediction. It
 has a verdict only where the heatmap is better by two standard errors.
-""",
+
+{_EXIT_CODES}""",
     ),
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,10 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
+def _batch_size(text: str) -> int | None:
+    return None if text == "auto" else _positive_integer(text)
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """Parse `OPTION=VALUE`. The value is JSON, or text if it is not valid JSON."""
     name, equals, value = text.partition("=")
@@ -138,11 +143,21 @@ def _boxes(file: str) -> dict[str, Any]:
 
 
 def _preprocess(text: str) -> dict[str, Any]:
-    """Parse `imagenet`, or JSON of fields or of a timm config, or read such a JSON file."""
+    """Parse `imagenet`, fields as in `size=224,mean=0.5,0.5,0.5`, or a JSON file of fields or of a timm config."""
     if text == "imagenet":
         return {"size": (224, 224), "resize": 256}
-    fields = json.loads(text if text.startswith("{") else Path(text).read_bytes())
+    if "=" in text:
+        return dict(map(_field, re.split(r",(?=[a-z]+=)", text)))
+    fields = json.loads(Path(text).read_bytes())
     return dict(fields.get("pretrained_cfg", fields))
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """Parse a field of `Preprocess`: numbers separated by commas, or text. A single size is that of a square."""
+    name, _, value = text.partition("=")
+    if value.isdecimal() and name in ("size", "resize"):
+        return name, int(value) if name == "resize" else (int(value), int(value))
+    return name, json.loads(f"[{value}]") if value[:1].isdecimal() else value
 
 
 # The table -----------------------------------------------------------------------------------------------------
@@ -203,7 +218,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--model NAME", f"see saliency models; or FILE.py:NAME (default: {MODEL})", default=MODEL),
         _option("--weights NAME|FILE", "name, file, or none for random weights", type=_weights, default="default"),
         _option("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
-        _option("--preprocess JSON|FILE", "imagenet, JSON, or a JSON file", type=_preprocess),
+        _option("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
         _option("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
         _option("--text TEXT", _TEXT_HELP, "target", dest="texts", nargs="+", default=[]),
@@ -245,7 +260,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option(
             "--device NAME", "cpu, cuda:1 or auto; batch, evaluate: also cuda:0,cuda:1 (default: auto)", default="auto"
         ),
-        _option("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=_positive_integer),
+        _option("--batch-size N", "images per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
         _option("--workers N", "number of threads (default: one per core)", type=_positive_integer),
     ],
 }

@@ -128,8 +128,10 @@ class PassRunner(ExitStack):
     def effort(self) -> RunStats:
         """The passes, the time and how the passes were run, so far."""
         seconds = time.perf_counter() - self.began
-        precision = "; ".join(dict.fromkeys(self.precisions.values())) or "exact"
-        return RunStats(self.used, seconds, self.stopped, precision, "; ".join(dict.fromkeys(self.notes)))
+        precisions = [f"{precision} ({kind})" for kind, precision in self.precisions.items()]
+        if len(set(self.precisions.values())) < 2:
+            precisions = list(self.precisions.values())[:1] or ["exact"]
+        return RunStats(self.used, seconds, self.stopped, "; ".join(precisions), "; ".join(dict.fromkeys(self.notes)))
 
     def target(self, count: int) -> ResolvedTarget:
         """Return the target for an output of `count` passes of the image."""

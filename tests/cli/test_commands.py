@@ -209,7 +209,13 @@ def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text
     ("text", "expected"),
     [
         ("imagenet", saliency.Preprocess(size=(224, 224), resize=256)),
-        ('{"size": [224, 224], "resize": 256}', saliency.Preprocess(size=(224, 224), resize=256)),
+        ("size=224,resize=256", saliency.Preprocess(size=(224, 224), resize=256)),
+        (
+            "size=8,9,resize=10,12,mean=0.5,0.5,0.5,std=1,1,1,interpolation=bicubic,fit=cover",
+            saliency.Preprocess(
+                size=(8, 9), resize=(10, 12), mean=(0.5,) * 3, std=(1,) * 3, interpolation="bicubic", fit="cover"
+            ),
+        ),
         ({"size": [8, 9], "resize": 10}, saliency.Preprocess(size=(8, 9), resize=10)),
         (
             {"input_size": [3, 8, 8], "crop_pct": 1},
@@ -218,7 +224,7 @@ def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text
         ({"pretrained_cfg": {"input_size": [3, 8, 8]}}, saliency.Preprocess.from_timm({"input_size": (3, 8, 8)})),
     ],
 )
-def test_preprocessing_is_a_word_json_or_a_file(tmp_path: Path, text: Any, expected: saliency.Preprocess) -> None:
+def test_preprocessing_is_a_word_fields_or_a_file(tmp_path: Path, text: Any, expected: saliency.Preprocess) -> None:
     if isinstance(text, dict):
         (tmp_path / "p.json").write_text(json.dumps(text))
         text = str(tmp_path / "p.json")
@@ -233,7 +239,7 @@ def test_an_own_model_is_explained_with_own_classes_and_preprocessing(run: Calla
         "--classes",
         tmp_path / "names.txt",
         "--preprocess",
-        '{"size": [32, 32], "resize": 32}',
+        "size=32,resize=32",
     )
     assert explain(run, tmp_path / "out", COFFEE, *model, "--target", "d", "--save").code == 0
     kept = saliency.Explanation.load(tmp_path / "out" / "coffee.grad_cam.safetensors")
@@ -243,10 +249,10 @@ def test_an_own_model_is_explained_with_own_classes_and_preprocessing(run: Calla
     assert (
         explain(run, tmp_path / "out", COFFEE, *model).err == "saliency: got 2 class names for a model of 5 classes\n"
     )
-    answer = explain(run, tmp_path / "out", COFFEE, *model[:4], "--preprocess", '{"sise": 3}')
+    answer = explain(run, tmp_path / "out", COFFEE, *model[:4], "--preprocess", "sise=3")
     assert "fields of saliency.Preprocess: size, resize" in answer.err
     answer = explain(run, tmp_path / "out", COFFEE, "--preprocess", "imagent")
-    assert "imagent: expected imagenet, JSON, or a JSON file" in answer.err
+    assert "imagent: expected imagenet, a JSON file" in answer.err
 
 
 def test_all_methods_of_a_photo_share_one_forward(

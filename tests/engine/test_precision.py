@@ -515,8 +515,8 @@ def test_each_kind_of_pass_says_how_it_was_run() -> None:
     model, x = network(torch.float32), X.float()[:1]
     found = named["integrated_gradients"](model, steps=3, precision="bf16").attribute(x, 1)
     gradients, forwards = found.effort[0].precision.split("; ")
-    assert gradients == "fast: cosine 1.0000, 3 batch norms folded"
-    assert re.fullmatch(r"bf16: cosine \d\.\d{4}, 3 batch norms folded", forwards)
+    assert gradients == "fast: cosine 1.0000, 3 batch norms folded (gradients)"
+    assert re.fullmatch(r"bf16: cosine \d\.\d{4}, 3 batch norms folded \(forwards\)", forwards)
 
 
 @pytest.mark.parametrize("precision", ["exact", "fast"])
