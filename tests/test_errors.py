@@ -17,7 +17,7 @@ X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
-    ("option", "hint"), [("step", 'did you mean "steps"?'), ("bogus", "there are model, baseline")]
+    ("option", "hint"), [("step", 'did you mean "steps"?'), ("bogus", "there are model, baseline, rule")]
 )
 def test_an_unknown_option_is_answered_by_the_one_that_is_meant(option: str, hint: str) -> None:
     with pytest.raises(TypeError) as caught:

@@ -157,8 +157,8 @@ class Attribution(HasOptions, ABC):
         """Explain one image or several.
 
         Args:
-            inputs: A path, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the model's own
-                normalised input as a float tensor (C, H, W) or (N, C, H, W).
+            inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
+                model's own normalised input as a float tensor (C, H, W) or (N, C, H, W).
             target: A class index or name, None for the top class, a function of the model's output, or a list with one
                 of them per image.
             baselines: Replaces the method's option `baseline`, or `fill`, in this call: a value that the option takes,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import ExplanationError
 from ..hooks.rectifiers import Coverage
-from ..io.atomic_write import save_tensors
+from ..io.atomic_write import atomic_write, save_tensors
 from ..io.inputs import decode, encode
 from ..io.preprocess import Frame
 from .options import RunStats
@@ -133,12 +133,13 @@ class Explanation:
         return {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write everything, including the original images, to a file for `Explanation.load`, and return the path.
+        """Write the explanation in the format of the path's suffix, and return the path.
 
         The file is written atomically: under a temporary name, and then renamed.
 
         Args:
-            path: A path with the suffix `.safetensors`.
+            path: `.safetensors` keeps everything, including the original images, for `Explanation.load`. `.npy` keeps
+                the values, as `np.asarray(explanation)` returns them: (N, C, H, W).
 
         Raises:
             ExplanationError: The suffix is another one.
@@ -146,20 +147,27 @@ class Explanation:
             OSError: The file cannot be written.
         """
         path = Path(path)
-        if path.suffix != ".safetensors":
+        if path.suffix not in (".npy", ".safetensors"):
             raise ExplanationError(
-                f'cannot save to "{path.name}": the suffix must be .safetensors; to save the values alone, use '
-                "np.save(path, explanation), and to save a picture, saliency.overlay(explanation).save(path)"
+                f'cannot save to "{path.name}": the suffix must be .safetensors, for everything, or .npy, for the '
+                "values; to save a picture, draw it: saliency.overlay(explanation).save(...)"
             )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
+        if path.suffix == ".npy":
+            with atomic_write(path) as temporary, temporary.open("wb") as file:
+                np.save(file, np.asarray(self))
+        else:
+            self._save_all(path)
+        return path
+
+    def _save_all(self, path: Path) -> None:
         tensors = {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in self._tensors().items()
         }
         tensors |= {f"picture.{i}": _encode_png(f.picture) for i, f in enumerate(self.frames) if f is not None}
         save_tensors(path, tensors, {"saliency": json.dumps(self._header(), default=asdict)})
-        return path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Explanation:

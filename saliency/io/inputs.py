@@ -22,7 +22,7 @@ from ..errors import ImageError, NonFiniteError, warn
 from .preprocess import Frame, Preprocess, PreprocessLike, TransformPreprocess, as_preprocess
 
 Bytes = bytes | bytearray | memoryview
-ImageLike = str | os.PathLike[str] | Bytes | Image.Image | np.ndarray[Any, Any] | Tensor
+ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
 ImagesLike = ImageLike | Sequence[ImageLike]
 Prepare = Preprocess | TransformPreprocess | None
 
@@ -43,8 +43,9 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
     JPEG 2000, PNG, PPM, TIFF or WebP.
 
     Args:
-        image: A path, the bytes of a file, a PIL image, a uint8 or uint16 array (H, W, 3), (H, W, 4), (H, W, 1) or
-            (H, W), or a uint8 tensor (C, H, W).
+        image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
+            (H, W, 4), (H, W, 1) or (H, W), or a uint8 tensor (C, H, W). A file is read from its start if it is
+            seekable, and keeps its position; it is not closed.
         max_pixels: A larger image is refused before it is decoded.
 
     Raises:
@@ -60,7 +61,9 @@ def open_picture(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Ima
         return _decode_checked(_array_to_image(image), "the array", max_pixels)
     if isinstance(image, Tensor):
         return _decode_checked(_array_to_image(_tensor_to_array(image)), "the tensor", max_pixels)
-    kinds = "a path, bytes, a PIL image, a uint8 array (H, W, 3), a tensor, or a list of these"
+    if hasattr(image, "read"):
+        return _open_file(image, max_pixels)
+    kinds = "a path, an open file, bytes, a PIL image, a uint8 array (H, W, 3), a tensor, or a list of these"
     raise ImageError(f"{type(image).__name__} is not an image; expected {kinds}")
 
 
@@ -79,6 +82,20 @@ def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
         if isinstance(error, ImageError):
             raise
         raise ImageError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _open_file(file: IO[bytes], max_pixels: int) -> Image.Image:
+    name = str(getattr(file, "name", type(file).__name__))
+    try:
+        position = file.tell() if file.seekable() else None
+        if position is not None:
+            file.seek(0)
+        content = io.BytesIO(file.read())
+        if position is not None:
+            file.seek(position)
+    except (OSError, ValueError, TypeError) as error:
+        raise ImageError(f"{name!r} cannot be read: {error}; expected a file open in binary mode") from error
+    return decode(content, name, max_pixels)
 
 
 def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -166,16 +166,17 @@ def test_a_tensor_on_a_graph_is_kept_without_it(explanation: Explanation, tmp_pa
     assert not Explanation.load(kept.save(tmp_path / "a.safetensors")).values.requires_grad
 
 
-def test_numpy_saves_the_values(explanation: Explanation, tmp_path: Path) -> None:
-    np.save(tmp_path / "map.npy", explanation)
-    assert np.array_equal(np.load(tmp_path / "map.npy"), np.asarray(explanation))
+def test_an_npy_file_has_the_values_as_numpy_reads_them(explanation: Explanation, tmp_path: Path) -> None:
+    path = explanation.save(tmp_path / "map.npy")
+    assert np.array_equal(np.load(path), np.asarray(explanation))
+    assert [each.name for each in tmp_path.iterdir()] == ["map.npy"]
 
 
-@pytest.mark.parametrize("name", ["map.png", "map", "map.pt", "map.npy"])
+@pytest.mark.parametrize("name", ["map.png", "map", "map.pt", "npy"])
 def test_another_suffix_is_refused_with_those_that_are_written(
     name: str, explanation: Explanation, tmp_path: Path
 ) -> None:
-    with pytest.raises(ExplanationError, match=rf'"{name}".*\.safetensors.*np\.save.*overlay\(explanation\)\.save'):
+    with pytest.raises(ExplanationError, match=rf'"{name}".*\.safetensors.*\.npy.*overlay\(explanation\)\.save'):
         explanation.save(tmp_path / name)
 
 

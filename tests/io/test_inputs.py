@@ -7,6 +7,7 @@ import io
 import os
 import pathlib
 import struct
+import tempfile
 import threading
 import warnings
 import zlib
@@ -546,7 +547,7 @@ def test_in_memory_and_on_disk_are_the_same_picture(tmp_path: Path) -> None:
     assert open_picture(Image.open(buffer)).tobytes() == open_picture(path).tobytes()
 
 
-# Bytes.
+# Open files and bytes.
 
 
 def encoded() -> bytes:
@@ -555,17 +556,46 @@ def encoded() -> bytes:
     return buffer.getvalue()
 
 
-def test_bytes_are_images() -> None:
+def test_bytes_and_open_files_are_images_and_files_stay_as_they_were(tmp_path: Path) -> None:
     content = encoded()
+    (tmp_path / "a.png").write_bytes(content)
     likes: tuple[Bytes, ...] = (content, bytearray(content), memoryview(content))
     for image in likes:
         assert np.array_equal(pixels(open_picture(image)), pixels(gradient()))
+    with (
+        (tmp_path / "a.png").open("rb") as file,
+        tempfile.SpooledTemporaryFile() as upload,
+        io.BytesIO(content) as memory,
+    ):
+        upload.write(content)  # its position is now at its end
+        file.seek(7)
+        batch = read([file, upload, memory, content], PLAIN)
+        assert [file.tell(), upload.tell(), memory.tell()] == [7, len(content), 0]
+        assert [file.closed, upload.closed, memory.closed] == [False] * 3
     expected = read(gradient(), PLAIN).tensor
-    assert torch.equal(read([content, content], PLAIN).tensor, expected.expand(2, -1, -1, -1))
+    assert torch.equal(batch.tensor, expected.expand(4, -1, -1, -1))
     assert torch.equal(read(content, PLAIN).tensor, expected)
 
 
-def test_bytes_that_are_no_image_are_refused() -> None:
-    for content, message in ((b"", "'the bytes' is empty"), (b"GIF89a", "'the bytes' is damaged")):
-        with pytest.raises(ImageError, match=message):
-            open_picture(content)
+def test_a_stream_that_cannot_be_rewound_is_read_once() -> None:
+    ends = os.pipe()
+    with os.fdopen(ends[1], "wb") as writer:
+        writer.write(encoded())
+    with os.fdopen(ends[0], "rb") as stream:
+        assert np.array_equal(pixels(open_picture(stream)), pixels(gradient()))
+
+
+def test_files_that_are_no_images_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("no image")
+    closed = (tmp_path / "a.txt").open("rb")
+    closed.close()
+    with (tmp_path / "a.txt").open() as text, (tmp_path / "a.txt").open("rb") as binary:
+        for file, message in (
+            (text, "a.txt' cannot be read.*expected a file open in binary mode"),
+            (closed, "a.txt' cannot be read: I/O operation on closed file"),
+            (binary, "a.txt' is not an AVIF"),
+            (b"", "'the bytes' is empty"),
+            (io.BytesIO(b"GIF89a"), "'BytesIO' is damaged"),
+        ):
+            with pytest.raises(ImageError, match=message):
+                open_picture(file)  # type: ignore[arg-type] # a text file
