@@ -135,6 +135,7 @@ examples:
   saliency explain *.jpg --model resnet50 --layer layer3 --opacity 0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
   saliency explain cat.jpg --model open_clip/ViT-B-32 --text "a cat" "a dog"
+  curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the

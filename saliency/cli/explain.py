@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -46,9 +47,32 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
-    found = find_images([*arguments.images, *more_images], recursive=arguments.recursive)
-    images = with_names([one for image in found for one in _once_per_text(image, arguments.texts)])
-    return _explain(arguments, methods, images, screen)
+    with tempfile.TemporaryDirectory() as scratch:
+        images = _find_images(arguments, more_images, Path(scratch))
+        if arguments.out != Path("-"):
+            return _explain(arguments, methods, images, screen)
+        if (
+            len(images) * len(methods) != 1
+            or any((arguments.sheet, arguments.save, arguments.trust))
+            or screen.is_terminal
+        ):
+            raise UsageError("-o - writes one overlay to a pipe or file; give one image and one method, and no --sheet")
+        arguments.out = Path(scratch)
+        code = _explain(arguments, methods, images, Screen(quiet=True))
+        for overlay in Path(scratch).glob("*.png"):
+            sys.stdout.buffer.write(overlay.read_bytes())
+        return code
+
+
+def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> list[ImageEntry]:
+    """Return the images. The name "-" stands for the image on standard input, which is written to a file."""
+    names = [*arguments.images, *more]
+    if "-" in names:
+        (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
+    files = [str(scratch / "stdin") if name == "-" else name for name in names]
+    images = find_images(files, recursive=arguments.recursive)
+    images = [replace(image, source=image.source.removeprefix(f"{scratch}/")) for image in images]
+    return with_names([one for image in images for one in _once_per_text(image, arguments.texts)])
 
 
 def _once_per_text(image: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
@@ -121,7 +145,7 @@ def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
         MethodError: A word is neither a method nor an image, or there is no method; the closest names are given.
     """
     known = {*METHODS, ALL}
-    images = [word for word in words if word not in known and ("." in word or os.path.exists(word))]  # noqa: PTH110
+    images = [word for word in words if word not in known and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
     names = [word for word in words if word not in images] or words
     methods = [method for name in names for method in (METHODS if name == ALL else [get_method(name).name])]
     return list(dict.fromkeys(methods)), images

@@ -193,7 +193,7 @@ _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD}; 
 _TEXT_HELP = "one map per text against the others; batch: of the first text"
 OPTIONS: dict[str, list[Option]] = {
     "": [
-        _option("IMAGE", "image files, folders or lists", dest="images", nargs="*"),
+        _option("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         _option("SOURCE", "folders, files, patterns, lists, shards; - reads paths on stdin", dest="sources", nargs="+"),
         _option("MAPS", "folders written by saliency batch --maps, or files in them", dest="maps", nargs="+"),
         _option("DIR", "folder written by saliency batch", dest="folder", type=Path),
@@ -237,7 +237,7 @@ OPTIONS: dict[str, list[Option]] = {
         ),
     ],
     "output": [
-        _option("-o --out DIR", "output folder (default: out)", type=Path, default=Path("out")),
+        _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         _option("--save", "also save the values as .safetensors, for Explanation.load"),
         _option("--trust", "also write a trust card for each overlay"),

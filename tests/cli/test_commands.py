@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -229,6 +230,28 @@ def test_preprocessing_is_a_word_fields_or_a_file(tmp_path: Path, text: Any, exp
         (tmp_path / "p.json").write_text(json.dumps(text))
         text = str(tmp_path / "p.json")
     assert as_preprocess(command_parser("explain").parse(["--preprocess", text]).preprocess) == expected
+
+
+def test_one_photo_may_come_and_go_through_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(COFFEE.read_bytes())))
+    assert main(["explain", str(COFFEE), "-o", str(tmp_path), "-q"]) == 0
+    capfdbinary.readouterr()
+    assert main(["explain", "-", "-o", "-", "-m", "grad_cam"]) == 0
+    out, err = capfdbinary.readouterr()
+    assert (out, err) == ((tmp_path / "coffee.grad_cam.png").read_bytes(), b"")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"no picture")))
+    assert main(["explain", "-m", "grad_cam", "-", "-o", "-"]) == 1
+    out, err = capfdbinary.readouterr()
+    assert out == b""
+    assert err.startswith(b"saliency: stdin is not an AVIF")
+    for words in ([COFFEE], ["-m", "layer_cam", "grad_cam"], ["--sheet"], ["--save"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(COFFEE.read_bytes())))
+        assert main(["explain", "-", "-o", "-", *map(str, words)]) == 2
+        out, err = capfdbinary.readouterr()
+        assert out == b""
+        assert b"-o - writes one overlay" in err
 
 
 def test_an_own_model_is_explained_with_own_classes_and_preprocessing(run: Callable[..., Run], tmp_path: Path) -> None:
