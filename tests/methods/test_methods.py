@@ -12,9 +12,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import METHODS, Attribution, GradCAM
 from saliency.attribution.base import get_method
-from saliency.testing import checks, tiny_model_for
-from saliency.testing.case import MethodCase
-from tests.methods.base_checks import BASE_CHECKS
+from saliency.testing import checks
 
 pytestmark = pytest.mark.usefixtures("_registry_restored")
 
@@ -26,14 +24,6 @@ CASES = [
 @pytest.mark.parametrize("check", CASES)
 def test_every_method_keeps_every_promise(check: Callable[[], None]) -> None:
     check()
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("check", BASE_CHECKS)
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
-def test_every_method_keeps_the_promises_of_its_base_classes(check: str, name: str) -> None:
-    method = METHODS[name]
-    BASE_CHECKS[check](MethodCase(method, method.quick_options, tiny_model_for(method)))
 
 
 @pytest.mark.parametrize(
