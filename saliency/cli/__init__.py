@@ -6,6 +6,7 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and "COMP_LINE" in os.environ:  # a shell completes a command line
+        print("\n".join(resolve_name(f"{__name__}.completion:candidates")(os.environ["COMP_LINE"])))
+        return 0
     if argv is None:  # the process runs only this command
         keep_memory()
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
@@ -234,12 +238,12 @@ examples:
     ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
-        "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target",
+        "MODEL --photo --weights --classes --preprocess --all --depth --stats --gradients --target --html",
         "layers:run",
         """\
 examples:
   saliency layers vgg16 --weights none --depth 1
-  saliency layers --photo cat.jpg --stats --gradients
+  saliency layers --photo cat.jpg --stats --gradients --html layers.html
 """,
     ),
     "models": Command(
@@ -247,5 +251,11 @@ examples:
         "PATTERN --all",
         "lists:models",
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
+    ),
+    "completion": Command(
+        "print the line that completes commands in a shell: bash, zsh or fish",
+        "SHELL",
+        "completion:run",
+        "install:\n  saliency completion bash >> ~/.bashrc\n  saliency completion zsh >> ~/.zshrc\n",
     ),
 }

@@ -19,6 +19,8 @@ from ..methods import METHODS
 from ..zoo import models as zoo_models
 from .console import Screen, UsageError
 
+_WEIGHTS = {"here": "here", "download": "to download", "pip install": "pip install", "none": "none, random only"}
+
 
 def methods(arguments: argparse.Namespace, screen: Screen) -> int:
     """List all methods with a one-sentence description, cost and paper; or describe one method with its options."""
@@ -83,15 +85,17 @@ def models(arguments: argparse.Namespace, screen: Screen) -> int:
         known = zoo_models()
     # A pattern without wildcards matches any part of a name.
     wildcards = pattern if re.search(r"[*?\[]", pattern) else f"*{pattern}*"
-    matching = fnmatch.filter(known, wildcards)
+    matching = [model for model in known if fnmatch.fnmatch(model.name, wildcards)]
     if not matching:
-        hint = did_you_mean(pattern, known) or "; saliency models --all lists them"
+        hint = did_you_mean(pattern, [model.name for model in known]) or "; saliency models --all lists them"
         raise UsageError(f'no model matches "{pattern}"{hint}')
     bundled_only = arguments.pattern is None and not arguments.all
-    shown = [(name, known[name]) for name in matching if known[name] == "bundled" or not bundled_only]
-    screen.table(["model", "source"], shown)
+    shown = [model for model in matching if model.source == "bundled" or not bundled_only]
+    screen.table(
+        ["model", "source", "weights"], [(model.name, model.source, _WEIGHTS[model.weights]) for model in shown]
+    )
     if bundled_only:
-        counts = Counter(source for source in known.values() if source != "bundled")
+        counts = Counter(model.source for model in known if model.source != "bundled")
         rest = " and ".join(f"{count} of {library}" for library, count in counts.items())
         screen.say(f"and {rest}: saliency models --all, or a part of a name, as in: saliency models resnet")
     return 0

@@ -200,6 +200,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("MODEL", f"as --model of explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         _option("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         _option("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
+        _option("SHELL", "bash, zsh or fish", dest="shell", choices=("bash", "zsh", "fish")),
         _option("--json", "print JSON"),
         _option("-q --quiet", "print errors only"),
         _option("-r --recursive", "include subfolders"),

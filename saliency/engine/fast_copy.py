@@ -1,13 +1,16 @@
 """Private copies of a model that run faster: channels last, batch norms folded, optionally in bfloat16.
 
-A copy is used only after it was compared with the model on the image that is explained.
+A copy is used only after it was compared with the model, and timed against it, on the image that is explained.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import time
+import weakref
 from collections import Counter, OrderedDict
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,13 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 Pairs = tuple[tuple[str, str], ...]
 """The names of convolutions, each with the batch norm that is folded into it."""
 
+REQUIRED_RATIO = 0.97
+"""A copy is used only if it takes at most this share of the model's time."""
+
+TRIAL_ROWS = 4
+"""The largest number of rows on which a copy is compared and timed."""
+
+
 _TOLERANCES: dict[Precision, tuple[float, float]] = {"fast": (2e-2, 0.999), "bf16": (0.2, 0.99)}
 """The largest allowed error of the output relative to its norm, and the smallest allowed cosine similarity."""
 
@@ -41,38 +51,53 @@ class FasterModel(NamedTuple):
 
     model: nn.Module
     note: str
-    """The precision and accuracy of the copy, or the reason why the model itself is used."""
+    """The precision and speed of the copy, or the reason why the model itself is used."""
+
+
+class _Choice(NamedTuple):
+    """The chosen precision (None for the model itself), and the convolutions and batch norms that are folded."""
+
+    precision: Precision | None
+    pairs: Pairs
+    note: str
+
+
+_choices: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Choice]] = weakref.WeakKeyDictionary()
 
 
 def faster_model(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool = False) -> FasterModel:
-    """Return a private copy that is exact enough for `precision`, or the model itself if it is not.
+    """Return the fastest model for batches like this one that is exact enough for `precision`.
 
-    - "fast": a copy with convolutions laid out channels last and batch norms folded into them. Outputs and gradients
-      differ by at most 2e-2, with a cosine of at least 0.999.
+    - "fast": a private copy with convolutions laid out channels last and batch norms folded into them. Outputs and
+      gradients differ by at most 2e-2, with a cosine of at least 0.999.
     - "bf16": such a copy with weights in bfloat16, for passes without gradients. Outputs have a cosine of at least
-      0.99. For passes with gradients, the copy is a "fast" one.
+      0.99.
+
+    Each copy is compared with the model and timed against it on up to 4 rows. If a "bf16" copy is not faster or not
+    exact enough, "fast" is tried. If that fails too, the model itself is used. The note reports the choice. The choice
+    is cached for the process, by model, shape, dtype, device and number of threads. Each call copies the weights again
+    and checks the copy again on one row.
 
     Args:
         model: The model, prepared by the caller.
-        x: The image (1, C, H, W), on which the copy is compared with the model.
+        x: The first batch (N, C, H, W).
         precision: "fast" or "bf16".
         backward: Whether gradients at the input will be computed.
     """
-    used: Precision = "fast" if backward else precision
-    reason = _unsuitable(model, x, used)
+    reason = _unsuitable(model, x, precision)
     if reason:
         return FasterModel(model, f"exact: {reason}")
+    sample = x[:TRIAL_ROWS].detach()
+    autocast = torch.is_autocast_enabled(x.device.type)
+    hooked = tuple(name for name, module in model.named_modules() if module_hooks(module))
+    key = precision, backward, sample.shape, x.dtype, x.device, torch.get_num_threads(), autocast, hooked
     with torch.random.fork_rng([x.device] if x.is_cuda else []), HookManager(exclusive=True):
-        try:
-            pairs = foldable_pairs(model, x)
-            candidate = _converted_copy(model, used, pairs)
-            error, cosine = error_and_cosine(*(_trial(each, x, backward=backward) for each in (candidate, model)))
-        except Exception as failure:  # noqa: BLE001 - not every model can be copied, and memory may be short
-            return FasterModel(model, f"exact: {used} failed here ({type(failure).__name__})")
-    max_error, min_cosine = _TOLERANCES[used]
-    if error > max_error or cosine < min_cosine:
-        return FasterModel(model, f"exact: {used} was not exact enough here (cosine {cosine:.4f})")
-    return FasterModel(candidate, f"{used}: cosine {cosine:.4f}, {len(pairs)} batch norms folded")
+        known = _choices.setdefault(model, {})
+        choice = known[key] = known.get(key) or _choose(model, sample, precision, backward=backward)
+        if choice.precision is None:
+            return FasterModel(model, choice.note)
+        candidate, why = _checked_copy(model, sample[:1], choice.precision, choice.pairs, backward=False)
+        return FasterModel(model, f"exact: {why}") if candidate is None else FasterModel(candidate, choice.note)
 
 
 def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
@@ -86,6 +111,41 @@ def _unsuitable(model: nn.Module, x: Tensor, precision: Precision) -> str:
     return f"{precision} is not for models in {str(dtype).removeprefix('torch.')}"
 
 
+def _choose(model: nn.Module, x: Tensor, precision: Precision, *, backward: bool) -> _Choice:
+    """Return the first precision whose copy is exact enough and faster than the model."""
+    try:
+        pairs = foldable_pairs(model, x[:1])
+    except Exception as error:  # noqa: BLE001 - the real pass raises it too
+        return _Choice(None, (), f"exact: the trial of {precision} failed ({type(error).__name__})")
+    dropped = ["bf16 is for passes without gradients"] if precision == "bf16" and backward else []
+    tried: list[Precision] = ["fast"] if precision == "fast" or backward else ["bf16", "fast"]
+    for option in tried:
+        candidate, note = _checked_copy(model, x, option, pairs, backward=backward)
+        if candidate is not None:
+            ratio = time_ratio(candidate, model, x, backward=backward)
+            if ratio <= REQUIRED_RATIO:
+                gain = f"{option}: {ratio:.2f} of the plain time, {note}, {len(pairs)} batch norms folded"
+                return _Choice(option, pairs, "; ".join([gain, *dropped]))
+            note = f"{option} was no faster here ({ratio:.2f} of the plain time)"
+        dropped.append(note)
+    return _Choice(None, (), f"exact: {'; '.join(dropped)}")
+
+
+def _checked_copy(
+    model: nn.Module, x: Tensor, precision: Precision, pairs: Pairs, *, backward: bool
+) -> tuple[nn.Module | None, str]:
+    """Return a copy and a description of its accuracy, or None and the reason."""
+    try:
+        candidate = _converted_copy(model, precision, pairs)
+        error, cosine = error_and_cosine(_trial(candidate, x, backward=backward), _trial(model, x, backward=backward))
+    except Exception as failure:  # noqa: BLE001 - not every model can be copied, and memory may be short
+        return None, f"{precision} failed here ({type(failure).__name__})"
+    max_error, min_cosine = _TOLERANCES[precision]
+    if error > max_error or cosine < min_cosine:
+        return None, f"{precision} was not exact enough here (cosine {cosine:.4f})"
+    return candidate, f"cosine {cosine:.4f}"
+
+
 def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
     """Return the tensors of the output and, if wanted, the gradient of their sum at the input."""
     with torch.set_grad_enabled(backward):
@@ -94,6 +154,20 @@ def _trial(model: nn.Module, x: Tensor, *, backward: bool) -> list[Tensor]:
         sums = [tensor.float().sum() for tensor in tensors if tensor.requires_grad]
         gradients = torch.autograd.grad(torch.stack(sums).sum(), at) if backward else ()
         return [tensor.detach() for tensor in (*tensors, *gradients)]
+
+
+def time_ratio(candidate: nn.Module, model: nn.Module, x: Tensor, *, backward: bool) -> float:
+    """Return the time of a copy divided by that of the model, each the faster of two runs."""
+
+    def seconds(module: nn.Module) -> float:
+        began = time.perf_counter()
+        _trial(module, x, backward=backward)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        return time.perf_counter() - began
+
+    rounds = [(seconds(candidate), seconds(model)) for _ in range(2)]
+    return min(first for first, _ in rounds) / min(second for _, second in rounds)
 
 
 class _Converted(nn.Module):

@@ -391,7 +391,7 @@ class MultiPassAttribution(Attribution):
             Chunks of different sizes round differently.
         precision: "exact" runs the model itself. "fast" runs a private copy with batch norms folded into convolutions
             and channels last in memory (equal to about 1 %). "bf16" runs this copy in bfloat16, for passes without
-            gradients; passes with gradients run "fast". A copy that differs more from the model is not used.
+            gradients; passes with gradients run "fast". A copy that is slower on the first passes is not used.
         progress: Whether a progress bar is drawn; None draws one on a terminal after a second.
         on_interrupt: "raise" propagates Ctrl-C; "return" returns what was computed so far; for images that were not
             started, only the first chunk is computed.

