@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -108,11 +108,6 @@ def did_you_mean(word: str, words: Iterable[str], most: int = 3) -> str:
     """Return `; did you mean "espresso"?` as the end of an error message, or "" if no word is similar."""
     quoted = [f'"{entry}"' for entry in closest(word, words, most)]
     return f"; did you mean {' or '.join(quoted)}?" if quoted else ""
-
-
-def choices_hint(word: str, words: Collection[str]) -> str:
-    """Return the end of an error message: the similar words, or all words if none is similar."""
-    return did_you_mean(word, words) or (f"; there are {', '.join(words)}" if words else "")
 
 
 def plural(count: int, noun: str) -> str:

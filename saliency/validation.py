@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
-from .errors import MethodError, SaliencyError, choices_hint, did_you_mean
+from .errors import MethodError, SaliencyError, did_you_mean
 
 _Choice = TypeVar("_Choice")
 _Entry = TypeVar("_Entry")
@@ -34,7 +34,8 @@ class Registry(dict[str, _Entry]):
         return self[name]
 
     def _missing(self, name: object) -> str:
-        return f'no {self._noun} "{name}"{choices_hint(str(name), self)}'
+        hint = did_you_mean(str(name), self) or f"; the {self._noun}s are {', '.join(self)}"
+        return f'no {self._noun} "{name}"{hint}'
 
 
 def check_choice(

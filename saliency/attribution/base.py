@@ -33,6 +33,7 @@ from .explanation import Explanation, Setting, Sign
 from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
+from .spellings import refuse_unknown_keywords
 
 METHODS: Registry[type[Attribution]] = Registry("method")
 """All methods by name. A class with a `name` is registered when it is defined."""
@@ -151,6 +152,7 @@ class Attribution(HasOptions, ABC):
         name = type(self).__name__
         raise TypeError(f"{name} is called by its method attribute: {name}(model).attribute(inputs, target)")
 
+    @refuse_unknown_keywords
     def attribute(
         self, inputs: ImagesLike, target: TargetLike = None, *, baselines: Any = None, forward_args: ForwardArgs = ()
     ) -> Explanation:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, getattr_static
 from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
 
-from ..errors import choices_hint
+from .spellings import option_hint
 
 Chunk = int | Literal["auto"]
 Precision = Literal["exact", "fast", "bf16"]
@@ -152,7 +152,7 @@ def _constructor(cls: type) -> Callable[..., None]:
         names = [parameter.name for parameter in parameters]
         for name in values:
             if name not in options:
-                raise TypeError(f'{type(self).__name__} has no option "{name}"{choices_hint(name, names)}')
+                raise TypeError(f'{type(self).__name__} has no option "{name}"{option_hint(name, names)}')
         try:
             call = signature.bind(self, *arguments, **values)
         except TypeError as error:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, explain_together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import LayerError, MethodError, NotApplicableError, TargetError, choices_hint
+from ..attribution.spellings import option_hint
+from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..inspection.trust import TrustCard, trust
 from ..io.preprocess import Box
@@ -277,7 +278,7 @@ def _create_methods(options: RunOptions, model: nn.Module) -> list[Attribution]:
     known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in options.options:
         if name not in known:
-            raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{choices_hint(name, known)}')
+            raise MethodError(f'no option "{name}" of {", ".join(options.methods)}{option_hint(name, known)}')
     layers = {"layer": options.layer, "layers": [options.layer]} if options.layer is not None else {}
     if layers and not any(layers.keys() & cls.parameters() for cls in classes):
         raise MethodError(f'layer="{options.layer}": {", ".join(options.methods)} reads no layer; leave the option out')

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from .._version import __version__
 from ..batch import StoppedError
 from ..engine.allocator import keep_memory
-from ..errors import DependencyError, SaliencyError, choices_hint, optional_import
+from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
 from .options import Parser
 
 
@@ -113,7 +113,7 @@ def _root_parser() -> Parser:
 def _unknown_command(name: str) -> str:
     if Path(name).exists():
         return f"{name} is not a command; to explain it: saliency explain {name}"
-    return f'no command "{name}"{choices_hint(name, COMMANDS)}'
+    return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
 _MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..attribution.base import Attribution
 from ..attribution.options import declared_options
+from ..attribution.spellings import option_hint
 from ..batch.engines import RunContext, open_engine
 from ..batch.errors import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing
@@ -25,7 +26,7 @@ from ..batch.report import report
 from ..batch.run import interruption, require_sensible_options
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
-from ..errors import ImageError, MethodError, choices_hint, plural, visible
+from ..errors import ImageError, MethodError, plural, visible
 from ..inspection.comparison import Comparison, Result, measure_image
 from ..inspection.tables import Table
 from ..io.atomic_write import atomic_write
@@ -109,7 +110,7 @@ def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[M
     known = list(dict.fromkeys(option for cls in classes for option in declared_options(cls)))
     for name in settings:
         if name not in known:
-            raise MethodError(f'no option "{name}" of {", ".join(names)}{choices_hint(name, known)}')
+            raise MethodError(f'no option "{name}" of {", ".join(names)}{option_hint(name, known)}')
     return [cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes]
 
 

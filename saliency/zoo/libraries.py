@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
-from ..errors import DependencyError, ModelError, choices_hint, did_you_mean, optional_import
+from ..errors import DependencyError, ModelError, did_you_mean, optional_import
 from ..hooks.model_state import categories_of, model_attribute
 from ..io.preprocess import Preprocess, PreprocessLike
 from ..testbed.networks import CATEGORIES, NETWORKS, Tokenizer, TwoTower, weights_file
@@ -349,7 +349,8 @@ def bundled_file(name: str) -> Path:
 
 
 def _no_weights(source: str, name: str, weights: str, sought: str, known: list[str]) -> ModelError:
-    return ModelError(f'{source} has no weights "{weights}" for {name}{choices_hint(sought, known)}')
+    hint = did_you_mean(sought, known) or f"; there are {', '.join(known)}"
+    return ModelError(f'{source} has no weights "{weights}" for {name}{hint}')
 
 
 def _timm_file(config: Any) -> Path | None:

@@ -116,7 +116,7 @@ def test_a_class_without_a_name_stays_out_of_the_registry() -> None:
 def test_an_unknown_method_gets_the_closest() -> None:
     with pytest.raises(saliency.MethodError, match='no method "gradcam"; did you mean "grad_cam"'):
         get_method("gradcam")
-    with pytest.raises(saliency.MethodError, match=r"there are .*guided_backprop"):
+    with pytest.raises(saliency.MethodError, match=r"the methods are .*guided_backprop"):
         get_method("zzzz")
 
 

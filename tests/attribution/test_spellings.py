@@ -1,0 +1,181 @@
+"""Wrong names are answered by the right ones: options, arguments of `attribute`, methods and public names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import saliency
+from saliency import METHODS
+from saliency.attribution import spellings
+from saliency.attribution.spellings import option_hint, public_hint
+from saliency.errors import closest
+from tests.models import PooledNet
+
+MODEL = PooledNet().eval()
+X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "hint"),
+    [
+        ("integrated_gradients", "n_steps", "it is called steps here"),
+        ("integrated_gradients", "step", 'did you mean "steps"?'),
+        ("integrated_gradients", "baselines", "it is called baseline here"),
+        ("integrated_gradients", "internal_batch_size", "it is called chunk here"),
+        ("expected_gradients", "baselines", "it is called references here"),
+        ("occlusion", "sliding_window_shapes", "it is called window here"),
+        ("occlusion", "baselines", "it is called fill here"),
+        ("smooth_grad", "nt_samples", "it is called passes here"),
+        ("smooth_grad", "stdevs", "it is called noise here"),
+        ("ss_cam", "num_samples", "it is called draws here"),
+        ("grad_cam", "target_layers", "it is called layer here"),
+        ("fused_cam", "target_layers", "it is called layers here"),
+        ("grad_cam", "targets", "pass the target to attribute"),
+        ("grad_cam", "use_cuda", "move the model to the device"),
+        ("grad_cam", "reshape_transform", "it is called layout here"),
+        ("grad_cam", "n_steps", "the options are model, layer, preprocess, categories"),
+    ],
+)
+def test_an_unknown_option_is_answered_by_the_one_that_is_meant(name: str, option: str, hint: str) -> None:
+    method = METHODS[name]
+    with pytest.raises(TypeError) as caught:
+        method(MODEL, **{option: 1})
+    assert str(caught.value).startswith(f'{method.__name__} has no option "{option}"; {hint}')
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_unknown_option_names_the_class_that_was_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf'^{METHODS[name].__name__} has no option "bogus"; the options are model, '):
+        METHODS[name](MODEL, bogus=1)
+
+
+def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
+    options = {option for method in METHODS.values() for option in method.parameters()}
+    assert set(spellings._OPTIONS) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
+    assert set(spellings._PUBLIC) <= set(dir(saliency))
+    for text in (*spellings._OPTIONS.values(), *spellings._PUBLIC.values()):
+        assert not set(text.split()) & set(dir(saliency))
+    # Several options may share a spelling of others, but a method answers it with one of them.
+    assert "is called steps here" in option_hint("n_iter", saliency.IntegratedGradients.parameters())
+    assert "is called passes here" in option_hint("n_iter", saliency.SmoothGrad.parameters())
+
+
+PAIRS = {
+    "captum.attr": {
+        "IntegratedGradients": "IntegratedGradients",
+        "Saliency": "VanillaGradient",
+        "NoiseTunnel": "SmoothGrad",
+        "GradientShap": "ExpectedGradients",
+        "Occlusion": "Occlusion",
+        "FeatureAblation": "FeatureAblation",
+        "Lime": "LIME",
+        "KernelShap": "KernelSHAP",
+        "ShapleyValueSampling": "ShapleySampling",
+        "GuidedBackprop": "GuidedBackprop",
+        "LayerGradCam": "GradCAM",
+    },
+    "pytorch_grad_cam": {"GradCAM": "GradCAM", "ScoreCAM": "ScoreCAM", "FinerCAM": "FinerCAM", "FullGrad": "FullGrad"},
+    "zennit.attribution": {"SmoothGrad": "SmoothGrad", "Occlusion": "Occlusion", "Gradient": "VanillaGradient"},
+}
+# What has no counterpart: inner parts of a peer, features that the toolkit does not have.
+WITHOUT = {
+    *("self", "args", "kwargs", "grad_kwargs", "inputs", "input", "input_tensor", "additional_forward_args"),
+    *("interpretable_model", "similarity_func", "perturb_func", "return_input_shape", "draw_baseline_from_distrib"),
+    *("attribute_to_layer_input", "attr_dim_summation", "target_idx", "alpha", "comparison_categories"),
+    *("compute_input_gradient", "uses_gradients", "tta_transforms", "detach", "attr_output_fn"),
+}
+WITHOUT_IN = {"GradientShap: stdevs", "FullGrad: target_layers"}
+
+
+@pytest.mark.parametrize("module", PAIRS)
+def test_every_option_of_other_toolkits_gets_an_answer(module: str) -> None:
+    peer = pytest.importorskip(module)
+    missing = []
+    for theirs, ours in PAIRS[module].items():
+        known = getattr(saliency, ours).parameters()
+        calls = [getattr(getattr(peer, theirs), name, None) for name in ("__init__", "attribute", "forward")]
+        options = {option for call in calls if call is not None for option in inspect.signature(call).parameters}
+        missing += [
+            f"{theirs}: {option}"
+            for option in options - WITHOUT - set(known)
+            if option_hint(option, known).startswith(("; the options", "; did you mean"))
+        ]
+    assert not set(missing) - WITHOUT_IN
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("n_steps", r"the method takes it: IntegratedGradients\(model, steps=...\)"),
+        ("steps", r"the method takes it: IntegratedGradients\(model, steps=...\)"),
+        ("return_convergence_delta", "explanation.residual is this difference"),
+        ("targets", "it is called target here"),
+        ("additional_forward_args", "it is called forward_args here"),
+        ("targt", 'did you mean "target"'),
+    ],
+)
+def test_an_unknown_argument_of_attribute_is_answered(keyword: str, hint: str) -> None:
+    attribute: Any = saliency.IntegratedGradients(MODEL).attribute
+    with pytest.raises(TypeError, match=f'attribute has no argument "{keyword}"; {hint}'):
+        attribute(X, **{keyword: 1})
+
+
+def test_a_method_that_is_called_shows_the_call() -> None:
+    with pytest.raises(TypeError, match=r"GradCAM\(model\)\.attribute\(inputs, target\)"):
+        saliency.GradCAM(MODEL)(X, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("GradCam", 'did you mean "GradCAM"'),
+        ("gradcam", 'did you mean "GradCAM"'),
+        ("IntegratedGradient", 'did you mean "IntegratedGradients"'),
+        ("Saliency", "it is called VanillaGradient here"),
+        ("show_cam_on_image", "it is called overlay here"),
+    ],
+)
+def test_an_unknown_public_name_is_answered_by_the_closest(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=f'saliency has no "{name}"; {hint}') as caught:
+        getattr(saliency, name)
+    assert caught.value.name == name
+    assert not hasattr(saliency, name)
+    assert getattr(saliency, name, None) is None
+    with pytest.raises(ImportError, match=name):
+        exec(f"from saliency import {name}")  # noqa: S102
+
+
+def test_a_name_like_no_other_has_no_suggestion() -> None:
+    assert public_hint("zzzzzz", dir(saliency)) == ""
+
+
+def test_the_registry_is_a_dict_whose_missing_names_are_answered() -> None:
+    with pytest.raises(KeyError, match='no method "gradcam"; did you mean "grad_cam"'):
+        METHODS["gradcam"]
+    assert "gradcam" not in METHODS
+    assert METHODS.get("gradcam") is None
+    assert dict(METHODS) == METHODS
+
+
+CLOSEST: dict[str, Callable[[], tuple[str, list[str], list[str]]]] = {
+    "whole words, the shortest first": lambda: (
+        "cat",
+        ["crate", "oxcart", "Egyptian cat", "tiger cat", "catamaran", "tabby, tabby cat"],
+        ["tiger cat", "Egyptian cat", "tabby, tabby cat", "catamaran"],
+    ),
+    "all words in any order": lambda: ("cat tiger", ["cat", "tiger cat"], ["tiger cat"]),
+    "beginnings before parts": lambda: ("bird", ["hummingbird", "birdhouse"], ["birdhouse", "hummingbird"]),
+    "parts before spelling": lambda: ("cam", ["calm", "gradcam"], ["gradcam", "calm"]),
+    "no word": lambda: ("", ["a", "b"], []),
+}
+
+
+@pytest.mark.parametrize("case", CLOSEST)
+def test_the_closest_words_are_ordered(case: str) -> None:
+    word, words, expected = CLOSEST[case]()
+    assert closest(word, words, most=4) == expected
