@@ -113,7 +113,7 @@ class PerturbedImage:
 
     def _contributions(self, fill: Fill) -> Tensor:
         explanation = self._subject.explanation[self._index]
-        maps = reduced_maps(explanation, "signed", "sum")
+        maps = reduced_maps(explanation, "signed")
         units = METHODS[explanation.method].units if explanation.method in METHODS else ""
         if "score per unit" in units and explanation.values.shape == self.x.shape:
             maps = (explanation.values * (self.x - Filler(self.x, fill).background)).sum(1)

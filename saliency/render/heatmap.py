@@ -25,11 +25,9 @@ from ..attribution.forward import at_least_float32
 from ..errors import NonFiniteError, RenderError
 from ..validation import check_choice, check_number, is_pair
 
-Channels = Literal["sum", "mean", "max_abs"]
 Percentile = float | Literal["auto"] | None
 
 SIGNS: tuple[Sign, ...] = get_args(Sign)
-CHANNELS: tuple[Channels, ...] = get_args(Channels)
 
 SPECKLED_PERCENTILE = 99.0
 SMOOTHING = 0.005
@@ -41,7 +39,6 @@ def heatmap(
     *,
     size: tuple[int, int] | None = None,
     sign: Sign | None = None,
-    channels: Channels | None = None,
     percentile: float | None = None,
 ) -> Tensor:
     """Return one number per pixel of the model's input: (N, H, W), on the device of the values and in their units.
@@ -52,10 +49,8 @@ def heatmap(
     Args:
         explanation: The result of a method; it does not change.
         size: (H, W) of the map; by default the size of the model's input.
-        sign: "positive" keeps values above zero, "signed" keeps all values, "absolute" takes magnitudes; by default as
-            in the paper of the method.
-        channels: "sum", "mean" or "max_abs" (the channel that is furthest from zero, with its sign); by default the
-            sum, and "max_abs" if the sign is "absolute".
+        sign: "positive" keeps values above zero, "signed" keeps all values, "absolute" takes the largest magnitude of
+            the channels; by default as in the paper of the method. Otherwise channels are summed.
         percentile: Clip the magnitudes of each image at this percentile of them (99 suits gradients); by default
             nothing is clipped. The units do not change.
 
@@ -64,7 +59,7 @@ def heatmap(
         RenderError: `explanation` is not an explanation, or an option is invalid.
     """
     require_explanation(explanation, "heatmap")
-    maps = reduced_maps(explanation, sign, channels)
+    maps = reduced_maps(explanation, sign)
     if percentile is not None:
         limit = limits(maps, percentile)[:, None, None]
         maps = maps.clamp(-limit, limit)
@@ -77,36 +72,24 @@ def require_explanation(value: object, name: str) -> None:
         raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(value).__name__}")
 
 
-def reduced_maps(explanation: Explanation, sign: Sign | None, channels: Channels | None = None) -> Tensor:
+def reduced_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
     """Return the values with their channels reduced and the sign applied: (N, h, w).
 
     Raises:
         NonFiniteError: A value, or the sum of finite ones, is NaN or infinite.
-        RenderError: An option is unknown.
+        RenderError: The sign is unknown.
     """
     used = check_choice("sign", explanation.sign if sign is None else sign, SIGNS, error=RenderError)
-    channels = _usual_channels(used) if channels is None else channels
-    check_choice("channels", channels, CHANNELS, error=RenderError)
     values = at_least_float32(explanation.values.detach())
-    if channels == "max_abs":
-        highest, lowest = values.amax(dim=1), values.amin(dim=1)
-        maps = torch.where(highest >= -lowest, highest, lowest)
-    else:
-        maps = values.sum(dim=1) if channels == "sum" else values.mean(dim=1)
+    maps = values.abs().amax(dim=1) if used == "absolute" else values.sum(dim=1)
     _require_finite(maps, explanation)
-    if used == "positive":
-        return maps.clamp(min=0)
-    return maps.abs() if used == "absolute" else maps
+    return maps.clamp(min=0) if used == "positive" else maps
 
 
 def drawn_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
     """Return the maps that are drawn, (N, h, w): as `reduced_maps`, but zero at the outliers, which are no evidence."""
     maps = reduced_maps(explanation, sign)
     return maps if explanation.outliers is None else maps.masked_fill(explanation.outliers, 0)
-
-
-def _usual_channels(sign: Sign) -> Channels:
-    return "max_abs" if sign == "absolute" else "sum"
 
 
 def limits(maps: Tensor, percentile: float | None) -> Tensor:
@@ -254,7 +237,7 @@ def standard_error(explanation: Explanation) -> Explanation:
     )
 
 
-def significance(explanation: Explanation, *, sign: Sign | None = None, channels: Channels | None = None) -> Tensor:
+def significance(explanation: Explanation, *, sign: Sign | None = None) -> Tensor:
     """Return how many standard errors each pixel of the map is away from zero: (N, h, w), without a unit.
 
     About 95 % of the pixels of a random map lie below 2. If channels are summed, their errors are summed too, as for
@@ -264,20 +247,18 @@ def significance(explanation: Explanation, *, sign: Sign | None = None, channels
     Args:
         explanation: An explanation by a method that samples.
         sign: As in `heatmap`.
-        channels: As in `heatmap`.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: The explanation has no standard error, or an option is unknown.
+        RenderError: The explanation has no standard error, or the sign is unknown.
     """
     error = _require_error(explanation, "significance").to(explanation.values.dtype)
-    channels = _usual_channels(explanation.sign if sign is None else sign) if channels is None else channels
-    shown = reduced_maps(explanation, sign, channels).abs()
-    if channels == "max_abs":
+    shown = reduced_maps(explanation, sign).abs()
+    if (explanation.sign if sign is None else sign) == "absolute":
         strongest = explanation.values.abs().argmax(1, keepdim=True)
         errors = error.gather(1, strongest)[:, 0]
     else:
-        errors = error.sum(1) if channels == "sum" else error.mean(1)
+        errors = error.sum(1)
     distance = shown / errors.to(shown.dtype)
     return torch.where(shown == 0, torch.zeros_like(distance), distance)
 

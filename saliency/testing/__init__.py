@@ -22,7 +22,7 @@ from torch import nn
 
 from ..attribution.base import Attribution
 from ..errors import SaliencyWarning
-from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
+from .case import Check, MethodCase, images, run_all, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
 from .metric_checks import check_metric, metric_checks
 from .unchanged import Snapshot
@@ -76,14 +76,4 @@ def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] | 
         AssertionError: The method fails checks. The message lists all failed checks with the reasons. The cause is an
             ExceptionGroup of the failures with their tracebacks.
     """
-    failures: list[Exception] = []
-    report: list[str] = []
-    for name, check in checks(method, model=model, **options):
-        try:
-            check()
-        except Exception as error:  # noqa: BLE001 - reported below, with its traceback
-            failures.append(error)
-            report.append(f"{name}: {'' if isinstance(error, AssertionError) else type(error).__name__ + ': '}{error}")
-    if failures:
-        count = f"{len(failures)} failed check{'s' * (len(failures) != 1)}"
-        raise AssertionError("\n  ".join([f"{method.__name__}: {count}", *report])) from ExceptionGroup(count, failures)
+    run_all(method.__name__, checks(method, model=model, **options))

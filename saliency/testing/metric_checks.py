@@ -23,7 +23,7 @@ from ..attribution.options import declared_options
 from ..errors import NonFiniteError
 from ..methods.gradient import InputXGradient, VanillaGradient
 from ..metrics.base import Measurement, Metric
-from .case import SIZE, images, require, require_raises, require_same, tiny_model
+from .case import SIZE, images, require, require_raises, require_same, run_all, tiny_model
 from .unchanged import Snapshot
 
 FEW: dict[str, Any] = {"steps": 4, "samples": 4, "draws": 2, "sizes": 3, "segments": (3, 3), "patch": 8}
@@ -49,13 +49,9 @@ def check_metric(metric: type[Metric]) -> None:
         metric: The class. All of its options have defaults.
 
     Raises:
-        AssertionError: The metric fails a check; the message names it.
+        AssertionError: The metric fails checks. The message lists all failed checks with the reasons.
     """
-    for name, check in metric_checks(metric):
-        try:
-            check()
-        except AssertionError as error:
-            raise AssertionError(f"{metric.__name__}: {name}: {error}") from error
+    run_all(metric.__name__, metric_checks(metric))
 
 
 def _explanation(x: Tensor | None = None) -> Explanation:

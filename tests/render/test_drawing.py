@@ -155,7 +155,6 @@ OPTIONS: dict[str, Callable[[Explanation, Any], object]] = {
     "keep": lambda explanation, given: cutout(explanation, keep=given),
     "background": lambda explanation, given: cutout(explanation, background=given),
     "size": lambda explanation, given: heatmap(explanation, size=given),
-    "channels": lambda explanation, given: heatmap(explanation, channels=given),
     "thumb": lambda explanation, given: contact_sheet([[explanation]], thumb=given),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saliency.attribution.explanation import Explanation, Sign
 from saliency.errors import NonFiniteError, RenderError
-from saliency.render.heatmap import Channels, heatmap, limits, shared_limit
+from saliency.render.heatmap import heatmap, limits, shared_limit
 
 
 def explained(values: Tensor, sign: Sign = "signed", size: tuple[int, int] | None = None) -> Explanation:
@@ -35,20 +35,9 @@ def explained(values: Tensor, sign: Sign = "signed", size: tuple[int, int] | Non
 CHANNELS = torch.tensor([1.0, -4.0, 2.0]).view(1, 3, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("sign", "channels", "expected"),
-    [
-        ("positive", None, 0.0),
-        ("signed", None, -1.0),
-        ("absolute", None, 4.0),
-        ("signed", "mean", -1 / 3),
-        ("signed", "max_abs", -4.0),
-        ("positive", "max_abs", 0.0),
-        ("absolute", "sum", 1.0),
-    ],
-)
-def test_channels_are_reduced_before_the_sign_is_read(sign: Sign, channels: Channels | None, expected: float) -> None:
-    made = heatmap(explained(CHANNELS), sign=sign, channels=channels)
+@pytest.mark.parametrize(("sign", "expected"), [("positive", 0.0), ("signed", -1.0), ("absolute", 4.0)])
+def test_channels_are_summed_or_the_largest_magnitude_is_taken(sign: Sign, expected: float) -> None:
+    made = heatmap(explained(CHANNELS), sign=sign)
     torch.testing.assert_close(made, torch.tensor([[[expected]]]))
 
 
@@ -175,8 +164,6 @@ def test_a_wrong_option_is_an_error_with_the_right_ones() -> None:
     made = explained(torch.rand(1, 3, 4, 4))
     with pytest.raises(RenderError, match='did you mean "positive"'):
         heatmap(made, sign="positiv")  # type: ignore[arg-type]
-    with pytest.raises(RenderError, match="'sum', 'mean', 'max_abs'"):
-        heatmap(made, channels="")  # type: ignore[arg-type]
     with pytest.raises(RenderError, match="above 0 and of at most 100"):
         heatmap(made, percentile=101.0)
     with pytest.raises(RenderError, match="above 0 and of at most 100"):
