@@ -336,6 +336,7 @@ def read_one_forward(
         # Methods compute in full precision, even under the caller's autocast.
         with torch.autocast(x.device.type, enabled=False):
             results.append([m.explain_gradients(grads, names) for m, names in zip(methods, layers, strict=True)])
+        grads.forget()
     return results
 
 

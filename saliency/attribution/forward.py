@@ -168,6 +168,10 @@ class TargetGradients:
         self._shared.append((key, compute()))
         return cast("T", self._shared[-1][1])
 
+    def forget(self) -> None:
+        """Forget the values that methods share. They refer back: the graph would live until Python finds the cycle."""
+        self._shared.clear()
+
     def on(self, x: Tensor) -> TargetGradients:
         """Return the scores of another batch for the same target."""
         with self.forward.autocast:
