@@ -13,10 +13,12 @@ from itertools import pairwise
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from .autograd_graph import next_functions, saved, sequence_nr
+from .rectifiers import require_visible
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
 _PRODUCTS = frozenset({"BmmBackward0", "BaddbmmBackward0"})
@@ -96,6 +98,13 @@ class AttentionCall:
         """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
         return self.by_head(_precise(grad) @ _grouped(self.value, grad).mT)
 
+    def cosines(self) -> Tensor:
+        """Return the cosine of each query and key of a fused kernel, over all heads (N, queries, keys)."""
+        query = _precise(cast("Tensor", self.query))
+        both = (query, _grouped(cast("Tensor", self.key), query))
+        queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in both)
+        return queries @ keys.mT
+
     def values_of_queries(self) -> Tensor:
         """Return what the node's result would be if each token attended to itself alone."""
         return self.value if self.query is None else _grouped(self.value, self.query)
@@ -119,10 +128,14 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
 
     Returns:
         The calls in the order of the forward, and the softmaxes before the last of them that are none of theirs.
+
+    Raises:
+        NotApplicableError: A part of the model is compiled, scripted or checkpointed so that its nodes are not visible.
     """
     calls, softmaxes, others = list[AttentionCall](), set[Node](), list[Node]()
     nodes = dict.fromkeys(nodes)
     for node in nodes:
+        require_visible(node)
         if saved(node, "query", None) is not None:
             calls.append(replace(_fused(node, images), reads_image=next_functions(node)[0][0] in nodes))
         elif node.name() == "BmmBackward0" and (found := _softmax_of(node)) is not None:
@@ -196,7 +209,9 @@ def _softmax_of(product: Node) -> tuple[Node, Node] | None:
         return None
     weights, factor = saved(node, "result"), saved(product, "self")
     is_last = saved(node, "dim") in (weights.dim() - 1, 2**64 - 1)  # -1, as an unsigned number
-    return (node, logits) if is_last and torch.equal(weights.reshape(-1), factor.reshape(-1)) else None
+    # Under autocast, and in models in half precision, a softmax is often computed in float32.
+    weights = weights.to(factor.dtype).reshape(-1)
+    return (node, logits) if is_last and torch.equal(weights, factor.reshape(-1)) else None
 
 
 def _product_before(softmax: Node) -> Node | None:

@@ -278,6 +278,20 @@ def differentiate(
     return grads
 
 
+def require_visible(node: Node) -> None:
+    """Raise NotApplicableError if a node stands for a part of the model: checkpointed, compiled or scripted."""
+    name = node.name()
+    if isinstance(node, graph.CHECKPOINT_NODE):
+        raise NotApplicableError(_REENTRANT)
+    if name.startswith("CompiledFunction"):
+        raise NotApplicableError(
+            "a part of the model is compiled, which hides its operations; pass it without torch.compile"
+        )
+    if name.startswith("torch::jit"):
+        hint = "pass the eager model, or run it under torch.jit.optimized_execution(False) from its first call on"
+        raise NotApplicableError(f"TorchScript has fused a part of the model, which hides its operations; {hint}")
+
+
 def _opaque(node: Any) -> str:
     """Return the name of an operation that the graph shows as a whole; "" for operations of PyTorch and torchvision.
 
@@ -285,19 +299,11 @@ def _opaque(node: Any) -> str:
     """
     if type(node) in _transparent:
         return ""
+    require_visible(node)
     name = node.name()
-    if isinstance(node, graph.CHECKPOINT_NODE):
-        raise NotApplicableError(_REENTRANT)
-    if name.startswith("CompiledFunction"):
-        raise NotApplicableError(
-            "a part of the model is compiled, which hides its ReLUs; pass it without torch.compile"
-        )
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         known = graph.is_module_hook(node) or "_torchvision_" in name
         return "" if known else name.removesuffix("Backward")
-    if name.startswith("torch::jit"):
-        hint = "pass the eager model, or run it under torch.jit.optimized_execution(False) from its first call on"
-        raise NotApplicableError(f"TorchScript has fused a part of the model, which hides its ReLUs; {hint}")
     if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
         raise NotApplicableError(f"an operation, possibly a ReLU, {_VIEW}; {hint}")

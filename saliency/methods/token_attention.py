@@ -12,7 +12,6 @@ from itertools import takewhile
 from typing import ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attribution.base import BatchAttribution, TracedAttribution
@@ -349,12 +348,11 @@ class GradECLIP(AttentionMap):
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the weighted values of all tokens."""
         call = attention.grads.attention[-1]
-        if call.query is None or call.key is None:
+        if call.query is None:
             raise NotApplicableError(f"{self.name}: the last attention is not fused, so its queries cannot be read")
-        queries, keys = (F.normalize(part.transpose(1, 2).flatten(2), dim=-1) for part in (call.query, call.key))
-        cosines = at_least_float32(queries @ keys.mT)  # (N, queries, keys)
+        cosines = call.cosines()
         low, high = cosines[..., attention.layout.prefix :].aminmax(dim=-1, keepdim=True)
-        similar = (cosines - low) / (high - low)
+        similar = (cosines - low) / (high - low).clamp(min=torch.finfo(cosines.dtype).tiny)
         weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries > 0).mT
         return weighted.sum(1).clamp(min=0)
 

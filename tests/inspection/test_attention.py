@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import NotApplicableError, TargetError
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
+from tests.models import Checkpointed
 
 timm: Any = pytest.importorskip("timm")
 
@@ -123,7 +124,8 @@ class Block(nn.Module):
             k, v = k[:, ::2], v[:, ::2]
         if self.kind.startswith("by hand"):
             logits = q @ k.mT / 2 + self.bias
-            weights = logits.masked_fill(self.mask(), -torch.inf).softmax(-1)
+            dtype = torch.float32 if "float32" in self.kind else None
+            weights = logits.masked_fill(self.mask(), -torch.inf).softmax(-1, dtype=dtype).to(v.dtype)
             out = weights @ v if "einsum" not in self.kind else torch.einsum("nhqk,nhkd->nhqd", weights, v)
         else:
             out = self.fused(q, k, v)
@@ -162,7 +164,7 @@ def explicit(model: Block, x: Tensor, target: int) -> tuple[Tensor, Tensor]:
     return weights.detach(), torch.autograd.grad(score, weights)[0]
 
 
-KINDS = ["plain", "bias", "mask", "causal", "scale", "grouped", "by hand", "by hand, einsum"]
+KINDS = ["plain", "bias", "mask", "causal", "scale", "grouped", "by hand", "by hand, einsum", "by hand, in float32"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +174,7 @@ def test_masks_biases_and_scales_are_part_of_what_is_read(kind: str, dtype: torc
     model, x = Block(kind).eval().to(dtype), torch.randn(2, 3, 16, 16, dtype=dtype)
     (found,) = saliency.attention(model, x, 1)
     probabilities, gradient = explicit(model, x, 1)
-    close(found.probabilities, probabilities)
+    close(found.probabilities.to(dtype), probabilities)
     close(found.gradient, gradient)
 
 
@@ -226,6 +228,31 @@ def test_what_is_not_attention_is_not_taken_for_it() -> None:
     for model in (Net(gate), Net(linear_attention), tiny_model()):
         with pytest.raises(NotApplicableError, match="has no attention that can be read"):
             saliency.attention(model.eval(), images(1))
+
+
+def test_attention_of_transformers_is_read_in_half_precision() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, attn_implementation="eager")
+    model, x = transformers.ViTForImageClassification(config).eval(), torch.randn(2, 3, 32, 32)
+    wanted = saliency.attention(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = saliency.attention(model, x)
+    half = saliency.attention(model.bfloat16(), x.bfloat16())
+    for one, other, item in zip(mixed, half, wanted, strict=True):
+        torch.testing.assert_close(one.probabilities, item.probabilities, rtol=0.05, atol=1e-3)
+        torch.testing.assert_close(other.probabilities, item.probabilities, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_block_that_hides_its_attention_is_refused(place: int) -> None:
+    model, x = tiny_transformer(), images(1)
+    blocks: Any = model.blocks
+    blocks[place] = Checkpointed(blocks[place], reentrant=True)
+    with pytest.raises(NotApplicableError, match="use_reentrant"):
+        saliency.attention(model, x)
+    with pytest.raises(NotApplicableError, match="use_reentrant"):
+        saliency.AttentionRollout(model).attribute(x)
 
 
 def test_nothing_is_left_on_the_model() -> None:

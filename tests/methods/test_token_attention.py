@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -136,6 +138,30 @@ def test_grad_eclip_weighs_values_by_gradient_and_cosine() -> None:
     torch.testing.assert_close(GradECLIP(model).attribute(X, 1).values.flatten(1), wanted.detach())
 
 
+class Grouped(nn.Module):
+    """Two heads of queries for one of keys and values, by a fused kernel that repeats them or by `expand`."""
+
+    def __init__(self, *, expands: bool) -> None:
+        super().__init__()
+        self.expands = expands
+        self.patches, self.qkv, self.head = nn.Conv2d(3, 8, 8, 8), nn.Linear(8, 16), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).mT
+        q, k, v = (part.unflatten(2, (-1, 4)).transpose(1, 2) for part in self.qkv(tokens).split([8, 4, 4], 2))
+        if self.expands:
+            k, v = k.expand_as(q), v.expand_as(q)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=not self.expands)
+        return self.head((tokens + out.transpose(1, 2).flatten(2)).mean(1))  # type: ignore[no-any-return]
+
+
+def test_grad_eclip_reads_grouped_keys_and_equal_patches() -> None:
+    one, other = (Grouped(expands=expands).eval() for expands in (False, True))
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(GradECLIP(one).attribute(X, 1).values, GradECLIP(other).attribute(X, 1).values)
+    assert not GradECLIP(one).attribute(torch.zeros_like(X), 1).values.any()
+
+
 def test_grad_eclip_reads_a_text_by_the_image_tower() -> None:
     open_clip = pytest.importorskip("open_clip")
     torch.manual_seed(0)
@@ -175,6 +201,20 @@ def test_a_network_for_which_it_is_not_defined_is_refused(
     size = options.get("img_size", 64)
     with pytest.raises(NotApplicableError, match=problem):
         method(model).attribute(images(1, (size, size)), 0)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in saliency.METHODS.items() if cls.needs_attention])
+def test_the_graph_is_freed_with_the_call(name: str) -> None:
+    model, outputs = tiny_transformer(), list[weakref.ref[Tensor]]()
+    model.get_submodule("blocks.0").register_forward_hook(lambda module, args, out: outputs.append(weakref.ref(out)))
+    method = saliency.METHODS[name](model, **saliency.METHODS[name].quick_options)
+    gc.collect()
+    gc.disable()
+    try:
+        method.attribute(images(1), 1)
+        assert not any(output() is not None for output in outputs)
+    finally:
+        gc.enable()
 
 
 def test_all_share_one_forward_and_one_backward() -> None:
