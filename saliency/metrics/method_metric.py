@@ -45,7 +45,7 @@ class Maps(SharedResults):
     @cached_property
     def own(self) -> Tensor:
         """The maps of the explained images (N, C, h, w)."""
-        return self._control_maps(self.subject.images) if self.control else self.subject.explanation.values
+        return self._control_maps(self.subject.images, 0) if self.control else self.subject.explanation.values
 
     def __call__(self, images: Tensor, method: Attribution | None = None, target: TargetLike = None) -> Tensor:
         """Return the maps (N, C, h, w) of images as the model's input (N, C, H, W).
@@ -58,7 +58,7 @@ class Maps(SharedResults):
         self.calls += 1
         if self.control:
             is_own = images is self.subject.images and self.control != "random"
-            return self.own if is_own else self._control_maps(images)
+            return self.own if is_own else self._control_maps(images, self.calls)
         target = self.subject.explained_target if target is None else target
         return (method or self.subject.method).attribute(images, target).values
 
@@ -66,13 +66,13 @@ class Maps(SharedResults):
         """Return the maps of the explained images, computed again."""
         return self.once("again", self, self.subject.images)
 
-    def _control_maps(self, images: Tensor) -> Tensor:
+    def _control_maps(self, images: Tensor, number: int) -> Tensor:
         shape = (1, *self.subject.explanation.values.shape[2:])
         if self.control == "constant":
             return images.new_ones(len(images), *shape)
         if self.control == "random":
-            source = generator(self.subject.seed, self.calls)
-            noise = torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
+            source = generator(self.subject.seed, number)
+            noise = torch.randn(shape, generator=source, dtype=torch.float32, device="cpu")
             return noise.to(images).expand(len(images), *shape)
         grey = images.mean(1, keepdim=True)
         down, across = (grey.roll(1, axis) - grey.roll(-1, axis) for axis in (2, 3))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution
 from ..attribution.options import Option
 from ..engine.estimates import generator
+from ..errors import MethodError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import class_probabilities
@@ -187,6 +188,9 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
     """Return the names of the modules with parameters or buffers of their own, from the last that starts to run.
 
     A module that is not called, such as the output projection of `nn.MultiheadAttention`, counts as its parent.
+
+    Raises:
+        MethodError: There are none.
     """
     model, began = method.model, list[str]()
     with prepared_for_attribution(model), torch.no_grad(), HookManager() as hooks:
@@ -195,6 +199,8 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
         run_model(model, x)
     places = {name: place for place, name in reversed(list(enumerate(began)))}
     own = [name for name, module in model.named_modules() if _tensors(module)]
+    if not own:
+        raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
 
     def place(name: str) -> int:
         while name not in places and name:
@@ -215,7 +221,7 @@ def randomise(model: nn.Module, names: list[str], seed: int) -> None:
             source = generator(seed, *name.encode(), number)
             order = torch.randperm(tensor.numel(), generator=source, device="cpu").to(tensor.device)
             with torch.no_grad():
-                tensor.copy_(tensor.flatten()[order].view_as(tensor))
+                tensor.copy_(tensor.flatten().index_select(0, order).view_as(tensor))
 
 
 def restore(copied: nn.Module, model: nn.Module) -> None:

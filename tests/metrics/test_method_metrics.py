@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import EigenCAM, GradCAM, GuidedBackprop, InputXGradient, IntegratedGradients, SmoothGrad, VanillaGradient
+from saliency import (
+    EigenCAM,
+    GradCAM,
+    GuidedBackprop,
+    InputXGradient,
+    IntegratedGradients,
+    MethodError,
+    SmoothGrad,
+    VanillaGradient,
+)
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.metrics import METRICS, Measurement, measure
@@ -110,6 +119,20 @@ def test_a_map_of_the_activations_alone_is_the_same_for_every_class() -> None:
     assert result.curve is not None
     assert torch.equal(result.curve, torch.ones_like(result.curve))
     assert measured("random_logit", VanillaGradient(tiny_model()), images(2)).beats_controls.all()
+
+
+def test_each_random_map_is_independent_of_all_others() -> None:
+    shifted, classes = (
+        measured(name, VanillaGradient(tiny_model()), images(2)) for name in ("input_invariance", "random_logit")
+    )
+    assert (shifted.controls["random"].values > 1).all()  # the square root of 2, on average
+    assert classes.control_curves is not None
+    assert (classes.control_curves["random"].abs() < 0.4).all()
+
+
+def test_a_model_without_weights_cannot_be_randomised() -> None:
+    with pytest.raises(MethodError, match="Sequential has no parameters or buffers"):
+        measured("mprt", VanillaGradient(nn.Sequential(nn.AvgPool2d(8), nn.Flatten())), X)
 
 
 @pytest.mark.parametrize("metric", ["max_sensitivity", "avg_sensitivity", "local_lipschitz", "input_invariance"])
