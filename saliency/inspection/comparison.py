@@ -26,7 +26,7 @@ from ..attribution.explanation import Explanation
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, open_picture
-from ..metrics.base import Measurement, Metric, SharedResults, get_metric, measure
+from ..metrics.base import Measurement, Metric, SharedResults, measure, resolve_metrics
 from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .tables import Column, Table, number
@@ -391,7 +391,7 @@ def compare(
     methods: Sequence[Attribution],
     images: Sequence[ImageLike] | Tensor,
     targets: TargetLike = None,
-    metrics: Sequence[str | Metric] = ("deletion", "insertion"),
+    metrics: str | Metric | Sequence[str | Metric] = ("deletion", "insertion"),
     *,
     masks: Sequence[Any] | Tensor | None = None,
     boxes: Sequence[Any] | Tensor | None = None,
@@ -404,7 +404,8 @@ def compare(
     random patches, the image without any pixel, and the order of controls with the resolution of the map.
 
     Args:
-        methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options.
+        methods: Methods, such as `GradCAM(model)`. Methods of one name are named with their options, and numbered if
+            these are equal, as of one method on two models.
         images: The images, or a batch of them (N, C, H, W).
         targets: One target for all images, a list with one for each image, or None for the top class of each image.
         metrics: Metrics, or their names in `METRICS`. Metrics of one name are named with their options. Deletion and
@@ -426,7 +427,7 @@ def compare(
         ImageError: A mask has another size than its image, or a box is empty or exceeds the image.
         SaliencyError: A method or an image raises it.
     """
-    resolved = [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in metrics]
+    resolved = resolve_metrics(metrics)
     own = targets.tolist() if isinstance(targets, Tensor) else targets
     each = own if isinstance(own, list | tuple) else [own] * len(images)
     regions = [[None] * len(images) if given is None else given for given in (masks, boxes)]
@@ -442,9 +443,13 @@ def compare(
 
 
 def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
-    """Return the names of methods or metrics. Those of one name are named with their options."""
+    """Return the names of methods or metrics. Those of one name are named with their options, or else numbered."""
     names = [part.name for part in parts]
-    return [part.name if names.count(part.name) == 1 else repr(part) for part in parts]
+    names = [name if names.count(name) == 1 else repr(part) for name, part in zip(names, parts, strict=True)]
+    return [
+        name if names.count(name) == 1 else f"{name} {names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
 
 
 def measure_image(

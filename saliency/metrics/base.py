@@ -328,6 +328,12 @@ def get_metric(name: object) -> type[Metric]:
     return METRICS.find(name)
 
 
+def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
+    """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
+    given = [metrics] if isinstance(metrics, str | Metric) else metrics
+    return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in given]
+
+
 def measure(
     metrics: str | Metric | Sequence[str | Metric],
     explanation: Explanation,
@@ -354,8 +360,7 @@ def measure(
     Raises:
         MethodError: A metric is unknown, or needs something that was not given.
     """
-    given = [metrics] if isinstance(metrics, str | Metric) else list(metrics)
-    resolved = [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in given]
+    resolved = resolve_metrics(metrics)
     subject = Subject(explanation, **context)
     measured: dict[Metric, Outcome] = {}
     for metric in resolved:

@@ -220,6 +220,16 @@ def test_methods_and_metrics_of_one_name_are_named_with_their_options() -> None:
     assert {row.better for row in table} == {"higher", "lower"}
 
 
+def test_one_method_on_two_models_is_two_methods() -> None:
+    models = [Linear(), Linear()]
+    with torch.no_grad():
+        models[1].weight.neg_()
+    methods = [VanillaGradient(model) for model in models]
+    table = compare(methods, [torch.rand(3, 8, 8)], 0, "pixel_flipping")
+    assert [each.method for each in table.results] == ["VanillaGradient(Linear) 1", "VanillaGradient(Linear) 2"]
+    assert table.results[0].value != table.results[1].value
+
+
 def test_masks_are_seen_through_the_crop_of_the_model(tmp_path: Path) -> None:
     photo = Image.open(noise(tmp_path / "a.png", 0))  # 40 x 30; the model sees 3.8 to 34.3 of the columns
     mask = Image.new("L", (40, 30))
