@@ -19,6 +19,7 @@ from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..inspection.trust import TrustCard, trust
 from ..io.preprocess import Box
+from ..metrics.base import SharedResults
 from ..targets.targets import ClassScore, Target, class_index, class_scores
 from ..zoo import load
 from .errors import BatchError
@@ -171,7 +172,8 @@ class Network:
         """
         methods = [method for method in self.methods if self._trust and method.name in task.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
-        return {method.name: trust_card(method, task.image, loaded, self._seconds) for method in explained}
+        shared = SharedResults()
+        return {one.name: trust_card(one, task.image, loaded, self._seconds, shared=shared) for one in explained}
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], may_split: bool) -> _Outcomes:
         """Run methods on a batch. If that fails, run parts of it."""
@@ -208,13 +210,13 @@ class Network:
 
 
 def trust_card(
-    method: Attribution, image: ImageEntry, loaded: LoadedImage, seconds: float | None, seed: int = 0
+    method: Attribution, image: ImageEntry, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | Exception:
     """Return the trust card of a loaded image, or the reason why there is none."""
     try:
         if loaded.failure is not None:
             raise loaded.failure
-        return trust(method, loaded.picture or image.open(), loaded.target, seconds=seconds, seed=seed)
+        return trust(method, loaded.picture or image.open(), loaded.target, seconds=seconds, **options)
     except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
         return error
 

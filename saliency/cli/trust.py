@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     network = open_network(RunOptions(**given), arguments.device, screen)
     with screen.waiting("measuring the map"):
         loaded = network.load(images[0])
-        card = trust_card(network.methods[0], images[0], loaded, arguments.seconds, arguments.seed)
+        card = trust_card(network.methods[0], images[0], loaded, arguments.seconds, seed=arguments.seed)
     if isinstance(card, Exception):
         screen.error(sentence(images[0].source, methods[0], Failure.of(card).reason))
         return 1

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from ..errors import LayerError, MethodError, NotApplicableError
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImagesLike
 from ..metrics.agreement import RankCorrelation
-from ..metrics.base import Control, Measurement, Metric, Subject, measure
+from ..metrics.base import Control, Measurement, Metric, SharedResults, Subject, measure
 from ..metrics.faithfulness import Deletion, Infidelity, Insertion
 from ..metrics.randomisation import MPRT, RandomLogit
 from ..metrics.road import ROAD
@@ -44,7 +44,8 @@ MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
 
 UNCLEAR = "cannot be told from chance with this budget"
 OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
-"""The methods with which a map is compared; only the last one on a model without a layer for CAMs."""
+GRADIENTS = ("input_x_gradient", "vanilla_gradient")
+"""The methods with which a map is compared; on a model without a layer for CAMs, the first other one of `GRADIENTS`."""
 
 PROPERTIES = {
     "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
@@ -57,6 +58,9 @@ PROPERTIES = {
     "rank_correlation": ("agrees with others (rank correlation)", "other methods mark the same pixels"),
 }
 """The title and the verdict of each metric of a card."""
+
+SLIGHT = 0.05
+"""Rank correlations, and their falls, below this number are called slight, even if they are clear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +129,11 @@ class TrustCard(Table[Property]):
 
     @property
     def summary(self) -> str:
-        """One line: how many properties are clear, and which are not."""
+        """One line: how many properties are clear, and which are not or were not measured."""
         unclear = [row.title for row in self if not row.is_clear]
-        rest = f"; cannot be told from chance: {', '.join(unclear)}" if unclear else ""
-        return f"{len(self) - len(unclear)} of {len(self)} properties are clear{rest}"
+        others = {"cannot be told from chance": unclear, "not measured": _missing(self.measurements)}
+        rest = [f"; {why}: {', '.join(titles)}" for why, titles in others.items() if titles]
+        return f"{len(self) - len(unclear)} of {len(self)} properties are clear{''.join(rest)}"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the card as .json, .html or .png, atomically, and return the path.
@@ -187,7 +192,13 @@ def _without_nan(value: Any) -> Any:
 
 
 def trust(
-    method: Attribution, image: ImagesLike, target: TargetLike = None, *, seconds: float | None = None, seed: int = 0
+    method: Attribution,
+    image: ImagesLike,
+    target: TargetLike = None,
+    *,
+    seconds: float | None = None,
+    seed: int = 0,
+    shared: SharedResults | None = None,
 ) -> TrustCard:
     """Measure whether a map of one image can be believed.
 
@@ -202,6 +213,7 @@ def trust(
             left out if two calls would not fit. Without it, the card is the same for the same seed: about 210
             forwards and 20 calls of the method.
         seed: The seed of all draws.
+        shared: The scores of perturbed images that cards of other methods in the same call share with this one.
 
     Raises:
         MethodError: There are several images, or `seconds` is invalid.
@@ -212,11 +224,17 @@ def trust(
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")
     subject = Subject(explanation, method=method, inputs=image, target=target, seed=seed)
     metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
-    context: dict[str, Any] = {"method": method, "inputs": subject.images, "target": target, "seed": seed}
+    context: dict[str, Any] = {
+        "method": method,
+        "inputs": subject.images,
+        "target": target,
+        "seed": seed,
+        "shared": shared,
+    }
     measurements = measure(metrics, explanation, **context)
     measurements.append(_agreement(subject))
     notes = _notes(explanation, {each.metric for each in measurements})
-    card = TrustCard([_property(each) for each in measurements], _COLUMNS, _title(explanation), notes)
+    card = TrustCard([property_of(each) for each in measurements], _COLUMNS, _title(explanation), notes)
     card.explanation, card.seed = explanation, seed
     card.measurements = {each.metric: each for each in measurements}
     card.seconds = time.perf_counter() - began
@@ -250,12 +268,16 @@ def _seconds_of(run: Callable[[], object]) -> float:
 def _agreement(subject: Subject) -> Measurement:
     """Return the mean rank correlation with other methods that share one forward."""
     method = subject.method
-    names = [name for name in OTHERS if name != method.name]
-    others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
+
+    def explained(names: Sequence[str]) -> list[Explanation]:
+        others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
+        return explain_together(others, subject.images, subject.explained_target)
+
+    others, gradients = ([name for name in names if name != method.name] for names in (OTHERS, GRADIENTS))
     try:
-        references = explain_together(others, subject.images, subject.explained_target)
+        references = explained(others)
     except (LayerError, NotApplicableError):  # no layer for a CAM
-        references = explain_together(others[-1:], subject.images, subject.explained_target)
+        references = explained(gradients[:1])
     metric = RankCorrelation()
     each = [metric.measure(subject.explanation, reference=other, seed=subject.seed) for other in references]
     controls = {name: Control(*_means(one.controls[name] for one in each)) for name in each[0].controls}
@@ -267,11 +289,17 @@ def _means(controls: Iterable[Control]) -> Iterable[Tensor]:
     return (torch.stack(parts).mean(0) for parts in zip(*controls, strict=True))
 
 
-def _property(measurement: Measurement) -> Property:
+def property_of(measurement: Measurement) -> Property:
+    """Return the property that a measurement of one image shows."""
     clear = bool(measurement.beats_controls[0])
     controls = {name: float(control.values[0]) for name, control in measurement.controls.items()}
     errors = {name: float(control.error[0]) for name, control in measurement.controls.items()}
     title, verdict = PROPERTIES[measurement.metric]
+    if (
+        measurement.metric in ("mprt", "random_logit", "noise_margin", "rank_correlation")
+        and measurement.values < SLIGHT
+    ):
+        verdict += ", but only slightly"
     return Property(
         measurement.metric,
         title,
@@ -288,14 +316,18 @@ def _title(explanation: Explanation) -> str:
     return f"Trust card of {explanation.method} for {explanation.target_names[0]}"
 
 
+def _missing(measured: Collection[str]) -> list[str]:
+    """Return the titles of the properties that were not measured."""
+    return [title for name, (title, _) in PROPERTIES.items() if name not in measured]
+
+
 def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
         "clear: better by two standard errors than all controls, maps that know nothing about the prediction: a "
         "constant, random values, a spot at the centre, the edges of the image",
         "±: a standard error; for a control, that of its difference to the value",
     ]
-    missing = [title for name, (title, _) in PROPERTIES.items() if name not in measured]
-    if missing:
+    if missing := _missing(measured):
         notes.append(f"not measured: {', '.join(missing)}")
     if explanation.coverage is not None:
         notes.append(f"coverage: {explanation.coverage}")

@@ -27,9 +27,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods of the cards that are measured, with few samples."""
     names = []
 
-    def spy(method: saliency.Attribution, *arguments: Any, seconds: float | None, seed: int) -> Any:
+    def spy(method: saliency.Attribution, *arguments: Any, **options: Any) -> Any:
         names.append(method.name)
-        return saliency.trust(method, *arguments, seconds=0.001, seed=seed)
+        return saliency.trust(method, *arguments, **options | {"seconds": 0.001})
 
     monkeypatch.setattr(network, "trust", spy)
     return names
@@ -51,6 +51,23 @@ def test_each_overlay_has_a_card_and_its_row_the_verdicts(tmp_path: Path) -> Non
     assert [each["name"] for each in written["properties"]] == list(row["trust"])
     assert (out / "trust" / "a.grad_cam.html").read_text().startswith("<!doctype html>")
     assert json.loads((out / "manifest.json").read_text())["batch_size"] == 4
+
+
+def test_cards_of_one_image_share_the_scores_of_equal_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards: dict[str, Any] = {}
+
+    def keep(method: saliency.Attribution, *arguments: Any, **options: Any) -> Any:
+        return cards.setdefault(method.name, saliency.trust(method, *arguments, **options))
+
+    monkeypatch.setattr(network, "trust", keep)
+    quick(noise(tmp_path / "a.png", 0), tmp_path / "out", methods=["grad_cam", "layer_cam"], trust=True)
+    for name, cls in (("grad_cam", saliency.GradCAM), ("layer_cam", saliency.LayerCAM)):
+        alone = saliency.trust(cls(Tiny()), tmp_path / "a.png")
+        assert [each.value for each in cards[name]] == pytest.approx([each.value for each in alone], nan_ok=True)
+    first, second = ({each.metric: each.passes for each in cards[name].measurements.values()} for name in cards)
+    assert second["infidelity"] == 0  # the squares
+    assert second["deletion"] * 8 <= first["deletion"]  # the controls have the resolution of the same layer
+    assert second["mprt"] == first["mprt"]
 
 
 def test_a_batch_is_one_image_unless_its_size_is_given(source: Path, tmp_path: Path, measured: list[str]) -> None:

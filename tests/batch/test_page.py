@@ -295,6 +295,9 @@ def test_the_large_view_shows_the_trust_card_of_each_method(opened: Visit, tmp_p
     page = opened.go(report(out), "#photo=0")
     card = page.locator(".trust")
     assert card.locator("h4").inner_text() == "Trust card: 1 of 2 properties are clear"
+    missing = card.locator(".legend").nth(1).inner_text()
+    assert missing.startswith("Not measured: depends on the weights (MPRT), depends on the class (random logit)")
+    assert "ROAD" not in missing
     assert card.locator(".verdict").all_inner_texts() == ["the score falls faster", "cannot be told from chance"]
     assert card.locator(".name").all_inner_texts() == ["✓ needed (deletion)\n0.1 ± 0.05", "? needed (deletion)\n0.8"]
     assert page.get_by_role("img", name="random 0.6 ± 0.1, map 0.1 ± 0.05").count() == 1

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import saliency
-from saliency import MethodError, VanillaGradient
+from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.inspection.trust import UNCLEAR, TrustCard, draw_trust, trust
+from saliency.inspection.trust import UNCLEAR, TrustCard, draw_trust, property_of, trust
+from saliency.metrics import Control
+from saliency.metrics.agreement import RankCorrelation
 from saliency.testing import Snapshot, images, tiny_model
 
 
@@ -54,6 +57,8 @@ def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
     short = trust(VanillaGradient(tiny_model()), images(1), 1, seconds=1e-6)
     assert len(short) < len(card)
     assert "not measured: depends on the weights (MPRT)" in str(short)
+    assert "; not measured: depends on the weights (MPRT), " in short.summary
+    assert "not measured" not in card.summary
     few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
     assert few < usual / 2
 
@@ -85,6 +90,22 @@ def test_the_card_names_properties_in_plain_words_and_counts_the_clear_ones(card
     assert "depends on the weights (MPRT)" in str(card)
     count = sum(row.is_clear for row in card)
     assert card.summary.startswith(f"{count} of 8 properties are clear")
+
+
+def test_a_slight_dependence_is_called_slight(card: TrustCard) -> None:
+    controls = {"constant": Control(torch.zeros(1), torch.full((1,), 1e-4))}
+    for value, ending in ((0.002, "class, but only slightly"), (0.2, "class")):
+        measurement = replace(card.measurements["random_logit"], values=torch.tensor([value]), controls=controls)
+        assert property_of(measurement).verdict == f"the map changes with the explained {ending}"
+
+
+def test_input_x_gradient_of_a_model_without_spatial_layers_is_compared_with_the_gradient() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = images(1)[..., :5, :5]
+    method = InputXGradient(model)
+    reference = VanillaGradient(model).attribute(x, 1)
+    expected = RankCorrelation().measure(method.attribute(x, 1), reference=reference)
+    assert trust(method, x, 1)["rank_correlation"].value == pytest.approx(float(expected.values[0]))
 
 
 def test_the_card_draws_each_property_on_an_axis() -> None:

@@ -5,6 +5,7 @@ const MARKS = { constant: "■", centre: "●", random: "×", edges: "▲" };
 function trustCard(trust) {
   const rows = Object.values(trust);
   const clear = rows.filter((row) => row.is_clear).length;
+  const missing = Object.keys(head.properties).filter((name) => !(name in trust)).map((name) => head.properties[name]);
   const controls = [...new Set(rows.flatMap((row) => Object.keys(row.controls)))];
   return make(
     "section", { class: "trust" },
@@ -12,6 +13,7 @@ function trustCard(trust) {
     make("p", { class: "legend" }, "The map (◆) beside maps that know nothing about the prediction: ",
       controls.map((name) => `${MARKS[name]} ${name}`).join(", "), ". Better values lie to the right; bars are two standard errors."),
     make("ul", { role: "list" }, rows.map(property)),
+    missing.length ? make("p", { class: "legend" }, `Not measured: ${missing.join(", ")}.`) : null,
   );
 }
 
