@@ -35,7 +35,7 @@ from ..hooks.operations import (
     is_view,
     operator_name,
 )
-from ..hooks.pytree import tree_tensors
+from ..hooks.pytree import tree_map, tree_tensors
 from .rules import Epsilon, LinearOperation, Rule, divided
 from .walk import Edge, Visit, Walk
 
@@ -53,6 +53,8 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "first", "last")
 _GRADIENT = Epsilon(0)
+# What an operand may be in the arguments of an operation, which keep None for some.
+_OPERANDS = (Tensor, type(None))
 # The node that a view gets after an operation in place on it or on what it views.
 _VIEW_AFTER_WRITE = "AsStridedBackward0"
 
@@ -422,13 +424,11 @@ def _constants(visit: Visit) -> Operation:
     """Return a sum with None in place of the operands that depend on the image."""
     on_path = iter(visit.on_path)
 
-    def constant(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [constant(part) for part in value]
-        is_operand = value is None or (isinstance(value, Tensor) and value.is_floating_point())
+    def constant(value: Tensor | None) -> Tensor | None:
+        is_operand = value is None or value.is_floating_point()
         return None if is_operand and next(on_path, False) else value
 
-    return replace(visit.known, kept_args={name: constant(value) for name, value in visit.known.args.items()})
+    return replace(visit.known, kept_args=tree_map(visit.known.args, _OPERANDS, constant))
 
 
 def holds_constant(operation: Operation) -> bool:
@@ -454,19 +454,16 @@ def constant_part(node: Node, operation: Operation, device: torch.device) -> Ten
     """Return the result of a sum with zeros in place of the operands that depend on the image."""
     edges = iter(next_functions(node))
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [filled(part) for part in value]
-        if isinstance(value, Tensor) and not value.is_floating_point():
+    def filled(value: Tensor | None) -> Tensor | None:
+        if value is not None and not value.is_floating_point():
             return value
-        if value is None or isinstance(value, Tensor):
-            node, at = next(edges, (None, 0))
-            if value is None and node is not None:
-                spec = result_spec(node, at)
-                return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
-        return value
+        node, at = next(edges, (None, 0))
+        if value is not None or node is None:
+            return value
+        spec = result_spec(node, at)
+        return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
-    return cast("Tensor", operation.repeat(**{name: filled(value) for name, value in operation.args.items()}))
+    return cast("Tensor", operation.repeat(**tree_map(operation.args, _OPERANDS, filled)))
 
 
 class Normalisation(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -196,6 +197,25 @@ def test_a_batch_that_the_model_takes_apart_is_refused_and_one_image_is_not() ->
     explanation = saliency.AttnLRP(model).attribute(x[:1], 1)
     assert explanation.residual is not None
     assert explanation.residual.abs().max() < 1e-9
+
+
+class _Leaf(saliency.AttnLRP):
+    """Keeps a weak reference to the leaf of the graph."""
+
+    def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        self.leaf = weakref.ref(grads.forward.x)
+        return super().explain_gradients(grads, layers)
+
+
+def test_the_graph_is_freed_with_the_call() -> None:
+    model, x = _drawn(lambda y, weight: torch.cat([y[:, :2], weight[2:].expand(2, 2, 6, 6)], 1) + torch.ones(4, 6, 6))
+    method = _Leaf(model)
+    gc.disable()
+    try:
+        method.attribute(x, TARGETS)
+        assert method.leaf() is None
+    finally:
+        gc.enable()
 
 
 class _Watched(saliency.AttnLRP):
