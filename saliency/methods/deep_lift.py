@@ -110,7 +110,7 @@ class DeepLIFT(TracedAttribution):
         """Return the values (N, C, H, W) against one baseline, and the number of operations by kind."""
         multipliers = Multipliers(grads, base, self.unknown, frees=frees)
         if self.rule == "reveal_cancel":
-            return reveal_cancel(grads, base), {}
+            return reveal_cancel(grads, base)
         walk = Walk(grads, multipliers)
         change = at_least_float32(grads.x) - at_least_float32(base.x)
         return change * (0 if walk.gradient is None else walk.gradient), dict(walk.treated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -31,8 +32,8 @@ class Parts(NamedTuple):
     fall: Tensor
 
 
-def reveal_cancel(grads: TargetGradients, base: TargetGradients) -> Tensor:
-    """Return the values (N, C, H, W) of the images against the baselines.
+def reveal_cancel(grads: TargetGradients, base: TargetGradients) -> tuple[Tensor, dict[str, int]]:
+    """Return the values (N, C, H, W) of the images against the baselines, and the number of operations by kind.
 
     The parts are followed from the input to the scores; the gradients of this calculation are the multipliers.
 
@@ -45,17 +46,20 @@ def reveal_cancel(grads: TargetGradients, base: TargetGradients) -> Tensor:
     end, start = get_gradient_edge(grads.forward.x), get_gradient_edge(grads.scores_in_graph)
     known: dict[Edge, Parts] = {(end.node, end.output_nr): parts}
     records = grads.forward.operations, base.forward.operations
+    treated = Counter[str]()
     for node, other in zip(reversed(grads.nodes), reversed(base.nodes), strict=True):
         operands = [known.get((function, at)) if function else None for function, at in next_functions(node)]
         operation, base_operation = records[0].operation(node), records[1].operation(other)
         results = _results(operation, base_operation, operands) if operation and base_operation else []
-        if not results:
+        if not operation or not results:
             name = operation.name if operation else node.name()
             raise NotApplicableError(f'reveal_cancel has no rule for the operation {name}; use rule="rescale"')
+        if kind_of(operation.op) != "plain" or is_pointwise(operation.op):
+            treated[operation.name.removeprefix("_")] += 1
         known |= {(node, at): result for at, result in enumerate(results)}
     total = torch.stack(known[start.node, start.output_nr]).sum()
     multipliers = torch.autograd.grad(total, parts)
-    return torch.addcmul(parts.rise * multipliers[0], parts.fall, multipliers[1]).detach()
+    return torch.addcmul(parts.rise * multipliers[0], parts.fall, multipliers[1]).detach(), dict(treated)
 
 
 def _results(operation: Operation, base: Operation, operands: list[Parts | None]) -> list[Parts]:

@@ -153,6 +153,8 @@ def test_reveal_cancel_is_complete_on_a_network_and_refuses_others() -> None:
     assert found.residual is not None
     assert float(found.residual.abs().max()) < 1e-12
     assert not torch.allclose(found.values, rescaled.values)
+    assert found.coverage is not None
+    assert found.coverage == rescaled.coverage
     with pytest.raises(NotApplicableError, match="reveal_cancel has no rule for the operation max_pool2d"):
         DeepLIFT(small_vgg().eval(), rule="reveal_cancel").attribute(images(1, (32, 32)), 0)
 
