@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -18,7 +18,7 @@ from .._version import __version__
 from ..batch import StoppedError
 from ..engine.allocator import keep_memory
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
-from .options import Parser
+from .options import METHOD, Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,14 @@ class Command:
         function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
             `Screen`, and returns the exit code.
         help: Text at the end of the help, such as examples.
+        texts: Help of options that differ from other commands, by their names.
     """
 
     summary: str
     options: str
     function: str
     help: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,8 +95,10 @@ def command_parser(name: str) -> Parser:
     """Create the parser of a command."""
     command = COMMANDS[name]
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    usage = f"saliency {name} {command.options.split()[0]} [options]"
-    return Parser(f"saliency {name}", command.options, description=description, usage=usage, epilog=command.help)
+    argument = command.options.split()[0]
+    argument = f"[{argument}]" if argument in ("METHOD", "MODEL", "PATTERN") else argument
+    about = {"description": description, "usage": f"saliency {name} {argument} [options]", "epilog": command.help}
+    return Parser(f"saliency {name}", command.options, command.texts, **about)
 
 
 def _root_parser() -> Parser:
@@ -117,6 +121,7 @@ def _unknown_command(name: str) -> str:
 
 
 _MODEL = "--model --weights --classes --preprocess --whole --whole-aspect --method --target --layer --set --device"
+_FIRST_TEXT = "explain the first text against the others"
 _STYLE = "--opacity --colormap --sign --percentile --smoothing"
 _EXIT_CODES = """\
 exit codes:
@@ -144,7 +149,7 @@ examples:
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
-  an earlier run are replaced.
+  an earlier run are replaced. With -o -, one overlay goes to standard output.
 
 texts:
   For a model of images and texts, --text draws one map per text. A text is
@@ -152,6 +157,7 @@ texts:
   cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
 
 {_EXIT_CODES}""",
+        {"--device": "cpu, cuda:1 or auto (default)"},
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
@@ -179,6 +185,7 @@ files:
   DIR/trust/           with --trust: a trust card of each overlay
 
 {_EXIT_CODES}""",
+        {"--text": _FIRST_TEXT},
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
@@ -202,6 +209,7 @@ files:
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
 
 {_EXIT_CODES}""",
+        {"--text": _FIRST_TEXT},
     ),
     "trust": Command(
         "measure whether the heatmap of one image can be believed",
@@ -214,9 +222,14 @@ examples:
   saliency trust cat.jpg --json > card.json
 
 Each property is measured beside maps that know nothing about the prediction. It
-has a verdict only where the heatmap is better by two standard errors.
+is clear only if the heatmap is better than all of them by two standard errors.
 
 {_EXIT_CODES}""",
+        {
+            "IMAGE": "one image file",
+            "--method": f"one; see saliency methods (default: {METHOD})",
+            "--device": "cpu, cuda:1 or auto (default)",
+        },
     ),
     "render": Command(
         "redraw the overlays of a batch in other colours, without the model",
@@ -228,6 +241,7 @@ examples:
   saliency render maps --colormap viridis --opacity map --out viridis
   saliency render maps/maps/cat.grad_cam.safetensors --sign signed --out signed
 """,
+        {"--method": "only these methods (default: all)"},
     ),
     "report": Command("rewrite the gallery page of a batch folder", "DIR", "batch:report"),
     "methods": Command(

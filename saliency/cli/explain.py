@@ -155,7 +155,7 @@ def open_network(options: RunOptions, device: str, screen: Screen) -> Network:
     """Load the model on its device, with the methods."""
     first, *others = find_devices(device, options.model)
     if others:
-        raise UsageError(f"--device {device}: only saliency batch uses several devices")
+        raise UsageError(f"--device {device}: only saliency batch and saliency evaluate use several devices")
     with screen.waiting(f"loading {options.model}"):
         return Network(options, move_model(load_model(options), first))
 

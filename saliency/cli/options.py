@@ -9,9 +9,10 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from ..batch import FORMATS, SIGNS, OverlayStyle
@@ -29,10 +30,13 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: The command.
         names: Names of its options in `OPTIONS`, separated by spaces.
+        texts: Help that replaces that of `OPTIONS`, by the names of the options.
         keywords: Keyword arguments of `ArgumentParser`.
     """
 
-    def __init__(self, prog: str, names: str = "", **keywords: Any) -> None:
+    def __init__(
+        self, prog: str, names: str = "", texts: Mapping[str, str] = MappingProxyType({}), **keywords: Any
+    ) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, options in OPTIONS.items():
@@ -44,7 +48,8 @@ class Parser(argparse.ArgumentParser):
             for option in chosen:
                 if option.exclusive not in parents:
                     parents[option.exclusive] = group.add_mutually_exclusive_group()
-                parents[option.exclusive].add_argument(*option.flags, **option.keywords)
+                text = texts.get(option.name, option.keywords["help"])
+                parents[option.exclusive].add_argument(*option.flags, **option.keywords | {"help": text})
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
@@ -189,8 +194,7 @@ def _option(usage: str, text: str, exclusive: str = "", **keywords: Any) -> Opti
     return Option(flags[-1] if flags else usage, flags or [keywords.pop("dest")], exclusive, {"help": text, **keywords})
 
 
-_METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD}; render: all)"
-_TEXT_HELP = "one map per text against the others; batch: of the first text"
+_METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD})"
 OPTIONS: dict[str, list[Option]] = {
     "": [
         _option("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
@@ -222,7 +226,9 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
         _option("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
         _option("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
-        _option("--text TEXT", _TEXT_HELP, "target", dest="texts", nargs="+", default=[]),
+        _option(
+            "--text TEXT", "draw one map per text, against the others", "target", dest="texts", nargs="+", default=[]
+        ),
         _option("--targets FILE", "csv file with the columns path and target", "target"),
         _option("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
         _option("--whole-aspect", "the same, undistorted", "whole", dest="whole", action="store_const", const="aspect"),
@@ -238,7 +244,7 @@ OPTIONS: dict[str, list[Option]] = {
         ),
     ],
     "output": [
-        _option("-o --out DIR", "output folder (default: out); explain: - is stdout", type=Path, default=Path("out")),
+        _option("-o --out DIR", "output folder (default: out)", type=Path, default=Path("out")),
         _option("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         _option("--save", "also save the values as .safetensors, for Explanation.load"),
         _option("--trust", "also write a trust card for each overlay"),
@@ -258,9 +264,7 @@ OPTIONS: dict[str, list[Option]] = {
     ],
     "execution": [
         _option("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
-        _option(
-            "--device NAME", "cpu, cuda:1 or auto; batch, evaluate: also cuda:0,cuda:1 (default: auto)", default="auto"
-        ),
+        _option("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
         _option("--batch-size N", "images per batch (default: auto: 8 on CPUs, 64 on GPUs)", type=_batch_size),
         _option("--workers N", "number of threads (default: one per core)", type=_positive_integer),
     ],

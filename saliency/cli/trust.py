@@ -8,7 +8,7 @@ from ..batch.errors import Failure, sentence
 from ..batch.network import trust_card
 from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
-from ..errors import visible
+from ..errors import plural, visible
 from ..inspection.trust import TrustCard
 from .console import Screen, UsageError
 from .explain import methods_and_images, open_network
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
     images = find_images([*arguments.images, *more_images])
     if len(images) != 1 or len(methods) != 1:
-        counts = f"got {len(images)} images and {len(methods)} methods"
+        counts = f"got {plural(len(images), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
     given = arguments_of(RunOptions, arguments) | {"methods": methods, "options": dict(arguments.settings or ())}
     network = open_network(RunOptions(**given), arguments.device, screen)

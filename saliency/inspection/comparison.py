@@ -320,7 +320,7 @@ def _notes(metrics: Sequence[_MetricValues], count: int) -> list[str]:
         if (left := len(metric.measured) - len(metric.images))
     ]
     notes.append(
-        f"better than: sign-flip test over the images at {100 * LEVEL:g} %, corrected by Holm for "
+        f"significant: sign-flip test over the images at {100 * LEVEL:g} %, corrected by Holm for "
         f"{plural(count, 'difference')} between methods, and from their own controls"
     )
     images = max((len(metric.images) for metric in metrics), default=0)

@@ -726,6 +726,15 @@ def test_help_fits_eighty_columns(run: Callable[..., Run]) -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
+def test_the_help_of_a_command_speaks_of_no_other_one(run: Callable[..., Run]) -> None:
+    for command in cli.COMMANDS:
+        text = " ".join(run(command, "--help").out.split())
+        assert not re.search(r"(explain|batch|render|evaluate): ", text)
+    assert "usage: saliency methods [METHOD] [options]" in run("methods", "--help").out
+    assert "one; see saliency methods (default: grad_cam)" in run("trust", "--help").out
+    assert "only these methods (default: all)" in run("render", "--help").out
+
+
 def test_choices_of_the_parser_are_those_of_the_library() -> None:
     assert SIGNS == batch.SIGNS
     assert options.METHOD in METHODS

@@ -51,7 +51,7 @@ def test_trust_prints_json_of_a_seed_for_programs(photo: str, capsys: pytest.Cap
 
 def test_trust_takes_one_image_and_one_method(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trust", photo, "-m", "vanilla_gradient", "grad_cam"]) == 2
-    assert "of one image and one method, got 1 images and 2 methods" in capsys.readouterr().err
+    assert "of one image and one method, got 1 image and 2 methods" in capsys.readouterr().err
     assert main(["trust", photo, "--seconds", "0"]) == 2
     assert "0 is not a number above 0" in capsys.readouterr().err
 

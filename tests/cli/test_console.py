@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from saliency.cli import main
-from saliency.cli.console import Screen
+from saliency.cli.console import Screen, one_line
 from saliency.errors import SaliencyWarning, visible
 from tests.batchwork import forked
 from tests.commandline import copies, started
@@ -107,6 +107,11 @@ def test_an_encoding_that_lacks_a_letter_gets_a_question_mark(tmp_path: Path) ->
 def test_visible_names_keep_letters_and_escape_commands() -> None:
     assert visible("Größe 日本.jpg") == "Größe 日本.jpg"
     assert visible("a\tb\u202e.jpg") == "a\\tb\\u202e.jpg"
+
+
+def test_a_message_names_options_as_the_command_line_takes_them() -> None:
+    assert one_line('pass smooth="positive"') == "use --set smooth=positive"
+    assert one_line('negative; sign="signed" shows\nthem') == "negative; --sign signed shows them"
 
 
 def test_a_quiet_screen_draws_no_table(capsys: pytest.CaptureFixture[str]) -> None:
