@@ -141,7 +141,7 @@ saliency.cutout(guided, keep=0.1, background="white")
 
 # %% [markdown]
 # **What to see.** One pixel in ten is enough for *us* to see a cat: eyes, nose and the edges between them. Whether it
-# is enough for the network is another question, answered on [the last page](08_without_gradients.ipynb).
+# is enough for the network is another question, answered in [Without gradients](08_without_gradients.ipynb).
 #
 # **In short.** Gradients at the input show *fine detail*, but say little about *which class*. Class activation maps, on
 # the next page, do depend on the class.

@@ -52,7 +52,8 @@ class Explanation:
         input_size: (H, W) of the model's input.
         frames: The position of the model's input on each original image; None for an image given as a tensor.
         sign: The sign that the method's authors show: "positive" values only, "signed", or "absolute" magnitude.
-        coverage: The number of operations by the rule that treated them, if the method has rules.
+        coverage: The number of operations that each rule of the method treated, and of nonlinearities that it left;
+            None for methods without rules.
         residual: (N,) for complete methods, the difference between the expected and the actual sum of the values. With
             a ledger, the score less the sum of the ledger.
         error: The standard error of each value, in the shape and the units of `values`, if the method samples.

@@ -43,15 +43,23 @@ def methods(arguments: argparse.Namespace, screen: Screen) -> int:
 def describe(cls: type[Attribution]) -> dict[str, Any]:
     """Return the facts about a method and its options, for people and for programs."""
     authors, link = paper(cls)
-    docs = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
     options = {}
     for name in cls.options():
         option = declared_options(cls)[name]
-        text = re.search(rf"^ {{4}}(?:\w+, )*{name}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", docs, re.MULTILINE)
-        meaning = " ".join(text[1].split()) if text else ""
-        options[name] = {"default": option.default, "choices": option.choices, "description": meaning}
+        options[name] = {"default": option.default, "choices": option.choices, "description": _meaning(cls, name)}
     facts = {"cost": cls.cost, "units": cls.units, "sign": cls.sign, "paper": authors, "link": link}
     return {"method": cls.name, "description": re.split(r"(?<=\.)\s", summary(cls))[0], **facts, "options": options}
+
+
+def _meaning(cls: type[Attribution], option: str) -> str:
+    """Return what the docstrings of a class say about an option; "As for `X`" is replaced by what those of X say."""
+    docs = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
+    found = re.search(rf"^ {{4}}(?:\w+, )*{option}(?:, \w+)*: (.*(?:\n {{8}}.*)*)", docs, re.MULTILINE)
+    text = " ".join(found[1].split()) if found else ""
+    if other := re.match(r"As for `(\w+)`", text):
+        named = {each.__name__: each for each in METHODS.values()}
+        return _meaning(named[other[1]], option).rstrip(".") + text[other.end() :]
+    return text
 
 
 def _print_method(about: dict[str, Any], cls: type[Attribution], screen: Screen) -> None:

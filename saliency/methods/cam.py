@@ -143,6 +143,11 @@ def warn_if_signed(name: str, activation: Tensor) -> None:
 class GradCAM(WeightedCAM):
     """Activations weighted by the mean gradient of their channel.
 
+    Args:
+        model: As for every method.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
+        **options: As for `saliency.Attribution`.
+
     Values: (N, 1, h, w), signed, in score units. If only pooling and one linear layer follow, the values and the bias
     sum to the logit. The paper keeps the positive part, and so does `heatmap`.
 

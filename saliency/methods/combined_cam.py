@@ -35,7 +35,7 @@ class GuidedGradCAM(LayerAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         smooth: As for `GuidedBackprop`.
         **options: As for `saliency.Attribution`.
 
@@ -194,7 +194,7 @@ class FinerCAM(LayerAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         references: The number of classes to compare with.
         gamma: The weight of the references: 0 is the plain CAM; 0.6 in the paper.
         cam: "grad_cam", "hires_cam", "layer_cam", "grad_cam_plus_plus" or "xgrad_cam".
@@ -260,7 +260,7 @@ class ShapleyCAM(LayerAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         **options: As for `saliency.Attribution`.
 
     Values: (N, 1, h, w), signed, in units of the utility.

@@ -42,7 +42,7 @@ class DeepLIFT(TracedAttribution):
 
     Args:
         model: As for every method.
-        baseline: As for `IntegratedGradients`. For several, the mean over all is taken.
+        baseline: As for `IntegratedGradients`.
         rule: "rescale", or "reveal_cancel", which passes positive and negative parts of differences apart, and so shows
             operands that cancel. It is for chains of convolutions, matrix products, batch norms, functions of one
             number and sums.

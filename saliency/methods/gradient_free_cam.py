@@ -70,7 +70,7 @@ class LayerPasses(MultiPassAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         **options: The options of the method's other base class.
     """
 
@@ -204,7 +204,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: Whether masks are resized so that the centres of corner cells lie on the corners of the image, as
             in pytorch-grad-cam. By default the outer corners of these cells do, as in drawn maps and in the authors'
@@ -271,7 +271,7 @@ class GScoreCAM(ScoreCAM):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         channels: The number of channels to use, by falling mean gradient.
         align_corners: As for `ScoreCAM`.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
@@ -311,7 +311,7 @@ class ISCAM(ScoreCAM):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         steps: The number N of strengths of each mask.
         channels: The number of channels to use, by falling standard deviation; None for all.
         align_corners: As for `ScoreCAM`.
@@ -359,7 +359,7 @@ class SSCAM(ScoreCAM, SampledAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         noise: The standard deviation of the noise; masks without noise range from 0 to 1. The paper uses 2.
         draws: The number of noisy masks of each channel, if no limit is set.
         channels: The number of channels to use, by falling standard deviation; None for all.
@@ -447,7 +447,7 @@ class AblationCAM(LayerPasses, TimedAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         channels: The number of channels to remove, by falling energy; None for all.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the channels as fit.
 
@@ -539,7 +539,7 @@ class ReciproCAM(LayerPasses):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         alone: Whether to keep each location unscaled and without its neighbours. If only pooling and one linear layer
             follow, the values are then those of `CAM` divided by the number of locations.
         **options: As for `saliency.MultiPassAttribution`.

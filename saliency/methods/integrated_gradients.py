@@ -242,7 +242,7 @@ class GuidedIG(SteppedAttribution):
 
     Args:
         model: As for every method.
-        baseline: As for `IntegratedGradients`; for several, the mean over the paths is taken.
+        baseline: As for `IntegratedGradients`.
         steps: The number of steps.
         fraction: The share of values that move together, above 0 and at most 1.
         max_distance: The largest distance of a value from the straight path, 0 to 1 as a share of it. 0 gives

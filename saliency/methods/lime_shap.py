@@ -141,7 +141,7 @@ class LIME(CoalitionSampling):
     segments and all M. The image itself is one more sample, of weight 1. (The 2 is in the authors' code, not in the
     paper.)
 
-    The note of the result gives the weighted variance that the linear model explains, adjusted for the number of its
+    `effort[0].note` gives the weighted variance that the linear model explains, adjusted for the number of its
     coefficients (for n samples, the residual variance has n - M - 1 degrees of freedom). The standard errors are those
     of a weighted regression under any distribution of its residuals (White's sandwich, each residual divided by the
     root of 1 less its leverage). In simulations they were accurate to 7 % from 1.6 times as many samples as

@@ -124,7 +124,7 @@ class MeaningfulPerturbation(OptimisedMask):
         steps: Steps of gradient descent; 300 in the paper.
         sparsity: The cost of hiding, as above; the paper's 0.08 is for probabilities.
         smoothness: The cost of edges; 0.01 in the paper.
-        fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`, without "inpaint".
+        fill: As for `RISE`.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the steps as fit.
 
     Values: (N, 1, H, W), 0 to 1: the degree to which each pixel was hidden.

@@ -33,7 +33,7 @@ class Occlusion(TimedAttribution):
     row or column ends at the border, so every pixel is covered and no window reaches outside.
 
     If possible, only the part of each forward that depends on the window is computed; the result is equal up to
-    rounding. The note of the result reports this.
+    rounding. `effort[0].note` reports this.
 
     Args:
         model: As for every method.

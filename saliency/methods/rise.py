@@ -37,9 +37,8 @@ class RISE(SampledAttribution):
         grid: The number of cells of a mask along each edge.
         shown: The probability p with which a cell is shown.
         debiased: See above.
-        fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0, the mean
-            colour of its training images, as in the paper), "mean" (of the image), "blur", or an image (C, H, W) as the
-            model takes it.
+        fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
+            colour of its training images), "mean" (of the image), "blur", or an image (C, H, W) as the model takes it.
         **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), in score units; signed if debiased. The standard errors are those of a mean over independent

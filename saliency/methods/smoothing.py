@@ -298,7 +298,7 @@ class SmoothGradCAMPlusPlus(LayerPasses, SampledAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`.
+        layer: A dotted name, the module, or None for the last layer with spatial output; see `LayerAttribution`.
         noise: The standard deviation of the noise, as a share of the range of the image's values.
         **options: As for `saliency.SampledAttribution`.
 

@@ -130,7 +130,7 @@ class GridAttribution(SampledAttribution):
     Args:
         model: As for every method.
         grid: The number of cells along each edge.
-        fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`.
+        fill: As for `FeatureAblation`.
         **options: As for `saliency.SampledAttribution`.
     """
 
@@ -174,7 +174,7 @@ class Sobol(GridAttribution):
     Args:
         model: As for every method.
         grid: The number of cells along each edge.
-        fill: What an image fades into: see `saliency.methods.baselines.FillLike`, without "inpaint".
+        fill: As for `RISE`.
         **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), not negative, without a unit: the index of a cell, interpolated like the masks. The error is
@@ -246,7 +246,7 @@ class HSIC(GridAttribution):
     Args:
         model: As for every method.
         grid: The number of cells along each edge.
-        fill: The value of hidden pixels: see `saliency.methods.baselines.FillLike`.
+        fill: As for `FeatureAblation`.
         **options: As for `saliency.SampledAttribution`.
 
     Values: (N, 1, H, W), without a unit: the criterion less its expectation by chance, so it is about 0, of either

@@ -176,8 +176,8 @@ class ViTCX(LayerPasses, TimedAttribution):
 
     Args:
         model: As for every method.
-        layer: As for `GradCAM`. In a vision transformer with a class token, this is the first normalisation of the last
-            block, as in the authors' code. Other networks have feature maps too.
+        layer: As for `LayerAttribution`. In a vision transformer with a class token, this is the first normalisation of
+            the last block, as in the authors' code. Other networks have feature maps too.
         distance: The largest cosine distance of two feature maps of one cluster.
         noise: The standard deviation of the noise, in units of the model's input.
         **options: As for `saliency.TimedAttribution`; with `seconds`, as many of the clusters as fit, largest first.

@@ -626,6 +626,10 @@ def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:
     for name, about in described.items():
         assert list(about["options"]) == METHODS[name].options()
         assert all(option["description"] for option in about["options"].values()), name
+        for option in about["options"].values():  # a reader of one method has not read another one
+            assert not re.search(r"As for|saliency\.methods", option["description"]), name
+    segments = [described[name]["options"]["segments"] for name in ("feature_ablation", "kernel_shap")]
+    assert segments[0] == segments[1]
     assert json.loads(run("methods", "rise", "--json").out) == [described["rise"]]
     smooth = described["guided_backprop"]["options"]["smooth"]
     assert (smooth["default"], smooth["choices"]) == ("leave", ["leave", "positive"])
