@@ -141,7 +141,6 @@ class TargetGradients:
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
         self._shared: list[tuple[Any, Any]] = []
-        self._input_gradient: Tensor | None = None
         self.attention: list[AttentionCall] = []
         self.unread_softmaxes: list[Node] = []
         if forward.reads_attention:  # before a backward pass frees the graph
@@ -212,9 +211,7 @@ class TargetGradients:
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of the scores at the input (N, C, H, W)."""
-        if self._input_gradient is None:
-            self._input_gradient = self._backward_to_input()
-        return self._input_gradient
+        return self.shared("input gradient", self._backward_to_input)
 
     @cached_property
     def sites(self) -> Sites:

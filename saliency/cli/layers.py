@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     categories = arguments.categories or getattr(model, "categories", None)
     target = ResolvedTarget(arguments.target, 1, categories)
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
+    if preprocess is None:
+        raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")
     batch = read(arguments.photo or _noise(), preprocess, like=reference_tensor(model))
     x = batch.tensor  # (1, C, H, W)
     with screen.waiting("measuring the layers"):

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ..errors import MethodError
+
+_T = TypeVar("_T")
 
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
@@ -42,12 +44,13 @@ _bound: ContextVar[_Bound | None] = ContextVar("forward_args", default=None)
 
 
 @contextmanager
-def _bind(bound: _Bound | None) -> Iterator[None]:
-    token = _bound.set(bound)
+def bound_value(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """Set a variable of this thread in a block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _bound.reset(token)
+        variable.reset(token)
 
 
 def bind_forward_args(like: ForwardArgs, images: int) -> AbstractContextManager[None]:
@@ -63,13 +66,13 @@ def bind_forward_args(like: ForwardArgs, images: int) -> AbstractContextManager[
     if not isinstance(like, tuple | list | Mapping):
         raise MethodError(f"forward_args is a {type(like).__name__}; expected a tuple (mask,) or a mapping of names")
     values: Mapping[Any, Any] = like if isinstance(like, Mapping) else dict(enumerate(like))
-    return _bind(_Bound(values, images, 0 if images == 1 else None, {}) if values else None)
+    return bound_value(_bound, _Bound(values, images, 0 if images == 1 else None, {}) if values else None)
 
 
 def bind_image(image: int) -> AbstractContextManager[None]:
     """Bind the arguments of one image of the batch in a block: the model runs only variants of this image."""
     bound = _bound.get()
-    return _bind(bound._replace(image=image) if bound is not None and bound.image is None else bound)
+    return bound_value(_bound, bound._replace(image=image) if bound is not None and bound.image is None else bound)
 
 
 def forward_args(x: Tensor) -> tuple[list[Any], dict[str, Any]]:

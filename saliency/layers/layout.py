@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ..errors import LayerError, MethodError
+from ..hooks.forward_args import bound_value
 
 Grid = tuple[int, int]
 LayoutFunction = Callable[[Tensor], Tensor]
@@ -57,14 +58,9 @@ def as_layout(option: str, function: object) -> LayoutFunction:
     return function
 
 
-@contextmanager
-def bind_layout(function: LayoutFunction | None) -> Iterator[None]:
+def bind_layout(function: LayoutFunction | None) -> AbstractContextManager[None]:
     """Read all layers by the user's function in a block; None recognises their layouts."""
-    token = _given.set(function)
-    try:
-        yield
-    finally:
-        _given.reset(token)
+    return bound_value(_given, function)
 
 
 def given_layout(tensor: Tensor) -> Layout | None:

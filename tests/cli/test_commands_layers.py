@@ -313,6 +313,15 @@ def test_slips_are_answered_before_any_work_where_that_can_be(
     assert "Traceback" not in err
 
 
+def test_a_model_without_preprocessing_gets_the_option_to_pass(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text("import torch\n\nmodel = torch.nn.Conv2d(3, 4, 3)\n")
+    assert main(["layers", "plain.py:model"]) == 2
+    assert capsys.readouterr().err == "saliency: plain.py:model has no preprocessing; pass --preprocess\n"
+
+
 # A terminal ----------------------------------------------------------------------------------------------------
 
 
