@@ -265,7 +265,7 @@ class PassRunner(ExitStack):
             self.used += size
             self._bar.update(size)
             yield result
-        if at >= most and most < count:
+        if at >= most and (most < count or self.used == limit):
             self.stopped = "passes"
 
     def is_over(self, at: int) -> bool:

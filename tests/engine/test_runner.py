@@ -144,6 +144,7 @@ def test_the_first_limit_that_is_met_ends_the_work() -> None:
     with prepared_for_attribution(model), passes_on(model, Budget(passes=10), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 10
     assert (passes.used, passes.stopped) == (10, "passes")
+    assert METHODS["rise"](model, passes=10).attribute(images(1, (24, 24)), 0).effort[0].stopped == "passes"
     with prepared_for_attribution(model), passes_on(model, Budget(seconds=1e-9), chunk=4) as passes:
         assert sum(len(done.scores) for done in passes.forwards(brighter(passes.x), 50)) == 1  # at the rate before
     assert passes.stopped == "seconds"
@@ -481,7 +482,7 @@ def test_one_interrupt_ends_the_work_on_all_images(by_signal: bool) -> None:
 def test_an_interrupt_in_the_last_chunk_of_an_image_is_not_lost() -> None:
     # Forwards: the batch, one and two images to see how they divide, and two chunks.
     found = Noisy(Interrupting(5, by_signal=True), passes=4, chunk=2, on_interrupt="return").attribute(images(2), 0)
-    assert [(each.stopped, each.passes) for each in found.effort] == [("complete", 4), ("interrupt", 2)]
+    assert [(each.stopped, each.passes) for each in found.effort] == [("passes", 4), ("interrupt", 2)]
 
 
 @pytest.mark.parametrize(
