@@ -376,9 +376,7 @@ def explain_together(
     Raises:
         MethodError: The list is empty, or the methods differ in model, preprocessing, class names or layout.
     """
-    methods = list(methods) if isinstance(methods, list | tuple) else []
-    if not methods or not all(isinstance(method, Attribution) for method in methods):
-        raise MethodError("expected a list of methods as the first argument, such as [GradCAM(model), LayerCAM(model)]")
+    require_methods(methods)
     first = methods[0]
     expected = (first.model, first.preprocess, first.categories, first.layout)
     if any((each.model, each.preprocess, each.categories, each.layout) != expected for each in methods):
@@ -395,6 +393,13 @@ def explain_together(
         by_id = dict(zip(map(id, traced), shared, strict=True))
         results = [by_id.get(id(method)) or method.explain(batch.tensor, own) for method, own in pairs]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
+
+
+def require_methods(methods: Sequence[Attribution]) -> None:
+    """Raise MethodError unless the first argument of a call is a list of methods."""
+    is_list = isinstance(methods, list | tuple) and bool(methods)
+    if not is_list or not all(isinstance(method, Attribution) for method in methods):
+        raise MethodError("expected a list of methods as the first argument, such as [GradCAM(model), LayerCAM(model)]")
 
 
 def as_setting(setting: Any) -> Setting:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..attribution.base import Attribution
+from ..attribution.base import Attribution, require_methods
 from ..attribution.explanation import Explanation
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
@@ -422,11 +422,12 @@ def compare(
         A table of methods and controls by metrics, with errors, ranks and significant differences.
 
     Raises:
-        MethodError: A metric does not exist or lacks something, an image has a mask and a box, or the numbers of
-            targets, masks, boxes and images differ.
+        MethodError: `methods` is not a list of methods, a metric does not exist or lacks something, an image has a mask
+            and a box, or the numbers of targets, masks, boxes and images differ.
         ImageError: A mask has another size than its image, or a box is empty or exceeds the image.
         SaliencyError: A method or an image raises it.
     """
+    require_methods(methods)
     resolved = resolve_metrics(metrics)
     own = targets.tolist() if isinstance(targets, Tensor) else targets
     each = own if isinstance(own, list | tuple) else [own] * len(images)

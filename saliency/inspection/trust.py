@@ -216,9 +216,11 @@ def trust(
         shared: The scores of perturbed images that cards of other methods in the same call share with this one.
 
     Raises:
-        MethodError: There are several images, or `seconds` is invalid.
+        MethodError: `method` is not a method, there are several images, or `seconds` is invalid.
     """
     began = time.perf_counter()
+    if not isinstance(method, Attribution):
+        raise MethodError(f"expected a method, such as GradCAM(model), got {method!r}")
     explanation = method.attribute(image, target)
     if len(explanation) != 1:
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +276,12 @@ def test_a_box_that_is_none_or_is_not_within_the_image_is_an_error(box: object, 
     photo = Image.open(noise(tmp_path / "a.png", 0))
     with pytest.raises(ImageError, match=r"expected \(x0, y0, x1, y1\).* x1 <= 40 and .* y1 <= 30"):
         compare([GradCAM(Tiny())], [photo], None, ["roc_auc"], boxes=[box])
+
+
+@pytest.mark.parametrize("methods", [["grad_cam"], [], GradCAM(Tiny())], ids=["name", "none", "single"])
+def test_methods_that_are_not_a_list_of_methods_are_refused(methods: Any) -> None:
+    with pytest.raises(MethodError, match="expected a list of methods as the first argument"):
+        compare(methods, [torch.rand(3, 8, 8)])
 
 
 def test_numbers_of_targets_and_masks_are_those_of_the_images() -> None:

@@ -118,6 +118,11 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     assert drawing.axes[1].get_title(loc="left")
 
 
+def test_the_name_of_a_method_is_refused() -> None:
+    with pytest.raises(MethodError, match=r"expected a method, such as GradCAM\(model\), got 'grad_cam'"):
+        trust("grad_cam", images(1))  # type: ignore[arg-type]
+
+
 def test_several_images_are_refused() -> None:
     with pytest.raises(MethodError, match="of one image, got 2"):
         trust(VanillaGradient(tiny_model()), images(2), 1)
