@@ -324,7 +324,7 @@ def test_files_hold_the_rows_the_differences_and_the_values(tmp_path: Path) -> N
     with pytest.raises(MethodError, match=r"\.json"):
         table.save(tmp_path / "x.xlsx")
     assert "3.00" in str(table)
-    assert "better than" in table.to_html()
+    assert "significant: sign-flip test" in table.to_html()
 
 
 @pytest.mark.slow
