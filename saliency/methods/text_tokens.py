@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attribution.base import get_method
-from ..errors import ModelError
+from ..errors import ImageError, ModelError
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, run_model
@@ -100,7 +100,7 @@ def explain_text(
     Raises:
         ModelError: The model has no text encoder.
         MethodError: The method is not one of these, or an option is invalid.
-        ImageError: The image cannot be read.
+        ImageError: The image cannot be read, or there are several.
 
     Source: as for the method. Integrated gradients: Sundararajan et al., "Axiomatic Attribution for Deep Networks"
         (2017), https://arxiv.org/abs/1703.01365.
@@ -109,11 +109,13 @@ def explain_text(
         raise ModelError(f"{type(model).__name__} has no text encoder; expected a saliency.DualEncoder")
     cls = get_method(check_choice("method", method, TEXT_METHODS))
     with prepared_for_attribution(model), torch.no_grad():
-        reference = run_model(model, cls(model).read(image).tensor)["image_embeds"][0]
+        images = run_model(model, cls(model).read(image).tensor)["image_embeds"]
+        if len(images) > 1:
+            raise ImageError(f"expected one image, got {len(images)}")
         tower = _TextTower(model, text)
         ids = next(iter(tower.tokens.values()))[0]  # (L,)
         x = tower.table(ids)[None, None]  # (1, 1, L, D)
-    found = cls(tower, **options).attribute(x, similarity(reference))
+    found = cls(tower, **options).attribute(x, similarity(images[0]))
     return TextExplanation(text, *_tokens(model, ids, found.values.sum((0, 1, 3))), float(found.scores), method)
 
 

@@ -555,7 +555,7 @@ def class_index(label: Any, categories: Categories) -> int:
     if not matches and re.fullmatch(r"[+-]?\d+", label):
         return class_index(int(label), categories)
     if categories is None:
-        hint = "pass an index, or set model.categories to the list of names"
+        hint = "pass an index, set model.categories to the list of names, or pass saliency.text(...) for a text"
         raise TargetError(f'class "{label}" cannot be looked up: the model has no class names; {hint}')
     if not matches:
         hint = did_you_mean(label, categories, _MOST_OFFERED)

@@ -278,6 +278,8 @@ class HuggingFace:
     def _architecture(name: str) -> tuple[Any, Any]:
         """Return the class of the model and its configuration."""
         transformers = _transformers()
+        if Path(name).is_absolute() and not Path(name).is_dir():
+            raise ModelError(f"no folder {name}")
         with downloading(name, _hub_url(name)):
             config = transformers.AutoConfig.from_pretrained(name)
         architecture = getattr(transformers, next(iter(config.architectures or ()), ""), None)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import saliency
-from saliency import MethodError, ModelError, explain_text, text
+from saliency import ImageError, MethodError, ModelError, explain_text, text
 from saliency.methods.gradient import VanillaGradient
 from saliency.methods.text_tokens import TEXT_METHODS, TextExplanation
 from saliency.testing import Snapshot
@@ -106,3 +106,5 @@ def test_what_cannot_be_explained_is_refused() -> None:
         explain_text(PooledNet(), x[0], PROMPT)
     with pytest.raises(MethodError, match="'rise' is not one of 'integrated_gradients'"):
         explain_text(model, x[0], PROMPT, "rise")
+    with pytest.raises(ImageError, match="one image, got 2"):
+        explain_text(model, torch.cat([x[:1], x[:1]]), PROMPT)

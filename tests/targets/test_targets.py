@@ -255,7 +255,7 @@ def test_digits_are_a_name_if_a_class_is_called_so(x: Tensor) -> None:
 
 
 def test_a_name_without_categories_says_how_to_bring_them(x: Tensor) -> None:
-    with pytest.raises(TargetError, match=r'class "ant" cannot be looked up.*set model\.categories'):
+    with pytest.raises(TargetError, match=r'class "ant" cannot be looked up.*set model\.categories.*saliency\.text'):
         VanillaGradient(LinearModel()).attribute(x, "ant")
 
 

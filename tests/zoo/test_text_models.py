@@ -145,6 +145,8 @@ def test_what_cannot_be_loaded_names_the_cause(tiny: str, tmp_path: Path) -> Non
     clip_config().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="names no class of transformers"):
         saliency.load(f"hf/{tmp_path}", weights=None)
+    with pytest.raises(ModelError, match=f"no folder {tmp_path}/vit"):
+        saliency.load(f"hf/{tmp_path}/vit")
 
 
 @pytest.mark.parametrize("name", ["open_clip/ViT-B-32", "hf/google/vit-base-patch16-224"])
