@@ -351,7 +351,7 @@ class GradECLIP(AttentionMap):
         if call.query is None:
             raise NotApplicableError(f"{self.name}: the last attention is not fused, so its queries cannot be read")
         cosines = call.cosines()
-        low, high = cosines[..., attention.layout.prefix :].aminmax(dim=-1, keepdim=True)
+        low, high = attention.layout(cosines.mT).flatten(2).aminmax(dim=-1, keepdim=True)  # over the patches
         similar = (cosines - low) / (high - low).clamp(min=torch.finfo(cosines.dtype).tiny)
         weighted = attention.gradient(call).sum(1) * similar * (attention.read_queries > 0).mT
         return weighted.sum(1).clamp(min=0)

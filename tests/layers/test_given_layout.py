@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import AttentionRollout, GradCAM, LayerError, MethodError, ReciproCAM, SmoothGrad, explain_together
-from saliency.testing import images
+from saliency import (
+    METHODS,
+    AttentionRollout,
+    GradCAM,
+    LayerError,
+    MethodError,
+    ReciproCAM,
+    SmoothGrad,
+    explain_together,
+)
+from saliency.testing import images, tiny_transformer
 from saliency.testing.case import TinyTransformer
 
 OBJECTS = 100
@@ -60,6 +69,18 @@ def test_attention_is_read_by_the_given_function() -> None:
     rollout = (fused[1] / 2) @ (fused[0] / 2)
     torch.testing.assert_close(found.values, patches(rollout[:, 26, :, None]))
     assert found.settings["layout"] == "patches"
+
+
+@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs_attention])
+def test_a_given_layout_equals_the_recognised_one(name: str) -> None:
+    def cells(tokens: Tensor) -> Tensor:
+        return tokens[:, 1:].transpose(1, 2).unflatten(2, (4, 6))
+
+    model, method = tiny_transformer(), METHODS[name]
+    model.token.weight.data.mul_(100)  # type: ignore[operator, union-attr]  # so that it stands apart from the patches
+    wanted = method(model, **method.quick_options).attribute(X, 1)
+    found = method(model, **method.quick_options, layout=cells).attribute(X, 1)
+    torch.testing.assert_close(found.values, wanted.values)
 
 
 def test_cams_read_the_layer_by_the_given_function() -> None:
