@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
@@ -137,7 +137,7 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
     for node in nodes:
         require_visible(node)
         if saved(node, "query", None) is not None:
-            calls.append(replace(_fused(node, images), reads_image=next_functions(node)[0][0] in nodes))
+            calls.append(_fused(node, images, reads_image=next_functions(node)[0][0] in nodes))
         elif node.name() == "BmmBackward0" and (found := _softmax_of(node)) is not None:
             softmax, product = found
             softmaxes.add(softmax)
@@ -178,7 +178,7 @@ def find_passages(nodes: Iterable[Node]) -> list[Node]:
     return passages
 
 
-def _fused(node: Node, images: int) -> AttentionCall:
+def _fused(node: Node, images: int, *, reads_image: bool) -> AttentionCall:
     query, bias = _read(node, "query"), saved(node, "attn_mask", saved(node, "attn_bias", None))
     scale = saved(node, "scale", None)
     return AttentionCall(
@@ -190,6 +190,7 @@ def _fused(node: Node, images: int) -> AttentionCall:
         bias=None if bias is None else bias.detach(),
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal=saved(node, "is_causal", False),
+        reads_image=reads_image,
     )
 
 

@@ -18,16 +18,7 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.pytree import first_tensor
 from ..targets.targets import output_tensor
-from .layout import (
-    GIVE_LAYOUT,
-    Grid,
-    Layout,
-    fits_channels_first,
-    given_layout,
-    is_channels_first,
-    is_channels_first_map,
-    layout_from,
-)
+from .layout import GIVE_LAYOUT, Grid, Layout, given_layout, is_channels_first, is_channels_first_map, layout_from
 
 LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the default layer."""
@@ -84,9 +75,10 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     known = is_channels_first(model.get_submodule(name))
     if not known and (given := given_layout(tensor.detach())) is not None:
         return given
-    scan = None if known or fits_channels_first(shape, size) else scan_layers(model, x)
-    layout = layout_from(shape, len(x), size, scan.grids if scan else (), channels_first=known)
-    if scan is not None:
+    layout, scan = layout_from(shape, len(x), size, (), channels_first=known), None
+    if layout is None or layout.kind != "NCHW":
+        scan = scan_layers(model, x)
+        layout = layout_from(shape, len(x), size, scan.grids)
         spatial = {layer.name: layer for layer in scan.spatial if layer.shape[1:] == shape[1:]}
         layout = spatial[name].layout if name in spatial else layout
     if layout is None:

@@ -107,11 +107,6 @@ def is_channels_first(module: nn.Module) -> bool:
     return isinstance(module, (*_CONVOLUTIONS_AND_NORMS, *_POOLING))
 
 
-def fits_channels_first(shape: tuple[int, ...], size: Grid) -> bool:
-    """Return whether the aspect ratio of an output fits channels first, at least as well as channels last."""
-    return len(shape) == 4 and _misfit(shape[2:], size) <= min(2, _misfit(shape[1:3], size))
-
-
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:
     """Return by how many cells a grid differs from the aspect ratio of the input."""
     (h, w), (height, width) = grid, size
