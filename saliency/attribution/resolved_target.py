@@ -52,7 +52,7 @@ class ResolvedTarget:
             if not isinstance(model, DualEncoder):
                 hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
                 raise TargetError(f"{type(model).__name__} has no text encoder, so it cannot explain a text; {hint}")
-            return model.encode_text(texts), model.logit_scale
+            return model.encode_text(texts), model.logit_scale if len(texts) > 1 else 1.0
 
         def encode_image(image: Any) -> Any:
             with bind_forward_args((), 1), torch.no_grad():

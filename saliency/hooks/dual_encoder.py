@@ -58,7 +58,9 @@ class DualEncoder(nn.Module):
 
     @property
     def logit_scale(self) -> float:
-        """The factor from cosine similarities to logits, 100 in CLIP."""
+        """The factor from cosine similarities to logits, 100 in CLIP. Raises ModelError if the model has none."""
+        if not hasattr(self.model, "logit_scale"):
+            raise ModelError(f"{type(self.model).__name__} has no logit_scale, which log-odds of texts need")
         return float(self.model.get_parameter("logit_scale").detach().exp())
 
     def tokenize(self, prompt: str) -> dict[str, Tensor]:
@@ -75,7 +77,9 @@ class DualEncoder(nn.Module):
 
     def encode_tokens(self, tokens: dict[str, Tensor]) -> Tensor:
         """Return the embedding (K, D) of tokens, not normalised."""
-        return self._encoded("text", **tokens)
+        if hasattr(self.model, "get_text_features"):
+            return self._encoded("text", **tokens)
+        return self._encoded("text", *tokens.values())
 
     def encode_text(self, prompts: Sequence[str]) -> Tensor:
         """Return the embeddings (K, D) of prompts, not normalised, without gradient.

@@ -15,7 +15,7 @@ from ..attribution.base import get_method
 from ..errors import ImageError, ModelError
 from ..hooks.dual_encoder import DualEncoder
 from ..hooks.manager import HookManager
-from ..hooks.model_state import prepared_for_attribution, run_model
+from ..hooks.model_state import prepared_for_attribution, run_model, unwrap
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike
 from ..targets.embedding import similarity
@@ -105,6 +105,7 @@ def explain_text(
     Source: as for the method. Integrated gradients: Sundararajan et al., "Axiomatic Attribution for Deep Networks"
         (2017), https://arxiv.org/abs/1703.01365.
     """
+    model = unwrap(model)
     if not isinstance(model, DualEncoder):
         raise ModelError(f"{type(model).__name__} has no text encoder; expected a saliency.DualEncoder")
     cls = get_method(check_choice("method", method, TEXT_METHODS))

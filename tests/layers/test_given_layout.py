@@ -74,7 +74,7 @@ def test_attention_is_read_by_the_given_function() -> None:
 @pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if cls.needs_attention])
 def test_a_given_layout_equals_the_recognised_one(name: str) -> None:
     def cells(tokens: Tensor) -> Tensor:
-        return tokens[:, 1:].transpose(1, 2).unflatten(2, (4, 6))
+        return tokens[:, 1:].transpose(1, 2).reshape(len(tokens), -1, 4, 6)
 
     model, method = tiny_transformer(), METHODS[name]
     model.token.weight.data.mul_(100)  # type: ignore[operator, union-attr]  # so that it stands apart from the patches

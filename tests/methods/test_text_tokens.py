@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import saliency
 from saliency import ImageError, MethodError, ModelError, explain_text, text
@@ -89,6 +89,12 @@ def test_the_model_is_unchanged_also_after_an_error() -> None:
     with pytest.raises(MethodError, match="steps"):
         explain_text(model, x[0], PROMPT, steps=0)
     assert not before.changes()
+
+
+def test_a_wrapped_model_is_explained_as_the_model_inside() -> None:
+    model, x = MODELS["open_clip ViT"]()
+    found, wanted = (explain_text(each, x[0], PROMPT, steps=2) for each in (nn.DataParallel(model), model))
+    torch.testing.assert_close(found.values, wanted.values)
 
 
 def test_a_result_is_lines_and_coloured_words(tmp_path: Path) -> None:

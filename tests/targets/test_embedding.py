@@ -51,6 +51,29 @@ def test_the_score_of_a_text_is_the_cosine_similarity(name: str) -> None:
     assert found.probabilities is None
 
 
+class OwnTowers(nn.Module):
+    """Towers whose arguments have other names, without a scale of logits."""
+
+    def __init__(self, towers: Any) -> None:
+        super().__init__()
+        self.towers = towers
+
+    def encode_image(self, pictures: Tensor) -> Tensor:
+        return self.towers.encode_image(pictures)  # type: ignore[no-any-return]
+
+    def encode_text(self, words: Tensor) -> Tensor:
+        return self.towers.encode_text(words)  # type: ignore[no-any-return]
+
+
+def test_towers_of_the_users_own_need_a_scale_for_log_odds_only(clip: tuple[Any, Tensor]) -> None:
+    model, x = clip
+    own = DualEncoder(OwnTowers(model.model), model.tokenizer)
+    found, wanted = (VanillaGradient(each).attribute(x, text("a red cat")) for each in (own, model))
+    torch.testing.assert_close(found.scores, wanted.scores)
+    with pytest.raises(ModelError, match="OwnTowers has no logit_scale"):
+        VanillaGradient(own).attribute(x, text("a red cat", against=OTHERS))
+
+
 @BY_NAME
 @pytest.mark.parametrize("others", [OTHERS[:1], OTHERS])
 def test_against_others_the_score_is_the_log_odds_of_the_softmax(name: str, others: list[str]) -> None:
