@@ -25,6 +25,7 @@ ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"
 EVALUATION = "evaluation.json"
+RESULTS = "results"  # of saliency evaluate
 
 OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS = "overlays", "photos", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, PREVIEWS, HEAT, MAPS, CARDS)
@@ -127,7 +128,7 @@ class OutputFolder:
 
     def remove_temporary_files(self) -> None:
         """Remove the temporary files of writers that were killed."""
-        below = (entry for name in FOLDERS for entry in os.walk(self.path / name))
+        below = (entry for name in (*FOLDERS, RESULTS) for entry in os.walk(self.path / name))
         for folder, _, files in chain([next(os.walk(self.path))], below):
             for name in filter(_TEMPORARY.fullmatch, files):
                 (Path(folder) / name).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from ..batch.errors import Failure, sentence, writing_to
 from ..batch.listing import ImageEntry, merge_listing
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, Task, load_model
-from ..batch.output_folder import ABOUT, EVALUATION, locked
+from ..batch.output_folder import ABOUT, EVALUATION, RESULTS, OutputFolder, locked
 from ..batch.report import report
 from ..batch.run import interruption, require_sensible_options
 from ..batch.run_options import RunOptions
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     images = _find_images(arguments, arguments.sources, targets=arguments.targets)[: arguments.limit]
     evaluation = Evaluation.of(arguments, screen)
     with locked(arguments.out):
+        OutputFolder(arguments.out).remove_temporary_files()
         outcomes = [evaluation.read(image) for image in images]
         _measure_missing(evaluation, images, outcomes, arguments, screen)
         ordered = [known[name] for known in outcomes for name in evaluation.options.methods]
@@ -164,7 +165,7 @@ class Evaluation(RunContext):
         mask, boxes = self._object(image)
         files = [[each.path, each.offset, *each.stamp] for each in (image, mask) if each is not None]
         key = [self.settings[method], files, image.target, boxes]
-        return self.out / "results" / f"{image.name}.{method}.json", json.loads(json.dumps(key))
+        return self.out / RESULTS / f"{image.name}.{method}.json", json.loads(json.dumps(key))
 
     def _object(self, image: ImageEntry) -> tuple[ImageEntry | None, Any]:
         """Return the mask and the boxes of an image; None for what it has not."""
@@ -220,10 +221,10 @@ class Evaluation(RunContext):
 
 
 def _read_results(path: Path, key: list[Any]) -> list[Result] | None:
-    """Return the results in a file; None if there is none, or if it has another key."""
+    """Return the results in a file; None if there is none, or if it is damaged or has another key."""
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
     return [Result(**each) for each in content["results"]] if content["key"] == key else None
 

@@ -242,7 +242,8 @@ class Subject(SharedResults):
     def masks(self) -> Tensor:
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
-            raise MethodError("this metric needs to know where the object is: pass masks=... of shape (N, H, W)")
+            hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
+            raise MethodError(f"this metric needs to know where the object is: {hint}")
         size = self.explanation.input_size
         masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:

@@ -113,6 +113,21 @@ def test_an_interrupted_run_keeps_what_is_measured(
     assert measured == [("02", "grad_cam")]
 
 
+def test_a_rerun_repairs_what_a_crash_left(
+    run: Run, source: Path, tmp_path: Path, measured: list[tuple[str, str]]
+) -> None:
+    run(source)
+    first, results = content(tmp_path), tmp_path / "out" / "results"
+    parts = [folder / f".{'0' * 32}.part" for folder in (results, results.parent)]
+    for file in (*parts, results / "01.grad_cam.json"):
+        file.write_bytes(b"")
+    measured.clear()
+    assert run(source)[0] == 0
+    assert measured == [("01", "grad_cam")]
+    assert [row["mean"] for row in content(tmp_path)["rows"]] == [row["mean"] for row in first["rows"]]
+    assert not any(part.exists() for part in parts)
+
+
 def test_an_unreadable_image_is_reported_and_does_not_stop_the_others(run: Run, source: Path, tmp_path: Path) -> None:
     (source / "00.png").write_bytes(b"no image")
     plain(source / "03.png", (255, 255, 255))  # scores NaN
