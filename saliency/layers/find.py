@@ -222,7 +222,7 @@ def _scan(model: nn.Module, x: Tensor) -> LayerScan:
     candidates = ordered if any(layer.layout.kind != "NCHW" for layer in ordered) else candidates
     scan = LayerScan(grids, spatial, candidates, scrambled, None, True)
     try:
-        last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten(1).max(1).values)
+        last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten().max(0).values)
     except TargetError:
         return replace(scan, candidates=ordered)
     default = last or (candidates[-1] if candidates else None)

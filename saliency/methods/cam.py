@@ -57,7 +57,7 @@ class LayerAttribution(TracedAttribution):
         return (self.layer or default_layer(self.model, x, target),)
 
 
-def default_layer(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor]) -> str:
+def default_layer(model: nn.Module, x: Tensor, target: Callable[[Any], Tensor] | None = None) -> str:
     """Return the last layer with spatial output at which the score has a gradient. Raises LayerError without one."""
     layer = scan_layers(model, x, target).default
     if layer is None:

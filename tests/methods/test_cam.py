@@ -31,6 +31,7 @@ from saliency import (
     SaliencyWarning,
     XGradCAM,
     probability,
+    value,
 )
 from saliency.methods.cam import principal_map
 from tests.models import OwnForward, PooledNet, small_vit
@@ -108,6 +109,13 @@ def test_grad_cam_is_the_mean_gradient_times_the_activation(x: Tensor) -> None:
     assert torch.allclose(found.values, expected, rtol=1e-12, atol=0)
     assert (expected < 0).any(), "a map that is clipped could not be told from this one"
     assert torch.equal(found.scores, model(x)[[0, 1], CLASSES])
+
+
+def test_an_output_of_one_number_per_image_has_a_default_layer(x: Tensor) -> None:
+    model = deep()
+    number = OwnForward(lambda self, x: self.model(x)[:, 1], model=model)
+    found = GradCAM(number).attribute(x, value())
+    assert torch.equal(found.values, GradCAM(model).attribute(x, value(1)).values)
 
 
 def test_behind_pooling_and_a_linear_head_grad_cam_is_cam_over_the_number_of_places(x: Tensor) -> None:
