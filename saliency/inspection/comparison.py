@@ -429,12 +429,12 @@ def compare(
     """
     require_methods(methods)
     resolved = resolve_metrics(metrics)
-    own = targets.tolist() if isinstance(targets, Tensor) else targets
+    own = targets.tolist() if isinstance(targets, Tensor | np.ndarray) else targets
     each = own if isinstance(own, list | tuple) else [own] * len(images)
     regions = [[None] * len(images) if given is None else given for given in (masks, boxes)]
-    counts = len(each), *map(len, regions)
-    if set(counts) != {len(images)}:
-        raise MethodError("got {} targets, {} masks and {} boxes for {} images".format(*counts, len(images)))
+    for what, given in zip(("targets", "masks", "boxes"), (each, *regions), strict=True):
+        if len(given) != len(images):
+            raise MethodError(f"got {len(given)} {what} for {plural(len(images), 'image')}")
     results: list[Result] = []
     for index, (image, target, *where) in enumerate(zip(images, each, *regions, strict=True)):
         context = {"seed": seed, "shared": SharedResults(), **options}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..attribution.base import Attribution
 from ..attribution.options import Option
 from ..engine.estimates import generator
-from ..errors import MethodError
+from ..errors import MethodError, TargetError
 from ..hooks.manager import HookManager
 from ..hooks.model_state import prepared_for_attribution, run_model
 from ..targets.targets import class_probabilities
@@ -151,7 +151,7 @@ class RandomLogit(MethodMetric):
     classes. The curve has the similarities: the first for the same class.
 
     Raises:
-        TargetError: The model does not return class scores, or has one class.
+        TargetError: The explained target is not a class, or the model has no other class.
 
     Source: Sixt et al., "When Explanations Lie: Why Many Modified BP Attributions Fail" (2020),
         https://arxiv.org/abs/1912.09818.
@@ -167,6 +167,9 @@ class RandomLogit(MethodMetric):
         """Compute the falls of the images."""
         subject = maps.subject
         images, classes = subject.images, subject.explanation.target
+        if None in classes:
+            name = subject.explanation.target_names[classes.index(None)]
+            raise TargetError(f'the explained target, "{name}", is not a class, so there are no other classes')
         count = class_probabilities(subject.once("output", outputs, subject.method, images[:1])).shape[1]
         draws = torch.rand(count, generator=generator(subject.seed), dtype=torch.float64, device="cpu")
         others = draws.repeat(len(images), 1)

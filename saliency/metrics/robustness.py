@@ -14,7 +14,8 @@ from torch import Tensor
 from ..attribution.forward import SharedForward
 from ..attribution.options import Option
 from ..hooks.model_state import prepared_for_attribution
-from ..layers.find import find, scan_layers
+from ..layers.find import find
+from ..methods.cam import default_layer
 from ..targets.targets import class_scores
 from ..validation import check_integer, check_number
 from .base import Outcome, Subject
@@ -215,7 +216,7 @@ class RelativeRepresentationStability(RelativeStability):
     """Largest relative change of the map over the relative change of a layer's output; lower is better.
 
     Args:
-        layer: The name of the layer; by default the last layer with a spatial output.
+        layer: The name of the layer; by default the one that CAMs read.
         radius: As for `RobustnessMetric`.
         samples: As for `RobustnessMetric`.
 
@@ -233,7 +234,7 @@ class RelativeRepresentationStability(RelativeStability):
         """Return the relative change of the layer's output."""
         model = subject.method.model
         with prepared_for_attribution(model):
-            name, _ = find(model, self.layer or scan_layers(model, subject.images[:1]).last_per_resolution()[-1])
+            name, _ = find(model, self.layer or default_layer(model, subject.images[:1]))
             forwards = [SharedForward(model, each, [name], gradients="none") for each in (subject.images, images)]
         before, after = (forward.layers[name] for forward in forwards)
         return norm(_each_relative(after - before, before))

@@ -285,7 +285,7 @@ def test_methods_that_are_not_a_list_of_methods_are_refused(methods: Any) -> Non
 
 
 def test_numbers_of_targets_and_masks_are_those_of_the_images() -> None:
-    with pytest.raises(MethodError, match="got 1 targets, 2 masks and 2 boxes for 2 images"):
+    with pytest.raises(MethodError, match="got 1 targets for 2 images"):
         compare([VanillaGradient(Linear())], list(torch.rand(2, 3, 8, 8)), [0], masks=[None, None])
     with pytest.raises(MethodError, match="a mask and a box of the same image"):
         compare([VanillaGradient(Linear())], [torch.rand(3, 8, 8)], 0, masks=[torch.ones(8, 8)], boxes=[(0, 0, 2, 2)])

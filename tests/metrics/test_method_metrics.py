@@ -15,9 +15,12 @@ from saliency import (
     GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
+    LayerError,
     MethodError,
     SmoothGrad,
+    TargetError,
     VanillaGradient,
+    value,
 )
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
@@ -133,6 +136,19 @@ def test_each_random_map_is_independent_of_all_others() -> None:
 def test_a_model_without_weights_cannot_be_randomised() -> None:
     with pytest.raises(MethodError, match="Sequential has no parameters or buffers"):
         measured("mprt", VanillaGradient(nn.Sequential(nn.AvgPool2d(8), nn.Flatten())), X)
+
+
+def test_a_target_that_is_not_a_class_has_no_other_classes() -> None:
+    method = VanillaGradient(tiny_model())
+    explanation = method.attribute(images(1), value(0))
+    with pytest.raises(TargetError, match='"value 0", is not a class'):
+        measure("random_logit", explanation, method=method, inputs=images(1), target=value(0))
+
+
+def test_representations_need_a_layer_with_a_spatial_output() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).double()
+    with pytest.raises(LayerError, match="no layer of Sequential has a spatial output"):
+        measured("relative_representation_stability", VanillaGradient(model), X)
 
 
 @pytest.mark.parametrize("metric", ["max_sensitivity", "avg_sensitivity", "local_lipschitz", "input_invariance"])
