@@ -92,7 +92,8 @@ class DeepLIFT(TracedAttribution):
         estimate, residual = Estimate(), Estimate()
         references = self.references(grads.x)
         for at, reference in enumerate(references, 1):
-            base = grads.on(reference)
+            # In the memory format of the images, in which a reshape may be a view or a copy.
+            base = grads.on(torch.empty_like(grads.x).copy_(reference))
             values, treated = self._values(grads, base, at == len(references) and grads.forward.count_backward())
             missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
             self._check(grads, base, missing)

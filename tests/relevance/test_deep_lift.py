@@ -307,6 +307,7 @@ def test_a_network_has_the_same_contributions_however_it_is_spelled() -> None:
     for model in (reused, twin, packed, frozen.requires_grad_(False), Checkpointed(net)):
         assert_same(lifted(model, x, x0, [1, 2]), expected)
     channels_last = x.to(memory_format=torch.channels_last)
+    assert_same(lifted(net, channels_last, x0, [1, 2]), expected)
     assert_same(lifted(net.to(memory_format=torch.channels_last), channels_last, x0, [1, 2]), expected)
     assert_same(torch.cat([lifted(net, x[:1], x0, 1), lifted(net, x[1:], x0, 2)]), expected)
     assert_same(lifted(net.float(), x.float(), x0.float(), [1, 2]).double(), expected, 1e-4)
