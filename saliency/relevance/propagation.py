@@ -132,6 +132,7 @@ class Propagation:
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
         self._ends: tuple[set[Node], set[Node]] | None = None
+        self._has_product = False  # whether the walk has passed a product of two signals
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return G at the operands of a node."""
@@ -306,7 +307,7 @@ class Propagation:
 
     def _product(self, visit: Visit) -> Gradients:
         """Give each factor of a product half of the relevance, or all to one if the other counts as constant."""
-        walk = visit.walk
+        walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
         factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
         constants = [at for at in factors if self._is_constant_factor(next_functions(visit.node)[at][0], walk)]
@@ -338,8 +339,9 @@ class Propagation:
     def _softmax(self, visit: Visit) -> Gradients:
         """Pass the gradient of a softmax, or nothing if attention weights count as constant."""
         s = cast("Tensor", saved(visit.node, "result"))
-        passed = torch.zeros_like(s) if self.composite.constant_gates else cast("Tensor", visit.plain()[0])
-        visit.walk.treated["softmax as a constant" if self.composite.constant_gates else "softmax by gradient"] += 1
+        is_weight = self.composite.constant_gates and self._has_product  # not the probabilities of the classes
+        passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
+        visit.walk.treated["softmax as a constant" if is_weight else "softmax by gradient"] += 1
         # What passes sums to zero, so the logits may be those that differ by a constant.
         visit.absorb("softmax", s * visit.grad - torch.where(s > 0, s.log().mul_(passed), 0))
         return (passed,)

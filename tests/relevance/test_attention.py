@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saliency import CPLRP, AttnLRP, SaliencyWarning
+from saliency import CPLRP, AttnLRP, SaliencyWarning, probability
 from saliency.attribution.explanation import Explanation
 from saliency.attribution.forward import SharedForward
 from saliency.hooks.rectifiers import nodes_between
@@ -343,6 +343,13 @@ def test_the_remainder_of_a_softmax_is_in_the_ledger() -> None:
     found = AttnLRP(model).attribute(x, 0)
     assert_same(found.values, expected)
     assert_same(shares(found)["softmax"], (r - expected).sum((1, 2, 3)))
+
+
+def test_the_probability_of_a_class_is_not_an_attention_weight() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).double(), images(2, 6)
+    maps = [method(model).attribute(x, probability(1)).values for method in METHODS]
+    assert torch.equal(*maps)
+    assert bool(maps[0].any())
 
 
 @pytest.mark.parametrize("method", METHODS)
