@@ -45,6 +45,7 @@ aten = torch.ops.aten
 
 # These have a rule where they are not: an addcmul with two factors that depend on the image, a variance.
 OF_DEGREE_ONE = HOMOGENEOUS | {"addcmul", "var", "var_mean"}
+_LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes counts as constant: the deviation of a normalisation written by hand,
 _DEVIATIONS = frozenset({"rsqrt", "reciprocal"})
 # and on request the gate of a signal.
@@ -63,9 +64,15 @@ _VIEW_AFTER_WRITE = "AsStridedBackward0"
 def kind_of(op: Op) -> str:
     """Return the kind of an operation; "" if it has no rule."""
     name = operator_name(op)
-    if name in ("mul", "div", "logsumexp"):
+    if name in ("mul", "div"):
         return name
-    named = {"norm": NORMS, "softmax": SOFTMAX, "linear": LINEAR, "plain": PLAIN | OF_DEGREE_ONE}
+    named = {
+        "logsumexp": _LOGSUMEXP,
+        "norm": NORMS,
+        "softmax": SOFTMAX,
+        "linear": LINEAR,
+        "plain": PLAIN | OF_DEGREE_ONE,
+    }
     tests = {"attention": is_attention, "batch_norm": is_batch_norm, "plain": is_view, "activation": is_pointwise}
     kinds = [kind for kind, names in named.items() if name in names]
     return next(iter([*kinds, *(kind for kind, test in tests.items() if test(op))]), "")
@@ -347,10 +354,11 @@ class Propagation:
         return (passed,)
 
     def _logsumexp(self, visit: Visit) -> Gradients:
-        """Pass the gradient of a log-sum-exp: the shares of the softmax."""
+        """Pass the gradient of a log-sum-exp, the shares of the softmax, or of a log-softmax."""
         operation, grads = visit.known, visit.plain()
         passed = operation.args["self"] * cast("Tensor", grads[0])
-        passed = passed.sum(operation.args["dim"], operation.args.get("keepdim", False))
+        if operation.name == "logsumexp":
+            passed = passed.sum(operation.args["dim"], operation.args.get("keepdim", False))
         visit.absorb("softmax", operation.result * visit.grad - passed)
         return grads
 

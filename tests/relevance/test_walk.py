@@ -123,6 +123,8 @@ _CONSERVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "addcmul with a constant": lambda y, weight: torch.addcmul(weight, weight, y),
     "addcmul of two signals": lambda y, weight: torch.addcmul(weight, y, y.sigmoid()),
     "addcmul of three signals": lambda y, weight: torch.addcmul(y, y, y.sigmoid(), value=0.7),
+    "log-softmax": lambda y, weight: y.log_softmax(1) * weight,
+    "log-sum-exp": lambda y, weight: y + y.logsumexp((1, 3), keepdim=True),
     "median": lambda y, weight: y + y.median(1, keepdim=True).values,
     "variance": lambda y, weight: y * y.var((2, 3), keepdim=True),
     "norm by its deviation": _norm_by_deviation,
