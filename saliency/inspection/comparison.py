@@ -55,18 +55,18 @@ class Result:
         method: The method.
         metric: The metric.
         value: The value; None where the metric is not defined.
-        controls: The values of maps that know nothing about the prediction, by their names.
+        controls: The values of maps that know nothing about the prediction, by their names; None as for `value`.
         higher_is_better: None if neither is better.
         seconds: Duration of the method.
         curves: The scores on which the value is based: of the map ("map") and of each control, at the places "at".
-            Interpolated to `CURVE_POINTS` points; empty if the metric has no curve.
+            Interpolated to `CURVE_POINTS` points; empty if the metric has no curve, or is not defined for one of them.
     """
 
     image: str
     method: str
     metric: str
     value: float | None
-    controls: Mapping[str, float]
+    controls: Mapping[str, float | None]
     higher_is_better: bool | None
     seconds: float
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -164,8 +164,8 @@ class Comparison(Table[ComparisonRow]):
     """Table of methods and controls by metrics, best first. It prints as text and displays as HTML.
 
     Args:
-        results: The values of all methods, images and metrics. An image counts for a metric if all methods have a value
-            for it.
+        results: The values of all methods, images and metrics. An image counts for a metric if all methods and their
+            controls have a value for it.
         seed: The seed of the tests and of the ranges of ranks.
 
     Attributes:
@@ -234,7 +234,7 @@ class _MetricValues:
         results: The results of this metric.
 
     Attributes:
-        images: The images for which all methods have a value.
+        images: The images for which all methods and their controls have a value.
         values: (K, n) the values of K methods.
         controls: (K, n) the values of the controls of each method, by their names.
     """
@@ -242,7 +242,9 @@ class _MetricValues:
     def __init__(self, results: Sequence[Result]) -> None:
         self.name, self.higher = results[0].metric, results[0].higher_is_better
         self.methods = list(dict.fromkeys(result.method for result in results))
-        found = {(result.method, result.image): result for result in results if result.value is not None}
+        found = {
+            (each.method, each.image): each for each in results if None not in (each.value, *each.controls.values())
+        }
         self.measured = list(dict.fromkeys(result.image for result in results))
         self.images = [image for image in self.measured if all((name, image) in found for name in self.methods)]
         rows = [[found[name, image] for image in self.images] for name in self.methods]
@@ -315,7 +317,7 @@ def _mean(values: _Array) -> tuple[float, float | None]:
 def _notes(metrics: Sequence[_MetricValues], count: int) -> list[str]:
     """Return what the numbers mean, and which images and metrics are left out."""
     notes = [
-        f"{metric.name}: {plural(left, 'image')} left out, for which not all methods have a value"
+        f"{metric.name}: {plural(left, 'image')} left out, for which not all methods and controls have a value"
         for metric in metrics
         if (left := len(metric.measured) - len(metric.images))
     ]
@@ -492,12 +494,15 @@ def measure_image(
     measurements = measure(metrics, explanation, **context)
     results = []
     for metric, each in zip(unique_names(metrics), measurements, strict=True):
-        value = float(each.values[0])
-        controls = {control: float(own.values[0]) for control, own in each.controls.items()}
-        known = None if math.isnan(value) else value
-        about = name, method_name, metric
-        results.append(Result(*about, known, controls, each.higher_is_better, seconds, _curves(each)))
+        value, controls = _known(each.values), {control: _known(own.values) for control, own in each.controls.items()}
+        curves = {} if None in (value, *controls.values()) else _curves(each)
+        results.append(Result(name, method_name, metric, value, controls, each.higher_is_better, seconds, curves))
     return results
+
+
+def _known(values: Tensor) -> float | None:
+    """Return the value (1,) of one image, and None for NaN, which JSON does not have."""
+    return None if values.isnan() else float(values)
 
 
 def _curves(measurement: Measurement) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from saliency.inspection.comparison import Comparison, Result, holm, rank_ranges
 from saliency.metrics import measure
 from saliency.metrics.base import Metric
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion, PixelFlipping
+from saliency.testing import images, tiny_model
 from tests.batchwork import Tiny, noise
 from tests.browser import chromium, visit
 
@@ -150,6 +151,20 @@ def test_an_image_counts_where_all_methods_have_a_value() -> None:
     assert (table["a"].mean, table["b"].mean, table["b"].images) == (2, 2, 2)
     assert "metric: 1 image left out" in table.notes[0]
     assert not len(Comparison(results({"a": [None]})))
+
+
+def test_an_image_counts_where_all_controls_have_a_value_and_files_have_no_nan(tmp_path: Path) -> None:
+    x = images(2)
+    x[1] = 0.0  # has no edges
+    table = compare([VanillaGradient(tiny_model())], x, 0, "avg_sensitivity")
+    assert table.results[1].value is not None
+    assert table.results[1].controls["edges"] is None
+    assert {row.images for row in table} == {1}
+
+    def fail(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    json.loads(table.save(tmp_path / "table.json").read_bytes(), parse_constant=fail)
 
 
 def test_too_few_images_are_announced() -> None:
