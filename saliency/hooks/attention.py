@@ -42,6 +42,7 @@ class AttentionCall:
         scale: The factor of a fused kernel's logits.
         is_causal: Whether a query of a fused kernel sees only keys up to its own position.
         reads_image: Whether the queries depend on the image; those that a decoder has learned do not.
+        is_transposed: Whether the node's result is (..., d, queries), from the values as the first factor.
     """
 
     node: Node
@@ -55,6 +56,7 @@ class AttentionCall:
     scale: float = 1.0
     is_causal: bool = False
     reads_image: bool = True
+    is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -96,7 +98,7 @@ class AttentionCall:
 
     def gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient at the probabilities (N, heads, queries, keys), given that at the node's result."""
-        return self.by_head(_precise(grad) @ _grouped(self.value, grad).mT)
+        return self.by_head(_precise(self.by_query(grad)) @ _grouped(self.value, grad).mT)
 
     def cosines(self) -> Tensor:
         """Return the cosine of each query and key of a fused kernel, over all heads (N, queries, keys)."""
@@ -107,7 +109,11 @@ class AttentionCall:
 
     def values_of_queries(self) -> Tensor:
         """Return what the node's result would be if each token attended to itself alone."""
-        return self.value if self.query is None else _grouped(self.value, self.query)
+        return self.by_query(self.value) if self.query is None else _grouped(self.value, self.query)
+
+    def by_query(self, result: Tensor) -> Tensor:
+        """Return values in the shape of the node's result as (..., queries, d), or the reverse."""
+        return result.mT if self.is_transposed else result
 
     def by_head(self, values: Tensor) -> Tensor:
         """Return values of all heads (..., a, b) as (N, heads, a, b)."""
@@ -139,11 +145,13 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
         if saved(node, "query", None) is not None:
             calls.append(_fused(node, images, reads_image=next_functions(node)[0][0] in nodes))
         elif node.name() == "BmmBackward0" and (found := _softmax_of(node)) is not None:
-            softmax, product = found
+            softmax, product, is_transposed = found
             softmaxes.add(softmax)
-            query = next_functions(product)[-2][0]  # the operand before it, if any, is a bias
-            values, weights = _read(node, "mat2"), _read(softmax, "result")
-            calls.append(AttentionCall(node, images, values, softmax, weights, reads_image=query in nodes))
+            reads_image = next_functions(product)[-2][0] in nodes  # the operand before it, if any, is a bias
+            values = _read(node, "self").mT if is_transposed else _read(node, "mat2")
+            call = AttentionCall(node, images, values, softmax, _read(softmax, "result"), reads_image=reads_image)
+            call.is_transposed = is_transposed
+            calls.append(call)
         elif node.name() in _SOFTMAX and node not in softmaxes and calls:
             others.append(node)
     return sorted(calls, key=lambda call: sequence_nr(call.node)), others
@@ -199,20 +207,23 @@ def _read(node: Node, name: str) -> Tensor:
     return values.detach()
 
 
-def _softmax_of(product: Node) -> tuple[Node, Node] | None:
-    """Return the softmax over keys whose result is the first factor of a matrix product, and the product before it."""
-    node = next_functions(product)[0][0]
-    while node is not None and node.name() not in _SOFTMAX:
-        operands = [operand for operand, _ in next_functions(node) if operand is not None]
-        node = operands[0] if len(operands) == 1 else None
-    logits = None if node is None else _product_before(node)
-    if node is None or logits is None:
-        return None
-    weights, factor = saved(node, "result"), saved(product, "self")
-    is_last = saved(node, "dim") in (weights.dim() - 1, 2**64 - 1)  # -1, as an unsigned number
-    # Under autocast, and in models in half precision, a softmax is often computed in float32.
-    weights = weights.to(factor.dtype).reshape(-1)
-    return (node, logits) if is_last and torch.equal(weights, factor.reshape(-1)) else None
+def _softmax_of(product: Node) -> tuple[Node, Node, bool] | None:
+    """Return the softmax over keys that is a factor of a matrix product, the product before it, and which factor."""
+    for number, name in enumerate(("self", "mat2")):  # the second factor is transposed
+        node = next_functions(product)[number][0]
+        while node is not None and node.name() not in _SOFTMAX:
+            operands = [operand for operand, _ in next_functions(node) if operand is not None]
+            node = operands[0] if len(operands) == 1 else None
+        logits = None if node is None else _product_before(node)
+        if node is None or logits is None:
+            continue
+        weights, factor = saved(node, "result"), saved(product, name)
+        is_last = saved(node, "dim") in (weights.dim() - 1, 2**64 - 1)  # -1, as an unsigned number
+        # Under autocast, and in models in half precision, a softmax is often computed in float32.
+        weights, rows = weights.to(factor.dtype).reshape(-1), (factor.mT if number else factor).reshape(-1)
+        if is_last and torch.equal(weights, rows):
+            return node, logits, bool(number)
+    return None
 
 
 def _product_before(softmax: Node) -> Node | None:

@@ -150,7 +150,7 @@ class TokenAttention:
         # The end of the last block, if it has a row for each query: the backward pass is then that of the head alone.
         ends = [node for node, shape in shapes.items() if shape[:2] == (images, queries) and len(shape) == 3]
         grad = self.grads.gradient_at(ends[0] if ends else last.node)
-        is_read = (grad != 0).any(-1) if ends else (last.by_head(grad) != 0).any(-1).any(1)
+        is_read = (grad != 0).any(-1) if ends else (last.by_head(last.by_query(grad)) != 0).any(-1).any(1)
         shares = is_read[:, None].to(at_least_float32(self.grads.x).dtype)
         return shares / shares.sum(-1, keepdim=True).clamp(min=1)
 

@@ -379,7 +379,8 @@ def _weights(stream: TokenStream, call: AttentionCall, before: Node, after: Node
     between = stream.after_attention(call)
     tokens, attended = stream.tokens(before), stream.tokens(between)
     # Each token attends to itself alone. A fused kernel saves its result, whose layout in memory is that of the model.
-    alone = torch.empty_like(saved(call.node, "output", call.value.contiguous())).copy_(call.values_of_queries())
+    own = call.values_of_queries()
+    alone = torch.empty_like(saved(call.node, "output", own.contiguous())).copy_(own)
     with torch.no_grad():
         projected = stream.batch_first(stream.run_again(call.node, alone, between)) - tokens
     added = stream.tokens(after) - attended

@@ -127,6 +127,7 @@ class Block(nn.Module):
             dtype = torch.float32 if "float32" in self.kind else None
             weights = logits.masked_fill(self.mask(), -torch.inf).softmax(-1, dtype=dtype).to(v.dtype)
             out = weights @ v if "einsum" not in self.kind else torch.einsum("nhqk,nhkd->nhqd", weights, v)
+            out = (v.mT @ weights.mT).mT if "transposed" in self.kind else out
         else:
             out = self.fused(q, k, v)
         return self.head(out.transpose(1, 2).flatten(2).mean(1))  # type: ignore[no-any-return]
@@ -164,7 +165,18 @@ def explicit(model: Block, x: Tensor, target: int) -> tuple[Tensor, Tensor]:
     return weights.detach(), torch.autograd.grad(score, weights)[0]
 
 
-KINDS = ["plain", "bias", "mask", "causal", "scale", "grouped", "by hand", "by hand, einsum", "by hand, in float32"]
+KINDS = [
+    "plain",
+    "bias",
+    "mask",
+    "causal",
+    "scale",
+    "grouped",
+    "by hand",
+    "by hand, einsum",
+    "by hand, in float32",
+    "by hand, transposed",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -304,6 +304,34 @@ def test_methods_that_share_a_softmax_of_the_model_leave_it_as_it_was() -> None:
         close(found.values, wanted)
 
 
+class ValuesFirst(nn.Module):
+    """The attention of a model of timm, with the values as the first factor, as in EfficientViT and SHViT."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.heads, self.scale = (
+            attention.qkv,
+            attention.proj,
+            attention.num_heads,
+            attention.scale,
+        )
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = (q * self.scale @ k.mT).softmax(-1)
+        return self.proj((v.mT @ weights.mT).permute(0, 3, 1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_values_may_be_the_first_factor() -> None:
+    model, x = timm_model("vit_tiny_patch16_224", img_size=32), images(2, (32, 32))
+    methods = [method(model) for method in (GradientRollout, CheferAttention, CheferLRP, *METHODS)]
+    wanted = [method.attribute(x, 1).values for method in methods]
+    for block in model.blocks:
+        block.attn = ValuesFirst(block.attn)
+    for method, values in zip(methods, wanted, strict=True):
+        close(method.attribute(x, 1).values, values)
+
+
 def test_all_share_one_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = tiny_transformer(), images(2)
     methods = [method(model) for method in (CheferAttention, *METHODS)]
