@@ -205,8 +205,9 @@ class LRP(RelevancePropagation):
             is called several times, the last call counts. At a convolution that is merged with its batch norm, it is
             the relevance of the merged output.
         through: Channels by layer: only relevance that passes through these channels counts (concept relevance,
-            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels. If a
-            module is called several times, only its last call is restricted.
+            Achtibat et al. 2023, https://arxiv.org/abs/2206.03208). The ledger holds that of the other channels.
+            Relevance that takes a path around the layer, such as a residual connection, counts too. If a module is
+            called several times, only its last call is restricted.
         unknown: "refuse" raises NotApplicableError for an operation without a rule; "gradient" passes its gradient.
         **options: As for `saliency.Attribution`.
 
