@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall
 from ..hooks.autograd_graph import Gradients
 from ..hooks.operations import NORMS, SOFTMAX, Keep
@@ -51,7 +52,11 @@ class CheferLRP(CheferAttention):
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
         """Return the weighted attention, as a function of the call."""
         rules = _Rules(attention)
-        Walk(attention.grads, rules, frees=attention.grads.forward.count_backward())
+        try:
+            Walk(attention.grads, rules, frees=attention.grads.forward.count_backward())
+        except NotApplicableError as error:
+            problem = str(error).partition(";")[0]  # the rest names an option of LRP
+            raise NotApplicableError(f"{self.name}: {problem}; chefer_attention needs no rules") from error
         return rules.weights.pop
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import CheferAttention, CheferLRP, explain_together
+from saliency import CheferAttention, CheferLRP, NotApplicableError, explain_together
 from saliency.testing import images, tiny_transformer
 
 X = images(3).double()
@@ -142,3 +142,11 @@ def test_it_shares_the_forward_with_other_methods() -> None:
     methods = [CheferAttention(model), CheferLRP(model), saliency.AttnLRP(model)]
     for method, found in zip(methods, explain_together(methods, x, 1), strict=True):
         torch.testing.assert_close(found.values, method.attribute(x, 1).values)
+
+
+def test_an_operation_without_a_rule_names_a_method_that_needs_none() -> None:
+    model = tiny_transformer()
+    model.register_forward_hook(lambda module, args, out: out.cumprod(1))
+    with pytest.raises(NotApplicableError, match="chefer_lrp: no rule for the operation cumprod; chefer_attention"):
+        CheferLRP(model).attribute(images(1), 1)
+    assert CheferAttention(model).attribute(images(1), 1).values.any()
