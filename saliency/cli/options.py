@@ -124,7 +124,7 @@ def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], An
     def convert(text: str) -> Any:
         try:
             return parse(text)
-        except (OSError, ValueError, LookupError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise argparse.ArgumentTypeError(f"{text}: expected {expected}; {type(error).__name__}: {error}") from error
 
     return convert

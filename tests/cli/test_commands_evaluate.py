@@ -169,6 +169,9 @@ def test_boxes_are_found_by_file_name_and_a_changed_one_is_measured_again(
     assert "02.png has no box: the file of --boxes does not name it" in err
     by_image = {each["image"] for each in content(tmp_path)["results"] if each["metric"] == "relevance_rank"}
     assert by_image == {"00", "01"}
+    (tmp_path / "list.json").write_text("[1]")
+    code, _, err = run(source, "--boxes", tmp_path / "list.json")
+    assert (code, "list.json: expected JSON of boxes by image" in err) == (2, True)
     (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"01.png": [9, 0, 40, 30], "02.png": [0, 0, 41, 30]}))
     measured.clear()
     assert "02.png: got the box [0, 0, 41, 30]; expected (x0, y0, x1, y1)" in run(*words)[2]
