@@ -275,7 +275,8 @@ def _gradients(step: Step, operands: list[Tensor], grads: Gradients) -> list[Ten
         args = tree_map_tensors(step.operation.args, lambda arg: next(left) if arg.is_floating_point() else arg)
         return _floats(step.operation.repeat(**args))
 
-    results, back, *_ = torch.func.vjp(run, *operands)
+    with torch.enable_grad():  # without it, an LSTM on a CPU keeps no workspace for its gradient
+        results, back, *_ = torch.func.vjp(run, *operands)
     given = zip(results, grads, strict=False)
     return list(back([torch.zeros_like(y) if grad is None else grad.to(y.dtype) for y, grad in given]))
 

@@ -240,6 +240,16 @@ def test_contributions_sum_to_the_difference_of_the_scores(name: str) -> None:
     assert float(found.residual.abs().max()) < 1e-8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # on a CPU, each has its own operation
+def test_an_lstm_over_the_rows_is_complete(dtype: torch.dtype) -> None:
+    lstm = nn.LSTM(SIZE[1], 5, batch_first=True, dtype=dtype)
+    x, x0 = images().to(dtype), baseline().to(dtype)
+    model, _ = weighted(lambda x: lstm(x.flatten(1, 2))[0], x)
+    found = lifted(model, x, x0)
+    rise = (model(x) - model(x0[None]))[:, 0].detach()
+    torch.testing.assert_close(found.sum((1, 2, 3)), rise, rtol=1e-4, atol=1e-4)
+
+
 def test_a_vision_transformer_is_complete() -> None:
     model = small_vit().double().eval()
     x, x0 = (torch.randn(count, 3, 32, 32, dtype=torch.float64) for count in (2, 1))
