@@ -23,15 +23,17 @@ class Timing:
         return statistics.median(self.wall)
 
 
-def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Run every contender once per round, in rotating order. The first round is warm-up and is ignored."""
+def interleaved(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: bool = True
+) -> dict[str, Timing]:
+    """Run every contender once per round, in rotating order, after a round of warm-up that is ignored."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     try:
-        for turn in range(rounds + 1):
+        for turn in range(0 if warm_up else 1, rounds + 1):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 cpu_start, wall_start = time.process_time(), time.perf_counter()
                 contenders[name]()

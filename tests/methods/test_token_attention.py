@@ -155,6 +155,7 @@ class Grouped(nn.Module):
         return self.head((tokens + out.transpose(1, 2).flatten(2)).mean(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 has no fused kernel for grouped keys on a CPU")
 def test_grad_eclip_reads_grouped_keys_and_equal_patches() -> None:
     one, other = (Grouped(expands=expands).eval() for expands in (False, True))
     other.load_state_dict(one.state_dict())
