@@ -61,8 +61,8 @@ for photo, card in cards.items():
 
 # %% [markdown]
 # **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, one
-# is clear, on the coffee alone. **What to beware of.** A light cell does not mean that the map is wrong. It says that this
-# measurement cannot tell it from a map that knows nothing.
+# is clear, on the coffee alone. **What to beware of.** A light cell does not mean that the map is wrong. It says that
+# this measurement cannot tell it from a map that knows nothing.
 #
 # ## A method that fails
 #
@@ -73,8 +73,8 @@ guided = saliency.trust(saliency.GuidedBackprop(model), PHOTOS[1], "espresso")
 saliency.draw_trust(guided)
 
 # %% [markdown]
-# **What to see.** "Depends on the class" is not clear: its value is below 0.002, like that of a map that ignores the class. The
-# maps of two very different classes show why:
+# **What to see.** "Depends on the class" is not clear: its value is below 0.002, like that of a map that ignores the
+# class. The maps of two very different classes show why:
 
 # %%
 maps = [saliency.GuidedBackprop(model).attribute(PHOTOS[1], name) for name in ("espresso", "tiger cat")] + [
