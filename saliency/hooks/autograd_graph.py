@@ -131,6 +131,8 @@ def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 # Class of the node of a part that is checkpointed with `use_reentrant=True`.
 CHECKPOINT_NODE: type = CheckpointFunction._backward_cls
+# Class of a node that only calls the full backward hooks of a module, and passes on the gradient of each tensor.
+_HOOK_NODE: type = BackwardHookFunction._backward_cls
 
 
 def saved(node: Any, name: str, *default: Any) -> Any:
@@ -182,11 +184,6 @@ def free_saved(node: Any) -> None:
 def is_python_function(node: Any) -> bool:
     """Return whether a node belongs to a `torch.autograd.Function`."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def is_module_hook(node: Any) -> bool:
-    """Return whether a node only calls a full backward hook of a module."""
-    return isinstance(node, BackwardHookFunction._backward_cls)
 
 
 def wrapped_node(node: Any) -> Node | None:
@@ -256,16 +253,43 @@ def is_wrapped(tensor: Tensor) -> bool:
 # Edges of one call.
 
 Gradients = tuple[Tensor | None, ...]  # of the operands, or of the results, of one operation
+_Edges = tuple[tuple[Node | None, int], ...]
 
 
-def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
+def next_functions(node: Any) -> _Edges:
     """Return the operations to which a node passes its gradient, with the index of their result.
+
+    Full backward hooks of modules are stepped over.
+    """
+    functions = _next_nodes(node)
+    if any(isinstance(function, _HOOK_NODE) for function, _ in functions):
+        functions = tuple(_without_hooks(*edge) for edge in functions)
+    return functions
+
+
+def source_edge(tensor: Tensor) -> tuple[Node, int]:
+    """Return the operation that computed a tensor, with the index of its result. The tensor requires a gradient.
+
+    Full backward hooks of modules are stepped over.
+    """
+    node, at = get_gradient_edge(tensor)[:2]
+    return cast("tuple[Node, int]", _without_hooks(node, at))
+
+
+def _without_hooks(node: Node | None, at: int) -> tuple[Node | None, int]:
+    while isinstance(node, _HOOK_NODE):
+        node, at = _next_nodes(node)[at]
+    return node, at
+
+
+def _next_nodes(node: Any) -> _Edges:
+    """Return the nodes to which a node passes its gradient, with the index of their result.
 
     Call this for every node that Python code accesses. PyTorch frees a graph without recursion, except for nodes with a
     Python object: a deep graph of these would overflow the stack. Therefore the metadata of a node holds the next
     nodes: Python frees nested dictionaries and tuples of any depth.
     """
-    functions: tuple[tuple[Node | None, int], ...] = node.metadata.get("saliency.next_functions", ())
+    functions: _Edges = node.metadata.get("saliency.next_functions", ())
     if not functions and (functions := node.next_functions):
         node.metadata["saliency.next_functions"] = functions
     return functions
@@ -283,7 +307,7 @@ def edge(tensor: Tensor) -> GradientEdge | None:
     if not tensor.requires_grad:
         return None
     result = get_gradient_edge(tensor)
-    next_functions(result.node)
+    _next_nodes(result.node)
     return result
 
 
@@ -297,7 +321,7 @@ def is_recorded_since(tensor: Tensor, since: int) -> bool:
     node = tensor.grad_fn
     if node is None:
         return False
-    next_functions(node)
+    _next_nodes(node)
     return sequence_nr(node) >= since
 
 
@@ -323,7 +347,7 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
             continue
         seen.add(node)
         operands: dict[int, list[int]] = {}
-        for operand, (function, number) in enumerate(next_functions(node)):
+        for operand, (function, number) in enumerate(_next_nodes(node)):
             if function is None:
                 continue
             for at in wanted.get((function, number), ()):

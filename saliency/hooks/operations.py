@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from .autograd_graph import (
     DispatchMode,
     OpOverload,
     current_sequence_nr,
-    edge,
     free_saved,
     is_python_function,
     operator_schema,
     sequence_nr,
+    source_edge,
     tensor_version,
 )
 from .manager import HookManager
@@ -311,7 +311,9 @@ class OperationRecord(DispatchMode):
             self._dependent.difference_update({*_addresses(result)} - {*_addresses(args)})
             return result
         number = current_sequence_nr() - 1
-        kept, writes = _kept(op, self.keep), writes_operand(op)
+        # Without gradients there is no node, as in a hook of saved tensors, which runs inside another operation.
+        has_node, writes = torch.is_grad_enabled(), writes_operand(op)
+        kept = has_node and _kept(op, self.keep)
         kept = kept and not (self.keep == Keep.CHANGES and self._is_linear(op, args))
         operation = Operation(op, is_weak=self.keep == Keep.ALL)
         if operation.is_weak:
@@ -323,14 +325,15 @@ class OperationRecord(DispatchMode):
         if writes:
             number = self._before_write(operation, args[0], number)
         result = op(*args, **kwargs)
-        self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
         addresses = [] if is_view(op) else _addresses(result)
         self._dependent.update(addresses)
         if kept:
             operation.kept_result = self._kept_result(operation, result)
             for address in {*addresses, *_addresses(args)}:
                 self._holders[address].append(operation)
-        self._operations.setdefault(number, operation)
+        if has_node:
+            self._clone = (number, args[0], result) if op is torch.ops.aten.clone.default else None
+            self._operations.setdefault(number, operation)
         return result
 
     def _kept_result(self, operation: Operation, result: Any) -> Any:
@@ -369,9 +372,9 @@ class OperationRecord(DispatchMode):
         """Return an operand as it is kept: weakly if it is the unchanged result of a recorded operation."""
         if tensor.is_leaf or tensor_version(tensor) or not self._depends(tensor):
             return tensor
-        start = cast("GradientEdge", edge(tensor))
-        source = self.operation(start.node)
-        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, start.output_nr)
+        node, at = source_edge(tensor)
+        source = self.operation(node)
+        return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, at)
 
     def _depends(self, argument: Any) -> bool:
         """Return whether an argument is or holds a tensor that depends on the image."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from ..attribution.options import RunStats
 from ..attribution.resolved_target import ResolvedTarget, output_rows
 from ..engine.multi_pass import ImageAttribution, stack_images
 from ..errors import warn
-from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_shape
+from ..hooks.autograd_graph import Gradients, next_functions, result_shape
 from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
@@ -114,7 +113,7 @@ class _Terms:
         self._used_as = {used: result_shape(node) for node in grads.nodes for used, _ in next_functions(node)}
         with HookManager() as hooks:
             self.values = torch.zeros((), device=grads.x.device, dtype=at_least_float32(grads.x).dtype)
-            for node in itertools.filterfalse(is_module_hook, grads.nodes):
+            for node in grads.nodes:
                 hooks.at_node(node, partial(self._add, node))
             product = _product(grads.input_gradient(), grads.x)
         self.residual = float(grads.scores) - self._total - float(product.sum())

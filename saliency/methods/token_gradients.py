@@ -16,7 +16,7 @@ from ..attribution.forward import at_least_float32
 from ..attribution.options import Option
 from ..errors import NotApplicableError
 from ..hooks.attention import AttentionCall, find_attention, find_passages
-from ..hooks.autograd_graph import DispatchMode, is_module_hook, next_functions, result_shape, saved
+from ..hooks.autograd_graph import DispatchMode, next_functions, result_shape, saved
 from ..hooks.model_state import leaf
 from ..hooks.operations import Keep, Operation, WeakResult, as_results
 from ..hooks.pytree import tree_map
@@ -82,8 +82,6 @@ class TokenStream:
 
     def result(self, node: Node) -> Tensor:
         """Return the result of an operation, in the shape of the model."""
-        while is_module_hook(node):
-            node = cast("Node", next_functions(node)[0][0])
         result: Tensor = as_results(self._operation(node).result)[0]
         return result.detach()
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
-from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec, saved
+from ..hooks.autograd_graph import Gradients, next_functions, result_spec, saved
 from ..hooks.operations import (
     ADDITIVE,
     HOMOGENEOUS,
@@ -399,7 +399,7 @@ def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequen
 
 def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
     """Pass the gradient of an operation without a rule, or refuse it."""
-    if is_module_hook(visit.node) or visit.node.name() == _VIEW_AFTER_WRITE:
+    if visit.node.name() == _VIEW_AFTER_WRITE:
         return visit.plain()
     name = visit.operation.name if visit.operation else visit.node.name()
     name += " in place on a part of a tensor" if writes_part(visit) else ""

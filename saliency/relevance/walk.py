@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import NotApplicableError
-from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec
+from ..hooks.autograd_graph import Gradients, call_node, next_functions, result_count, result_spec, source_edge
 from ..hooks.operations import ADDITIVE, Operation, OperationRecord, is_pointwise, is_view
 
 Edge = tuple[Node, int]
@@ -117,8 +117,7 @@ class Walk:
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._interleaved: set[Node] = set()
-        start = get_gradient_edge(score)
-        self._arrived[start.node, start.output_nr] = torch.ones_like(score)
+        self._arrived[source_edge(score)] = torch.ones_like(score)
         with torch.no_grad():
             for node in self.nodes:
                 self._visit(node)
