@@ -210,13 +210,18 @@ def _out_of_place(op: Op) -> Op:
 
 
 @cache
+def is_elementwise(op: Op) -> bool:
+    """Return whether an operation computes each number of its result from one number of each operand."""
+    # PyTorch does not tag these.
+    untagged = ("hardswish", "leaky_relu", "_prelu_kernel", "_to_copy")
+    return torch.Tag.pointwise in _out_of_place(op).tags or operator_name(op) in untagged
+
+
+@cache
 def is_pointwise(op: Op) -> bool:
     """Return whether an operation computes each number of its result from one number of its first operand."""
-    name = operator_name(op)
-    if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
-        return False
-    # PyTorch does not tag these.
-    return torch.Tag.pointwise in _out_of_place(op).tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
+    others = ("mul", "div", "clone", "_to_copy", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE)
+    return is_elementwise(op) and operator_name(op) not in others
 
 
 @cache

@@ -189,7 +189,8 @@ class LRP(RelevancePropagation):
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
     else reads that; the weights are not changed. Other operations: activations pass their relevance; normalisations
     pass it with their deviation as a constant; each factor of a product gets half, or all if the other one is a
-    deviation; fused attention gives half to the value and a quarter each to query and key.
+    deviation; a product of functions of the same value, such as x * sigmoid(x), is an activation; fused attention gives
+    half to the value and a quarter each to query and key.
 
     The ledger accounts for the score: relevance of the input, and what biases, tokens, the softmax of attention,
     activations of zero, and the stabiliser absorb.

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
-from ..hooks.autograd_graph import Gradients, next_functions, result_spec, saved
+from ..hooks.autograd_graph import Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
     ADDITIVE,
     HOMOGENEOUS,
@@ -31,6 +31,7 @@ from ..hooks.operations import (
     Operation,
     is_attention,
     is_batch_norm,
+    is_elementwise,
     is_pointwise,
     is_view,
     operator_name,
@@ -293,9 +294,8 @@ class Propagation:
     def _activation(self, visit: Visit) -> Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
         operation = visit.known
-        name = next(iter(operation.args))
-        x = operation.args[name]
-        at_zero = operation.repeat(**{name: x.new_zeros(())})
+        x = operation.args[_operand(operation)]
+        at_zero = _at_zero(operation)
         if sum(visit.on_path) > 1 or not bool(torch.isfinite(at_zero).all()):
             return without_rule(visit, self.unknown)
         visit.walk.treated[f"{operation.name} by f(x)/x"] += 1
@@ -313,7 +313,10 @@ class Propagation:
         return self._product(visit) if visit.on_path == [True, True] else visit.plain()
 
     def _product(self, visit: Visit) -> Gradients:
-        """Give each factor of a product half of the relevance, or all to one if the other counts as constant."""
+        """Give each factor of a product half of the relevance, or all to one if the other counts as constant.
+
+        In an activation, such as x * sigmoid(x), all that is not x counts as constant, which is the rule f(x)/x.
+        """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
         factors = [at for at, on_path in enumerate(visit.on_path) if on_path][-2:]  # the first of three is a summand
@@ -321,6 +324,10 @@ class Propagation:
         if len(constants) == 1:
             walk.treated["product with a constant factor"] += 1
             grads[constants[0]] = None
+            return tuple(grads)
+        if (gate := _gate(visit, factors)) is not None:
+            walk.treated["product by f(x)/x"] += 1
+            grads[gate] = None
             return tuple(grads)
         walk.treated["product by halves"] += 1
         for at in factors:
@@ -381,6 +388,59 @@ class Propagation:
             if grad is not None:
                 visit.absorb("softmax", -operation.args[name] * grad)
         return tuple(grads)
+
+
+def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
+    """Return the place of the gate in an activation that is the product of two pointwise functions of one value.
+
+    The other factor is one that is 0 at 0, such as the value itself. None in a product of two signals.
+    """
+    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[at]) for at in factors]
+    above = {*edges}
+    while len(above) > 1:
+        latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.next else -1)
+        operands = _pointwise_operands(walk, latest)
+        if not operands:
+            return None
+        above = (above - {latest}).union(operands)
+    is_zero = [_is_zero_at_zero(walk, edge, above) for edge in edges]
+    return factors[1 - is_zero.index(True)] if any(is_zero) else None
+
+
+def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
+    """Return the operands that depend on the image, if the operation changes each number by itself; else []."""
+    operation = walk.record.operation(edge[0])
+    if operation is None or not is_elementwise(operation.op) or type(edge[0]).__name__ == "CopySlices":
+        return []
+    operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.on_path]
+    shape = result_spec(*edge).shape
+    return operands if all(result_spec(*operand).shape == shape for operand in operands) else []
+
+
+def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
+    """Return whether a pointwise function of a value is 0 where the value is."""
+    if edge in sources:
+        return True
+    operation = cast("Operation", walk.record.operation(edge[0]))
+    operands = [_is_zero_at_zero(walk, operand, sources) for operand in _pointwise_operands(walk, edge)]
+    if operation.name == "mul":
+        return any(operands)
+    on_path = [function in walk.on_path for function, _ in next_functions(edge[0])]
+    if holds_constant(_constants(Visit(walk, edge[0], operation, (), on_path))):
+        return False
+    is_shifted = kind_of(operation.op) == "activation" and bool(_at_zero(operation).any())
+    return all(operands) and not is_shifted
+
+
+def _operand(operation: Operation) -> str:
+    """Return the name of the operand of a pointwise operation: the exponent in 2 ** x."""
+    return next(name for name, value in operation.args.items() if isinstance(value, Tensor))
+
+
+def _at_zero(operation: Operation) -> Tensor:
+    """Return the value of a pointwise operation at 0."""
+    name = _operand(operation)
+    return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
 
 
 def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequence[Node | None]]) -> set[Node]:
@@ -547,7 +607,7 @@ def attention_logits(operation: Operation) -> Tensor:
 
 def derivative(operation: Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
-    name = next(iter(operation.args))
+    name = _operand(operation)
     with torch.enable_grad():
         point = point.detach().requires_grad_()
         (slope,) = torch.autograd.grad(operation.repeat(**{name: point}).sum(), point)
