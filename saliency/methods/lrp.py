@@ -128,14 +128,17 @@ class RelevancePropagation(TracedAttribution):
             walk = self._new_walk(grads, composite, length_first=True, frees=frees)
         share = float((_missing(walk, grads).abs() / grads.scores.abs().clamp(min=1e-6)).max())
         rounding = 16 * torch.finfo(grads.scores.dtype).eps
-        if share > max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
+        # This comparison is false for NaN.
+        if not share <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
             warn(f"{self.name}: {share:.1g} of the score is missing from the ledger")
         return walk
 
     def _new_walk(self, grads: TargetGradients, composite: Composite, **options: bool) -> Walk:
         rules = Propagation(composite, composite.layers(self.model), self.unknown)
         changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
-        return Walk(grads, rules, grads.forward.layers, changes, **options)
+        walk = Walk(grads, rules, grads.forward.layers, changes, **options)
+        composite.check_layers(rules.treated_layers)
+        return walk
 
 
 def _missing(walk: Walk, grads: TargetGradients) -> Tensor:

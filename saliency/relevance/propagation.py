@@ -111,6 +111,15 @@ class Composite:
             rules |= dict.fromkeys(matches, rule)
         return rules
 
+    def check_layers(self, treated: Iterable[str]) -> None:
+        """Raise MethodError for a pattern that fits none of the layers in which an operation got a rule."""
+        for pattern in self.rules:
+            if pattern not in _KINDS and not fnmatch.filter(treated, pattern):
+                raise MethodError(
+                    f'composite: the rule of "{pattern}" fits no operation: no convolution or matrix product with '
+                    "weights runs there between the input and the score"
+                )
+
 
 def has_attention(grads: TargetGradients) -> bool:
     """Return whether the scores depend on the image through attention: fused, or products of two signals."""
@@ -132,10 +141,14 @@ class Propagation:
         composite: The rules.
         layers: The rules of modules by name.
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+
+    Attributes:
+        treated_layers: The modules with rules of their own in which an operation got a rule.
     """
 
     def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
         self.composite, self.layers, self.unknown = composite, layers, unknown
+        self.treated_layers: set[str] = set()
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
@@ -220,8 +233,8 @@ class Propagation:
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
         """Return the rule of a linear operation: by the innermost named layer, by "first", or by kind."""
-        names = visit.walk.record.modules(visit.node)
-        named = [name for name in names if name in self.layers]
+        named = [name for name in visit.walk.record.modules(visit.node) if name in self.layers]
+        self.treated_layers.update(named)
         if named:
             return self.layers[max(named, key=len)]
         rules = self.composite.rules

@@ -404,11 +404,26 @@ def test_the_innermost_name_counts() -> None:
         ({"conv": Gamma}, "expected a composite's name"),
         ({"hed": Gamma()}, r'no layer "hed"; did you mean "head".*the kinds are conv, linear, first, last'),
         ({"blocks.*": Gamma()}, r'no layer "blocks\.\*"'),
+        ({"conv*": ZPlus(), "bn*": ZPlus()}, r'the rule of "bn\*" fits no operation'),
+        ({"conv": ZPlus(), "relu": ZPlus()}, 'the rule of "relu" fits no operation'),
     ],
 )
 def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) -> None:
     with pytest.raises(saliency.MethodError, match=fact):
         LRP(residual(), composite=composite).attribute(images(), 1)
+
+
+class NotANumber(Epsilon):
+    """Gives the biases NaN."""
+
+    def propagate(self, op: saliency.relevance.LinearOperation, grad: Tensor) -> saliency.relevance.rules.Passed:
+        return super().propagate(op, grad)._replace(biases=torch.full_like(grad, torch.nan))
+
+
+def test_nan_in_the_ledger_warns() -> None:
+    with pytest.warns(saliency.SaliencyWarning, match="nan of the score is missing from the ledger"):
+        found = LRP(residual(), composite={"last": NotANumber()}).attribute(images(), 1)
+    assert found.values.isfinite().all()
 
 
 def test_settings_name_the_composite() -> None:
