@@ -125,6 +125,9 @@ def test_all_relevance_of_a_self_gated_activation_goes_to_its_operand(function: 
     assert error(relevance(function, "before"), relevance(function, "after")) < 1e-9
 
 
+_CELL = nn.LSTMCell(4, 4).double()
+
+
 @pytest.mark.parametrize(
     "gated",
     [
@@ -133,6 +136,7 @@ def test_all_relevance_of_a_self_gated_activation_goes_to_its_operand(function: 
         lambda x: x * x.flip(2).sigmoid(),
         lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
         lambda x: x[:, :1] * x.sigmoid(),
+        lambda x: _CELL(x.flatten(2).mT.reshape(-1, 4))[1].view(2, 144, 4).mT.view(2, 4, 12, 12),
     ],
 )
 def test_gates_of_other_values_are_products_by_halves(gated: Function) -> None:
