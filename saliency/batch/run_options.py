@@ -195,7 +195,7 @@ class RunOptions:
             "model": self.model_name,
             "weights": self._weights(),
             "model source": self._source(),
-            "preprocess": None if self.preprocess is None else re.sub(r" at 0x\w+", "", str(self.preprocess)),
+            "preprocess": None if self.preprocess is None else without_address(self.preprocess),
             "classes": None if self.categories is None else _sha256(str(list(self.categories)).encode()),
             "whole": self.whole,
             "target": self.target,
@@ -250,4 +250,9 @@ def _describe(value: object) -> str:
     """Describe an option value that JSON cannot store. A tensor is described by a digest of all its values."""
     import torch
 
-    return _digest({"": value}) if isinstance(value, torch.Tensor) else re.sub(r" at 0x\w+", "", str(value))
+    return _digest({"": value}) if isinstance(value, torch.Tensor) else without_address(value)
+
+
+def without_address(value: object) -> str:
+    """Return a value as text, without the addresses of functions in memory."""
+    return re.sub(r" at 0x\w+", "", str(value))

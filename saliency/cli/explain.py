@@ -27,7 +27,6 @@ from ..batch.run_options import RunOptions
 from ..batch.sources import find_images
 from ..errors import plural, visible
 from ..inspection.trust import TrustCard
-from ..io.preprocess import Frame
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_picture
@@ -120,8 +119,8 @@ def _explain(arguments: argparse.Namespace, methods: list[str], images: Sequence
                     rows.append(row)
                     result, card = results.get(row["method"]), written.get(row["method"])
                     cards += [(row, card)] if isinstance(card, TrustCard) else []
-                    if arguments.sheet and row["overlay"] and isinstance(result, Explanation) and loaded.picture:
-                        frame = shrink(Frame(loaded.picture, loaded.box), THUMB)
+                    if arguments.sheet and row["overlay"] and isinstance(result, Explanation):
+                        frame = shrink(loaded.frame(image), THUMB)
                         sign = options.style.sign or result.sign
                         thumbs[-1][row["method"]] = replace(result, frames=(frame,), sign=sign)
     except KeyboardInterrupt:

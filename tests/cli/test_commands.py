@@ -218,6 +218,8 @@ def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text
                 size=(8, 9), resize=(10, 12), mean=(0.5,) * 3, std=(1,) * 3, interpolation="bicubic", fit="cover"
             ),
         ),
+        ("size=224,resize=false", saliency.Preprocess(size=(224, 224), resize=False)),
+        ("range=-160,240.5,size=8", saliency.Preprocess(size=(8, 8), range=(-160, 240.5))),
         ({"size": [8, 9], "resize": 10}, saliency.Preprocess(size=(8, 9), resize=10)),
         (
             {"input_size": [3, 8, 8], "crop_pct": 1},
