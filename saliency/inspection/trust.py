@@ -358,7 +358,7 @@ def draw_trust(card: TrustCard) -> Figure:
     picture.set_axis_off()
     for number_of_row, row in enumerate(rows):
         _draw_property(drawing.add_subplot(grid[number_of_row, 1]), row)
-    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2)
+    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
     from matplotlib.lines import Line2D  # takes a second to import
 
     names = dict.fromkeys(name for row in rows for name in row.controls)

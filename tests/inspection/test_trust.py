@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import Tensor, nn
 
 import saliency
@@ -114,6 +115,8 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     method = VanillaGradient(model)
     card = trust(method, photo)
     drawing = draw_trust(card)
+    (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
+    assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + len(card)
     assert drawing.axes[1].get_title(loc="left")
 
