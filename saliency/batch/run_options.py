@@ -62,6 +62,7 @@ class Summary:
         changed: Number of images that changed since they were listed and were explained again.
         removed: Sources of the images that no longer exist; their overlays are kept.
         unfinished: Number of images without results, by method; only methods of earlier runs in the same folder.
+        left_out: Number of images in the sources that the toolkit wrote, such as overlays.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Summary:
     changed: int = 0
     removed: tuple[str, ...] = ()
     unfinished: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import SOFTWARE, atomic_write
 from ..io.inputs import ImagesLike
 from ..metrics.agreement import RankCorrelation
 from ..metrics.base import Control, Measurement, Metric, SharedResults, Subject, measure
@@ -173,7 +173,7 @@ class TrustCard(Table[Property]):
 
     def _png(self) -> bytes:
         png = io.BytesIO()
-        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI)
+        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
         return png.getvalue()
 
     def _page(self) -> str:

@@ -80,6 +80,18 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     assert "5 of 5 images done by earlier runs" in out
 
 
+def test_the_output_folder_may_be_that_of_the_photos(run: Run, source: Path) -> None:
+    out = run(source, "--recursive", "--out", source)[1]
+    assert "left out" not in out
+    code, out, err = run(source, "--recursive", "--out", source / "new", "-m", "vanilla_gradient", "--format", "jpg")
+    assert (code, err) == (0, "")
+    assert "5 of 5 images done, 5 in this run" in out
+    assert "left out, since saliency wrote them: 15 images" in out  # overlays, photos and heat
+    code, out, err = run(source, "--recursive", "--out", source)
+    assert "5 of 5 images done by earlier runs" in out
+    assert "left out, since saliency wrote them: 30 images" in out
+
+
 @pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
 def test_paths_may_come_through_a_pipe(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes
@@ -297,7 +309,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model = Tiny()
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
-    network, (entry,) = Network(RunOptions(model=model), model), find_images([path])
+    network, (entry,) = Network(RunOptions(model=model), model), find_images([path]).images
     card = trust_card(network.methods[0], entry, network.load(entry), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)
