@@ -18,7 +18,7 @@ from ..attribution.spellings import option_hint
 from ..errors import LayerError, MethodError, NotApplicableError, TargetError
 from ..hooks.model_state import is_out_of_memory, reference_tensor
 from ..inspection.trust import TrustCard, trust
-from ..io.preprocess import Box
+from ..io.preprocess import Box, Frame, Range, drawable, locate
 from ..metrics.base import SharedResults
 from ..targets.targets import ClassScore, Target, class_index, class_scores
 from ..zoo import load
@@ -63,6 +63,7 @@ class LoadedImage:
         tensor: (C, H, W) input of the model; None after a failure.
         box: Position of the input on the picture.
         picture: The decoded picture; None if it was too large to be kept.
+        range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
     """
 
     failure: Exception | None = None
@@ -70,6 +71,11 @@ class LoadedImage:
     tensor: Tensor | None = None
     box: Box = (0.0, 0.0, 0.0, 0.0)
     picture: Image.Image | None = None
+    range: Range | None = None
+
+    def frame(self, entry: ImageEntry) -> Frame:
+        """Return the frame to draw on. A picture that was not kept is decoded again."""
+        return Frame(drawable(self.picture or entry.open(), self.range), self.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,8 @@ class Network:
             target = self._target if entry.target is None else class_index(entry.target, self.categories)
             picture = entry.open()
             kept = picture if picture.width * picture.height <= most_pixels else None
-            return LoadedImage(None, target, self.preprocess(picture), self.preprocess.box(picture.size), kept)
+            prepare = self.preprocess
+            return LoadedImage(None, target, prepare(picture), locate(prepare, picture), kept, prepare.range)
         except Exception as error:  # noqa: BLE001 - any error is a failure of this image only
             return LoadedImage(error, self._target)
 

@@ -158,11 +158,15 @@ def _preprocess(text: str) -> dict[str, Any]:
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """Parse a field of `Preprocess`: numbers separated by commas, or text. A single size is that of a square."""
+    """Parse a field of `Preprocess`: JSON values separated by commas, or text. A single size is that of a square."""
     name, _, value = text.partition("=")
-    if value.isdecimal() and name in ("size", "resize"):
-        return name, int(value) if name == "resize" else (int(value), int(value))
-    return name, json.loads(f"[{value}]") if value[:1].isdecimal() else value
+    try:
+        values = json.loads(f"[{value}]")
+    except json.JSONDecodeError:
+        return name, value
+    if len(values) == 1 and name in ("size", "resize"):
+        return name, values[0] if name == "resize" else values * 2
+    return name, values
 
 
 # The table -----------------------------------------------------------------------------------------------------

@@ -653,7 +653,7 @@ def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] =
     axes.set_ylabel("norm of the gradient")
     columns = max(20, round(11 * size[0]))
     xlabel = f"layers, from the input to the output; the gradient of the {statistics.of} flows from right to left"
-    axes.set_xlabel(textwrap.fill(xlabel, columns))
+    axes.set_xlabel(textwrap.fill(xlabel, columns), parse_math=False)
     axes.set_title(textwrap.fill(_title(points), columns), loc="left", fontsize="medium", parse_math=False)
     return drawing
 

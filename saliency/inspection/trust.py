@@ -20,7 +20,7 @@ from torch import Tensor
 from ..attribution.base import METHODS, Attribution, explain_together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
-from ..io.atomic_write import atomic_write
+from ..io.atomic_write import SOFTWARE, atomic_write
 from ..io.inputs import ImagesLike
 from ..metrics.agreement import RankCorrelation
 from ..metrics.base import Control, Measurement, Metric, SharedResults, Subject, measure
@@ -173,7 +173,7 @@ class TrustCard(Table[Property]):
 
     def _png(self) -> bytes:
         png = io.BytesIO()
-        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI)
+        draw_trust(self).savefig(png, format="png", dpi=1.5 * SCREEN_DPI, metadata={"Software": SOFTWARE})
         return png.getvalue()
 
     def _page(self) -> str:
@@ -358,7 +358,7 @@ def draw_trust(card: TrustCard) -> Figure:
     picture.set_axis_off()
     for number_of_row, row in enumerate(rows):
         _draw_property(drawing.add_subplot(grid[number_of_row, 1]), row)
-    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2)
+    drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
     from matplotlib.lines import Line2D  # takes a second to import
 
     names = dict.fromkeys(name for row in rows for name in row.controls)

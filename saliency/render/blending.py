@@ -40,7 +40,8 @@ PER_UNIT = "score per unit of normalised input"
 IN_SCORE = ("score", "score, up to a factor", PER_UNIT)
 
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
-LINES_PER_EDGE = 400  # thickness of lines and stripes: one of so many parts of the image's longer edge
+LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
+STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
 STRIPES = 6  # widths of a stripe from one to the next
 
 STRIP = 64  # rows blended at once, which stay in the cache
@@ -333,7 +334,7 @@ def hatching(scaled: ScaledMap, frame: Frame, area: Area) -> Iterator[tuple[int,
         return
     marked = resize_to_pixels(scaled.outliers, frame, area, Image.Resampling.NEAREST) > 0
     rows, columns = marked.shape
-    width = _line_width(*frame.picture.size)
+    width = max(1, round(max(frame.picture.size) / STRIPES_PER_EDGE))
     diagonals = sliding_window_view(np.arange(rows + columns) // width % STRIPES, columns)[:rows]
     yield 0, 0, marked
     yield 0, 1, marked & (diagonals == 0)
@@ -348,14 +349,10 @@ def outline(pixels: Pixels, area: Area) -> Iterator[tuple[int, Pixels]]:
     box = pixels[area]
     if box.shape == pixels.shape:
         return
-    width = _line_width(*pixels.shape)
+    width = max(1, round(min(box.shape[:2]) / LINES_PER_CROP))
     for tone in (0, 255):
         yield from ((tone, edge) for edge in (box[:width], box[-width:], box[:, :width], box[:, -width:]))
         box = box[width:-width, width:-width]
-
-
-def _line_width(*lengths: int) -> int:
-    return max(1, round(max(lengths) / LINES_PER_EDGE))
 
 
 class Drawing(Image.Image):

@@ -218,6 +218,8 @@ def test_class_names_come_from_files_of_any_kind(tmp_path: Path, name: str, text
                 size=(8, 9), resize=(10, 12), mean=(0.5,) * 3, std=(1,) * 3, interpolation="bicubic", fit="cover"
             ),
         ),
+        ("size=224,resize=false", saliency.Preprocess(size=(224, 224), resize=False)),
+        ("range=-160,240.5,size=8", saliency.Preprocess(size=(8, 8), range=(-160, 240.5))),
         ({"size": [8, 9], "resize": 10}, saliency.Preprocess(size=(8, 9), resize=10)),
         (
             {"input_size": [3, 8, 8], "crop_pct": 1},
@@ -569,6 +571,20 @@ def test_control_c_and_sigterm_end_with_130_and_leave_no_partial_file(tmp_path: 
 
 
 # Names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", [(), ("--sheet",), ("-m", "layer_cam")])
+def test_its_own_drawings_are_never_explained(run: Callable[..., Run], tmp_path: Path, style: tuple[str, ...]) -> None:
+    copies(tmp_path, "coffee.jpg", "my.cup.png")
+    first = explain(run, tmp_path, tmp_path, "--sheet")
+    assert (first.code, first.err) == (0, "")
+    assert "left out" not in first.out
+    again = explain(run, tmp_path, tmp_path, *style)
+    assert (again.code, again.err) == (0, "")
+    assert again.out.endswith("left out, since saliency wrote them: 3 images\n")
+    assert "2 overlays of 2 images" in again.out
+    alone = explain(run, tmp_path, tmp_path / "sheet.png")
+    assert (alone.code, "sheet.png is a file that saliency wrote" in alone.err) == (1, True)
 
 
 def test_files_of_photos_that_differ_in_the_suffix_or_the_folder_do_not_collide(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import Tensor, nn
 
 import saliency
@@ -17,6 +18,7 @@ from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
 from saliency.inspection.trust import UNCLEAR, TrustCard, draw_trust, property_of, trust
+from saliency.io.atomic_write import is_drawing
 from saliency.metrics import Control
 from saliency.metrics.agreement import RankCorrelation
 from saliency.testing import Snapshot, images, tiny_model
@@ -75,7 +77,9 @@ def test_the_card_prints_and_saves(card: TrustCard, tmp_path: Path) -> None:
     assert "deletion" in str(card)
     saved: Any = json.loads(card.save(tmp_path / "card.json").read_text("utf-8"))
     assert [row["name"] for row in saved["properties"]] == [row.name for row in card]
-    assert card.save(tmp_path / "card.png").read_bytes()[1:4] == b"PNG"
+    drawn = card.save(tmp_path / "cat.rise.trust.png")
+    assert drawn.read_bytes()[1:4] == b"PNG"
+    assert is_drawing(str(drawn))
     with pytest.raises(MethodError, match=r'"card.pdf": the suffix must be .json, .html or .png'):
         card.save(tmp_path / "card.pdf")
 
@@ -114,6 +118,8 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     method = VanillaGradient(model)
     card = trust(method, photo)
     drawing = draw_trust(card)
+    (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
+    assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + len(card)
     assert drawing.axes[1].get_title(loc="left")
 
