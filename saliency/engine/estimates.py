@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 ROUNDING = 1e-6
 """The largest difference of values that count as equal in a rank correlation, as a share of the largest magnitude."""
 
