@@ -17,14 +17,15 @@ from ..attribution.explanation import Sign
 from ..attribution.forward import TargetGradients, at_least_float32, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..errors import LayerError, MethodError, did_you_mean, warn
-from ..hooks.operations import Keep
+from ..hooks.autograd_graph import Gradients
+from ..hooks.operations import LINEAR, SOFTMAX, Keep
 from ..hooks.rectifiers import Coverage, nodes_between
 from ..io.preprocess import Preprocess
 from ..layers.find import LayerLike, scan_layers
 from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import Composite, Propagation, Unknown, has_attention
-from ..relevance.rules import Contrast, Gamma, Rule, ZBox, divided
-from ..relevance.walk import Walk, has_ambiguous_shapes
+from ..relevance.rules import Contrast, Excitation, Gamma, LinearOperation, Passed, Rule, ZBox, divided
+from ..relevance.walk import Visit, Walk, has_ambiguous_shapes
 from ..validation import check_choice, check_flag, check_number, is_integer
 from .cam import default_layer, layer_name
 
@@ -32,6 +33,9 @@ _ROUNDING = 1e-5
 
 MAX_MISSING_SHARE = 1e-3
 """The share of the score that may be missing from the ledger without a warning."""
+
+MIN_SHARE = 0.5
+"""The share of 1 that a layer receives in excitation backpropagation without a warning."""
 
 CompositeLike = str | Composite | Mapping[str, Rule]
 Through = Mapping[str, Sequence[int]]
@@ -74,6 +78,7 @@ class RelevancePropagation(TracedAttribution):
 
     backwards = 1
     keep = Keep.LINEAR
+    propagation: ClassVar[type[Propagation]] = Propagation
 
     layer: PositionalOption[LayerLike, str | None] = PositionalOption(check=layer_name, default=None, kw_only=False)
     through: Option[Through | None] = Option(None, _as_channels)
@@ -133,7 +138,7 @@ class RelevancePropagation(TracedAttribution):
         return walk
 
     def _new_walk(self, grads: TargetGradients, composite: Composite, **options: bool) -> Walk:
-        rules = Propagation(composite, composite.layers(self.model), self.unknown)
+        rules = self.propagation(composite, composite.layers(self.model), self.unknown)
         changes = {name: partial(_restricted, grads, name, kept) for name, kept in self._through.items()}
         return Walk(grads, rules, grads.forward.layers, changes, **options)
 
@@ -337,12 +342,48 @@ class CPLRP(AttnLRP):
     constant_gates = True
 
 
+class _Excitation(Propagation):
+    """The rules of excitation backpropagation: biases receive nothing, and relevance starts before a final softmax.
+
+    Attributes:
+        total: What the positive parts of the top layers receive in each image (N,).
+    """
+
+    shift_receives = False
+
+    def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
+        super().__init__(composite, layers, unknown)
+        self.total: Tensor | float = 0.0
+        self._below: set[Node | None] = set()  # the nodes from which a linear operation is computed
+
+    def __call__(self, visit: Visit) -> Gradients:
+        """Return G at the operands of a node."""
+        name, is_below = visit.known.name if visit.operation else "", visit.node in self._below
+        if is_below or name in LINEAR:
+            self._below.update(operand for operand, _ in visit.walk.next[visit.node])
+        if is_below or name not in ("_log_softmax", *SOFTMAX):
+            return super().__call__(visit)
+        logits, probabilities = visit.known.args["self"], visit.known.result
+        visit.absorb("softmax", torch.where(visit.grad == 0, 0, (probabilities - logits) * visit.grad))
+        return visit.grads
+
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        passed = rule.propagate(op, grad)
+        if isinstance(rule, Excitation):
+            shares = op.input * cast("Tensor", passed.grad)
+            self.total = self.total + visit.walk.per_image(shares.clamp(min=0), visit.node)
+        return passed
+
+
 class ExcitationBackprop(RelevancePropagation):
     """Share of the score that reaches each location through excitatory connections: positive inputs and weights.
 
     Each neuron divides its share among its inputs in proportion to the positive parts of its input; biases receive
-    nothing. Contrastive: the shares of the negated weights of the top layer are subtracted, which cancels what all
-    classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
+    nothing. The score is a neuron above the last linear layers, whose weights are its gradient there. So the map of the
+    negative score is another one, and constants in the score do not matter. Probabilities and their logarithms count
+    as their logits. Contrastive: the shares of the negated weights of this neuron are subtracted, which cancels what
+    all classes have in common, and the positive part is kept. One walk computes both, because the rules are linear.
 
     Args:
         model: As for every method.
@@ -357,7 +398,8 @@ class ExcitationBackprop(RelevancePropagation):
         each neuron has a positive input; those of a contrastive map sum to less.
 
     Warns:
-        SaliencyWarning: Shares are negative and exceed 1, because the network adds signed activations.
+        SaliencyWarning: Shares are negative or exceed 1, because the network adds signed activations; or they sum to
+            less than half.
 
     Raises:
         NotApplicableError: An operation of the model has no rule.
@@ -373,6 +415,7 @@ class ExcitationBackprop(RelevancePropagation):
     sign: ClassVar[Sign] = "positive"
     units = "share of 1"
     is_complete = False
+    propagation = _Excitation
 
     contrastive: Option[bool] = Option(False, check_flag)
 
@@ -385,18 +428,33 @@ class ExcitationBackprop(RelevancePropagation):
 
     def rules(self, grads: TargetGradients) -> Composite:
         """Return the rules of excitation backpropagation."""
-        composite = COMPOSITES[self.name]
-        return replace(composite, rules={**composite.rules, "last": Contrast()}) if self.contrastive else composite
+        top = Contrast() if self.contrastive else Excitation()
+        return Composite({**COMPOSITES[self.name].rules, "last": top})
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
-        """Return the relevance at the layer as shares of the score."""
+        """Return the relevance at the layer as shares of what the top layers receive."""
         result = super().explain_gradients(grads, layers)
-        shares = divided(result.values, grads.scores[:, None, None, None])
-        total, most = float(shares.abs().sum((1, 2, 3)).max()), 2 if self.contrastive else 1
-        if total > most + MAX_MISSING_SHARE:
-            warn(
-                f"{self.name}: the shares at {result.layer} add up to {total:.1f}, expected at most {most}: the "
-                "network adds signed activations, but the method assumes positive ones; use lrp"
-            )
+        total = torch.zeros_like(grads.scores) + cast("_Excitation", self.walk(grads).rule).total
+        shares = divided(result.values, total[:, None, None, None])
+        self._check(shares, result.layer)
         values = shares.clamp(min=0) if self.contrastive else shares
         return result._replace(values=values, residual=None, ledger=None, ledger_names=())
+
+    def _check(self, shares: Tensor, layer: str | None) -> None:
+        """Warn of shares (N, 1, h, w) that are not probabilities."""
+        sums, most = shares.flatten(1).abs().sum(1), 2 if self.contrastive else 1
+        lowest = float(divided(shares.flatten(1).amin(1), shares.flatten(1).amax(1)).min())
+        is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
+        if is_negative or float(sums.max()) > most + MAX_MISSING_SHARE:
+            sizes = (
+                f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {float(sums.max()):.1f}"
+            )
+            warn(
+                f"{self.name}: the shares at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
+                "network adds signed activations, but the method assumes positive ones; use lrp"
+            )
+        elif float(sums.min()) < MIN_SHARE and not self.contrastive:
+            warn(
+                f"{self.name}: the shares at {layer} add up to {float(sums.min()):.2g} instead of 1: the rest stays at "
+                "neurons without a positive input, or takes other paths; use lrp to account for all of the score"
+            )

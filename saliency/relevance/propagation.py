@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from ..hooks.operations import (
     operator_name,
 )
 from ..hooks.pytree import tree_map, tree_tensors
-from .rules import Epsilon, LinearOperation, Rule, divided
+from .rules import Epsilon, LinearOperation, Passed, Rule, divided
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
@@ -133,6 +133,9 @@ class Propagation:
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
     """
 
+    shift_receives: ClassVar[bool] = True
+    """Whether the shift of a batch norm that is not merged receives relevance."""
+
     def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
         self.composite, self.layers, self.unknown = composite, layers, unknown
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
@@ -201,7 +204,7 @@ class Propagation:
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
         walk.treated[f"{kind} by {rule.name}"] += 1
-        passed = rule.propagate(op, grad)
+        passed = self.passed(visit, rule, op, grad)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
@@ -216,6 +219,10 @@ class Propagation:
         if passed.lost is not None:
             visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
+
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        return rule.propagate(op, grad)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
         """Return the rule of a linear operation: by the innermost named layer, by "first", or by kind."""
@@ -259,8 +266,9 @@ class Propagation:
             return (y_grad, None, None)
         walk.treated["batch_norm by |z|"] += 1
         part = x * scale
-        shares = divided((part + shift) * y_grad, part.abs() + shift.abs())
-        visit.absorb("biases", shares * shift.abs())
+        relevance = (part + shift) * y_grad
+        shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
+        visit.absorb("biases", relevance - shares * part.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
     def _merged_edges(self, visit: Visit) -> list[Edge]:
@@ -389,7 +397,8 @@ def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequen
     covered: set[Node | None] = set()
     for node in nodes:
         operation = walk.record.operation(node)
-        is_linear = operation is not None and operation.name in LINEAR
+        is_product = all(operand in walk.on_path for operand, _ in walk.next[node][-2:])  # of two signals
+        is_linear = operation is not None and operation.name in LINEAR and not is_product
         if is_linear and node not in covered:
             outermost.add(node)
         if is_linear or node in covered:

@@ -505,6 +505,103 @@ def test_the_contrastive_map_is_the_positive_difference_to_negated_weights() -> 
     assert found.coverage.treated["linear by contrast"] == 1
 
 
+def with_head(body: nn.Sequential, weight: Tensor) -> nn.Sequential:
+    """The body with a linear layer of these weights (1, 16)."""
+    head = nn.Linear(16, 1).double()
+    head.weight.data = weight
+    return nn.Sequential(*body, head).eval()
+
+
+@pytest.mark.parametrize("contrastive", [False, True])
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda logits: logits[:, 3] - 20,
+        lambda logits: 0.1 * logits[:, 3] + 7,
+        lambda logits: logits.log_softmax(1)[:, 3],
+        lambda logits: logits.softmax(1)[:, 3],
+        lambda logits: logits[:, 3].sigmoid(),
+        saliency.probability(3),
+    ],
+    ids=["minus a constant", "scaled", "log-softmax", "softmax", "sigmoid", "probability"],
+)
+def test_constants_and_the_last_softmax_do_not_change_an_excitation(score: Any, contrastive: bool) -> None:
+    net, x = chain(), images()
+    method = ExcitationBackprop(net, layer="2", contrastive=contrastive)
+    assert_same(method.attribute(x, score).values, method.attribute(x, 3).values)
+    for last in (nn.LogSoftmax(1), nn.Softmax(1)):
+        model = nn.Sequential(*net, last).eval()
+        found = ExcitationBackprop(model, layer="2", contrastive=contrastive).attribute(x, 3)
+        assert_same(found.values, method.attribute(x, 3).values)
+
+
+@pytest.mark.parametrize("contrastive", [False, True])
+def test_the_score_is_one_neuron_above_the_last_layer(contrastive: bool) -> None:
+    """So the excitation of a negative score, or of a difference of scores, is that of the weights of this neuron."""
+    net, x = chain(), images()
+    weight = cast("nn.Linear", net[9]).weight.detach()
+    for target, own in {
+        (lambda output: -output[:, 3]): -weight[3:4],
+        saliency.contrast(3, 1): weight[3:4] - weight[1:2],
+        saliency.contrast(1, 3): weight[1:2] - weight[3:4],
+    }.items():
+        alone = with_head(net[:9], own)
+        found, expected = (
+            ExcitationBackprop(model, layer="2", contrastive=contrastive).attribute(x, score).values
+            for model, score in ((net, target), (alone, 0))
+        )
+        assert_same(found, expected)
+        assert not torch.allclose(found, ExcitationBackprop(net, layer="2").attribute(x, 3).values, rtol=0.1)
+
+
+def test_the_excitations_of_several_heads_are_those_of_one() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = m.hidden(x)
+        out: Tensor = (m.one(hidden) + m.other(hidden)) / 2
+        return out
+
+    net, x = chain(), images()
+    heads = {name: nn.Linear(16, 5).double() for name in ("one", "other")}
+    both = OwnForward(forward, hidden=net[:9], **heads).eval()
+    alone = with_head(net[:9], heads["one"].weight.detach()[1:2])
+    other = with_head(net[:9], heads["other"].weight.detach()[1:2])
+    found = ExcitationBackprop(both, layer="hidden.2").attribute(x, 1).values
+    parts = [ExcitationBackprop(model, layer="2").attribute(x, 0).values for model in (alone, other)]
+    # Each head has the share of its positive parts.
+    hidden = net[:9](x).detach()
+    sizes = [(hidden * head.weight[1]).clamp(min=0).sum(1).view(2, 1, 1, 1).detach() for head in heads.values()]
+    expected = sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+    assert_same(found, cast("Tensor", expected))
+    torch.testing.assert_close(found.sum((1, 2, 3)), torch.ones(2, dtype=torch.float64))
+
+
+def test_excitation_starts_below_a_last_product_of_two_signals() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = m.hidden(x).flatten(2)  # (N, 8, 16)
+        out: Tensor = (m.scores(hidden.mT).mT @ m.weights(hidden.mT).softmax(1))[..., 0]
+        return out
+
+    net = chain()
+    parts = {"scores": nn.Linear(8, 5).double(), "weights": nn.Linear(8, 1).double()}
+    found = ExcitationBackprop(OwnForward(forward, hidden=net[:5], **parts).eval(), layer="hidden.2")
+    assert 0.9 < float(found.attribute(images(), 1).values.sum((1, 2, 3)).min()) < 1.1
+
+
+def test_the_shift_of_a_batch_norm_receives_no_excitation() -> None:
+    norm, x = nn.BatchNorm2d(3), images().abs()
+    nn.init.ones_(norm.bias)
+    net = nn.Sequential(nn.Identity(), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5)).double().eval()
+    found = ExcitationBackprop(net, layer="0").attribute(x, 1).values
+    torch.testing.assert_close(found.sum((1, 2, 3)), torch.ones(2, dtype=torch.float64))
+
+
+def test_excitation_warns_of_shares_that_are_lost() -> None:
+    net, x = saliency.load("efficientnet_lite0"), torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(saliency.SaliencyWarning, match=r"add up to 0\.\d+ instead of 1: the rest stays at neurons"):
+        found = ExcitationBackprop(net).attribute(x, 1)
+    assert float(found.values.sum()) < 0.5
+
+
 def test_excitation_is_read_at_the_resolution_before_the_last() -> None:
     net, x = tiny_model(), torch.randn(2, 3, 16, 16)
     assert saliency.GradCAM(net).attribute(x, 1).values.shape == (2, 1, 8, 8)

@@ -606,7 +606,6 @@ def total(output: Tensor) -> Tensor:
     return output.sum(1)
 
 
-@pytest.mark.filterwarnings("ignore:excitation_backprop. the shares")  # of a softmax
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_each_image_has_its_own_function_in_every_method(name: str) -> None:
     cls = METHODS[name]
