@@ -21,6 +21,7 @@ from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
 from ..hooks.autograd_graph import Gradients, is_module_hook, next_functions, result_spec, saved
 from ..hooks.operations import (
+    ACTIVATIONS,
     ADDITIVE,
     HOMOGENEOUS,
     LINEAR,
@@ -54,6 +55,8 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "first", "last")
 _GRADIENT = Epsilon(0)
+# Activations, which a patch embedding does not have.
+_ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # What an operand may be in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 # The node that a view gets after an operation in place on it or on what it views.
@@ -111,17 +114,62 @@ class Composite:
         return rules
 
 
-def has_attention(grads: TargetGradients) -> bool:
-    """Return whether the scores depend on the image through attention: fused, or products of two signals."""
-    on_path = {*grads.nodes}
+def attention_nodes(grads: TargetGradients) -> list[Node]:
+    """Return the attention on which the scores depend: fused, or products of two signals. The last one comes first."""
+    on_path, found = {*grads.nodes}, []
     for node in grads.nodes:
         operation = grads.forward.operations.operation(node)
         if operation is None:
             continue
         factors = [function in on_path for function, _ in next_functions(node)][-2:]
         if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
-            return True
-    return False
+            found.append(node)
+    return found
+
+
+def first_linear(grads: TargetGradients) -> Node | None:
+    """Return the first convolution or matrix product with weights, such as a patch embedding; None if there is none."""
+    on_path = {*grads.nodes}
+    for node in reversed(grads.nodes):
+        operation = grads.forward.operations.operation(node)
+        factors = [function in on_path for function, _ in next_functions(node)][-2:]
+        if operation is not None and operation.name in LINEAR and not all(factors):
+            return node
+    return None
+
+
+def embeds_patches(grads: TargetGradients, first: Node) -> bool:
+    """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
+
+    All other linear operations come after it, and at least one, but no activation, between it and the attention.
+    """
+    attention, record = attention_nodes(grads), grads.forward.operations
+    if not attention:
+        return False
+    names = {node: operation.name for node in grads.nodes if (operation := record.operation(node))}
+    before, after = {attention[-1]}, {first, *following(grads.nodes, first)}
+    for node in grads.nodes:
+        if node in before:
+            before.update(operand for operand, _ in next_functions(node) if operand is not None)
+    linear = {node for node, name in names.items() if name in LINEAR}
+    between = before & after - {*attention}
+    has_activation = any(names.get(node) in _ACTIVATIONS for node in between)
+    return first in between and linear <= after and len(linear & between) > 1 and not has_activation
+
+
+def following(nodes: Sequence[Node], first: Node) -> set[Node]:
+    """Return the nodes, in the order of the backward pass, that depend on the result of one of them."""
+    after = {first}
+    for node in reversed(nodes):
+        if any(operand in after for operand, _ in next_functions(node)):
+            after.add(node)
+    return after - {first}
+
+
+def linear_weight(operation: Operation) -> Tensor:
+    """Return the weights of a convolution or matrix product, perhaps transposed."""
+    names = ("weight",) if operation.name == "convolution" else _FACTORS[operation.name]
+    return cast("Tensor", operation.args[names[-1]])
 
 
 class Propagation:
@@ -131,13 +179,20 @@ class Propagation:
         composite: The rules.
         layers: The rules of modules by name.
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+        first: A linear operation at whose result relevance is read.
+
+    Attributes:
+        relevance: The relevance of the result of this operation, in its shape.
     """
 
     shift_receives: ClassVar[bool] = True
     """Whether the shift of a batch norm that is not merged receives relevance."""
 
-    def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
-        self.composite, self.layers, self.unknown = composite, layers, unknown
+    def __init__(
+        self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown, first: Node | None = None
+    ) -> None:
+        self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
+        self.relevance: Tensor | None = None
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
@@ -222,6 +277,8 @@ class Propagation:
 
     def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
         """Return what a rule passes to the input of a linear operation, given G at its output."""
+        if visit.node is self.first:
+            self.relevance = op.relevance(grad)
         return rule.propagate(op, grad)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:

@@ -239,6 +239,93 @@ def test_patches_are_the_output_of_the_first_linear_operation(name: str, cls: ty
     )
 
 
+@pytest.mark.parametrize("cls", [LRP, AttnLRP, CPLRP])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_a_patch_embedding_are_the_default(name: str, cls: type[LRP | AttnLRP]) -> None:
+    """Convolutional networks, and those whose attention reads features of convolutions, are read at pixels."""
+    model, x = MODELS[name]()
+    found, patches, pixels = (
+        cls(model, at=at, unknown="gradient").attribute(x, 1) for at in (None, "patches", "pixels")
+    )
+    is_convolutional = name in ("timm ConvNeXt", "timm MaxViT")
+    expected = pixels if is_convolutional else patches
+    assert pixels.values.shape == x.shape
+    assert (found.layer is None) == is_convolutional
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(cast("Tensor", found.ledger), cast("Tensor", expected.ledger))
+    assert found.ledger_names == expected.ledger_names
+
+
+def token_network(embedding: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> nn.Module:
+    """A network of attention among the tokens (N, 16, 8) of an embedding of (N, 3, 16, 16)."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        tokens = embedding(m, x)
+        out: Tensor = m.head((tokens + m.mix(tokens, tokens, tokens, need_weights=False)[0]).mean(1))
+        return out
+
+    mix = nn.MultiheadAttention(8, 2, batch_first=True)
+    return OwnForward(forward, mix=mix, head=nn.Linear(8, 5), **modules).double().eval()
+
+
+def unfolded(m: Any, x: Tensor) -> Tensor:
+    return cast("Tensor", m.embed(F.unfold(x, 4, stride=4).mT))
+
+
+def stemmed(m: Any, x: Tensor) -> Tensor:
+    return cast("Tensor", m.second(m.first(x).relu()).flatten(2).mT)
+
+
+def projected(m: Any, x: Tensor) -> Tensor:
+    return x.flatten(2).mT[:, :16].repeat(1, 1, 3)[..., :8]
+
+
+def two_scales(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m.coarse(x).flatten(2).mT, m.fine(x).flatten(2).mT[:, :12]], 1)
+
+
+def test_a_linear_patch_embedding_is_one() -> None:
+    model, x = token_network(unfolded, embed=nn.Linear(48, 8)), images(2, 16)
+    nn.init.zeros_(cast("Any", model).embed.bias)
+    patches, pixels = (AttnLRP(model, at=at).attribute(x, 1) for at in (None, "pixels"))
+    assert patches.layer == "embed"
+    assert_same(patches.values, F.avg_pool2d(pixels.values.sum(1, keepdim=True), 4) * 16)
+    given = AttnLRP(model, layout=lambda tokens: tokens.mT.unflatten(2, (4, 4)).flip(3)).attribute(x, 1)
+    assert_same(given.values, patches.values.flip(3))
+
+
+@pytest.mark.parametrize(
+    ("embedding", "modules"),
+    [
+        (stemmed, {"first": nn.Conv2d(3, 6, 2, 2), "second": nn.Conv2d(6, 8, 2, 2)}),
+        (projected, {}),
+        (two_scales, {"coarse": nn.Conv2d(3, 8, 8, 8), "fine": nn.Conv2d(3, 8, 4, 4)}),
+    ],
+    ids=["a stem with an activation", "no embedding", "two embeddings"],
+)
+def test_tokens_of_anything_else_are_read_at_pixels(embedding: Any, modules: dict[str, nn.Module]) -> None:
+    model, x = token_network(embedding, **modules), images(2, 16)
+    found = AttnLRP(model).attribute(x, 1)
+    assert found.layer is None
+    assert found.values.shape == x.shape
+
+
+def test_patches_and_pixels_run_the_model_once() -> None:
+    model, x = small_vit().eval(), torch.randn(1, 3, 32, 32)
+    calls = []
+    model.register_forward_hook(lambda module, args, output: calls.append(1))
+    patches, pixels = saliency.explain_together([AttnLRP(model), AttnLRP(model, at="pixels")], x, 1)
+    assert patches.values.shape == (1, 1, 4, 4)
+    assert pixels.values.shape == x.shape
+    assert len(calls) == 1
+
+
+def test_patches_without_a_spatial_output_are_an_error() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
+    with pytest.raises(saliency.LayerError, match='at="patches": the first convolution or linear layer has no spatial'):
+        LRP(net, at="patches").attribute(torch.randn(1, 3, 2, 2), 1)
+
+
 def test_a_patch_has_the_relevance_of_its_pixels() -> None:
     model = cast("Any", small_vit().double().eval())
     nn.init.zeros_(model.conv_proj.bias)
