@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..attribution.forward import TargetGradients, at_least_float32
 from ..errors import MethodError, NotApplicableError, did_you_mean
 from ..hooks.autograd_graph import Gradients, next_functions, result_spec, saved, sequence_nr
 from ..hooks.operations import (
+    ACTIVATIONS,
     ADDITIVE,
     HOMOGENEOUS,
     LINEAR,
@@ -37,7 +38,7 @@ from ..hooks.operations import (
     operator_name,
 )
 from ..hooks.pytree import tree_map, tree_tensors
-from .rules import Epsilon, LinearOperation, Rule, divided
+from .rules import Epsilon, LinearOperation, Passed, Rule, divided
 from .walk import Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
@@ -55,6 +56,8 @@ _GATES = frozenset({"sigmoid", "hardsigmoid", "tanh", *SOFTMAX})
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 _KINDS = ("conv", "linear", "first", "last")
 _GRADIENT = Epsilon(0)
+# Activations, which a patch embedding does not have.
+_ACTIVATIONS = ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 # What an operand may be in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 # The node that a view gets after an operation in place on it or on what it views.
@@ -121,17 +124,62 @@ class Composite:
                 )
 
 
-def has_attention(grads: TargetGradients) -> bool:
-    """Return whether the scores depend on the image through attention: fused, or products of two signals."""
-    on_path = {*grads.nodes}
+def attention_nodes(grads: TargetGradients) -> list[Node]:
+    """Return the attention on which the scores depend: fused, or products of two signals. The last one comes first."""
+    on_path, found = {*grads.nodes}, []
     for node in grads.nodes:
         operation = grads.forward.operations.operation(node)
         if operation is None:
             continue
         factors = [function in on_path for function, _ in next_functions(node)][-2:]
         if is_attention(operation.op) or (operation.name in ("bmm", "baddbmm") and all(factors)):
-            return True
-    return False
+            found.append(node)
+    return found
+
+
+def first_linear(grads: TargetGradients) -> Node | None:
+    """Return the first convolution or matrix product with weights, such as a patch embedding; None if there is none."""
+    on_path = {*grads.nodes}
+    for node in reversed(grads.nodes):
+        operation = grads.forward.operations.operation(node)
+        factors = [function in on_path for function, _ in next_functions(node)][-2:]
+        if operation is not None and operation.name in LINEAR and not all(factors):
+            return node
+    return None
+
+
+def embeds_patches(grads: TargetGradients, first: Node) -> bool:
+    """Return whether the first linear operation is a patch embedding, whose results are the tokens of attention.
+
+    All other linear operations come after it, and at least one, but no activation, between it and the attention.
+    """
+    attention, record = attention_nodes(grads), grads.forward.operations
+    if not attention:
+        return False
+    names = {node: operation.name for node in grads.nodes if (operation := record.operation(node))}
+    before, after = {attention[-1]}, {first, *following(grads.nodes, first)}
+    for node in grads.nodes:
+        if node in before:
+            before.update(operand for operand, _ in next_functions(node) if operand is not None)
+    linear = {node for node, name in names.items() if name in LINEAR}
+    between = before & after - {*attention}
+    has_activation = any(names.get(node) in _ACTIVATIONS for node in between)
+    return first in between and linear <= after and len(linear & between) > 1 and not has_activation
+
+
+def following(nodes: Sequence[Node], first: Node) -> set[Node]:
+    """Return the nodes, in the order of the backward pass, that depend on the result of one of them."""
+    after = {first}
+    for node in reversed(nodes):
+        if any(operand in after for operand, _ in next_functions(node)):
+            after.add(node)
+    return after - {first}
+
+
+def linear_weight(operation: Operation) -> Tensor:
+    """Return the weights of a convolution or matrix product, perhaps transposed."""
+    names = ("weight",) if operation.name == "convolution" else _FACTORS[operation.name]
+    return cast("Tensor", operation.args[names[-1]])
 
 
 class Propagation:
@@ -141,14 +189,22 @@ class Propagation:
         composite: The rules.
         layers: The rules of modules by name.
         unknown: Whether an operation without a rule is refused ("refuse") or passes its gradient ("gradient").
+        first: A linear operation at whose result relevance is read.
 
     Attributes:
         treated_layers: The modules with rules of their own in which an operation got a rule.
+        relevance: The relevance of the result of the operation `first`, in its shape.
     """
 
-    def __init__(self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown) -> None:
-        self.composite, self.layers, self.unknown = composite, layers, unknown
+    shift_receives: ClassVar[bool] = True
+    """Whether the shift of a batch norm that is not merged receives relevance."""
+
+    def __init__(
+        self, composite: Composite, layers: Mapping[str, Rule], unknown: Unknown, first: Node | None = None
+    ) -> None:
+        self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
         self.treated_layers: set[str] = set()
+        self.relevance: Tensor | None = None
         # By linear operation: the factor and the constant of the batch norm after it, and G at the batch norm's output.
         self._merged: dict[Node, tuple[Tensor, Tensor, Tensor]] = {}
         self._biases: dict[Node, Tensor] = {}
@@ -215,7 +271,7 @@ class Propagation:
         kind = "conv" if operation.name == "convolution" else "linear"
         rule = self._rule(visit, kind)
         walk.treated[f"{kind} by {rule.name}"] += 1
-        passed = rule.propagate(op, grad)
+        passed = self.passed(visit, rule, op, grad)
         grads: list[Tensor | None] = [None] * len(visit.on_path)
         grads[at + offset] = None if passed.grad is None else passed.grad.to(visit.grad.dtype)
         if passed.relevance is not None and visit.node in self._first_and_last(walk)[0]:
@@ -230,6 +286,12 @@ class Propagation:
         if passed.lost is not None:
             visit.absorb("stabiliser", passed.lost)
         return tuple(grads)
+
+    def passed(self, visit: Visit, rule: Rule, op: LinearOperation, grad: Tensor) -> Passed:
+        """Return what a rule passes to the input of a linear operation, given G at its output."""
+        if visit.node is self.first:
+            self.relevance = op.relevance(grad)
+        return rule.propagate(op, grad)
 
     def _rule(self, visit: Visit, kind: str) -> Rule:
         """Return the rule of a linear operation: by the innermost named layer, by "first", or by kind."""
@@ -273,8 +335,9 @@ class Propagation:
             return (y_grad, None, None)
         walk.treated["batch_norm by |z|"] += 1
         part = x * scale
-        shares = divided((part + shift) * y_grad, part.abs() + shift.abs())
-        visit.absorb("biases", shares * shift.abs())
+        relevance = (part + shift) * y_grad
+        shares = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
+        visit.absorb("biases", relevance - shares * part.abs())
         return (shares * scale.abs() * x.sign(), None, None)
 
     def _merged_edges(self, visit: Visit) -> list[Edge]:
@@ -462,7 +525,8 @@ def _outermost(walk: Walk, nodes: Iterable[Node], following: Mapping[Any, Sequen
     covered: set[Node | None] = set()
     for node in nodes:
         operation = walk.record.operation(node)
-        is_linear = operation is not None and operation.name in LINEAR
+        is_product = all(operand in walk.on_path for operand, _ in walk.next[node][-2:])  # of two signals
+        is_linear = operation is not None and operation.name in LINEAR and not is_product
         if is_linear and node not in covered:
             outermost.add(node)
         if is_linear or node in covered:

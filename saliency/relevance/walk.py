@@ -85,6 +85,7 @@ class Walk:
         gradient: G at the image (N, C, H, W); None if nothing arrives.
         at: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
+        rule: The rule.
         ledger: The shares (N,) of the scores, by name: of the input, and of what absorbs relevance.
         treated: The number of operations by kind and rule.
     """
@@ -110,7 +111,7 @@ class Walk:
         self.at: dict[str, Tensor] = {}
         self._absorbed: list[tuple[str, Node, Tensor]] = []
         self.treated: Counter[str] = Counter()
-        self._rule, self._changes, self._length_first = rule, changes or {}, length_first
+        self.rule, self._changes, self._length_first = rule, changes or {}, length_first
         self._tensors = {name: tensor for name, tensor in (watched or {}).items() if tensor.requires_grad}
         edges = {name: get_gradient_edge(tensor) for name, tensor in self._tensors.items()}
         self.watched = {(edge.node, edge.output_nr): name for name, edge in edges.items()}
@@ -137,7 +138,7 @@ class Walk:
         on_path = [function in self.on_path for function, _ in self.next[node]]
         visit = Visit(self, node, self.record.operation(node), grads, on_path)
         if any(grad is not None for grad in grads):
-            self._pass_on(visit, self._rule(visit), self._arrived)
+            self._pass_on(visit, self.rule(visit), self._arrived)
         if any(part is not None for part in fixed):
             visit = visit._replace(grads=fixed)
             moved = _moved(visit)
