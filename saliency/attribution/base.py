@@ -65,8 +65,9 @@ class Attribution(HasOptions, ABC):
         preprocess: The preprocessing of images: a `Preprocess`, a torchvision preset, timm's pretrained
             configuration, an image processor of Hugging Face, or any function from a PIL image to a tensor. By default
             `model.preprocess`.
-        categories: The class names in the order of the output. By default `model.categories`, or `config.id2label` of
-            a Hugging Face model.
+        categories: The class names in the order of the output, or a mapping of index to name, which may have gaps. By
+            default `model.categories`, or `config.id2label` of a Hugging Face model. If the model returns one number
+            per image, the second of two names belongs to the number, and the first to its negative.
         whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
             keeps its aspect ratio, for models that take any size. Float tensors are used as they are.
         layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
@@ -94,7 +95,7 @@ class Attribution(HasOptions, ABC):
     preprocess: ConvertedOption[PreprocessLike | None, Prepare] = ConvertedOption(
         None, lambda name, like: as_preprocess(like)
     )
-    categories: ConvertedOption[Sequence[str] | None, tuple[str, ...] | None] = ConvertedOption(
+    categories: ConvertedOption[Sequence[str] | Mapping[int, str] | None, tuple[str, ...] | None] = ConvertedOption(
         None, lambda name, like: as_categories(like)
     )
     whole: Option[Whole] = Option(False)
@@ -205,7 +206,7 @@ class Attribution(HasOptions, ABC):
         method = self if baselines is None else self._with_baselines(baselines, images)
         bound = bind_forward_args(forward_args, images)
         with prepared_for_attribution(self.model), bound, bind_layout(self.layout):
-            resolved = [self.explained_target(self.resolve(target, images)) for target in targets]
+            resolved = [self.explained_target(self.resolve(target, batch.tensor)) for target in targets]
             results = method.explain_targets(batch.tensor, resolved)
         return [method.explanation(*pair, batch) for pair in zip(results, resolved, strict=True)]
 
@@ -234,10 +235,10 @@ class Attribution(HasOptions, ABC):
             target: The function from the model's output to scores (N,).
         """
 
-    def resolve(self, target: TargetLike, images: int) -> ResolvedTarget:
+    def resolve(self, target: TargetLike, x: Tensor) -> ResolvedTarget:
         """Return the target of a call on a prepared model, with the embeddings of its texts and reference images."""
-        resolved = ResolvedTarget(target, images, self.categories)
-        resolved.bind(self.model, lambda image: self.read(image).tensor)
+        resolved = ResolvedTarget(target, len(x), self.categories)
+        resolved.bind(self.model, x, lambda image: self.read(image).tensor)
         return resolved
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
@@ -386,7 +387,7 @@ def explain_together(
     batch = first.read(inputs)
     bound = bind_forward_args(forward_args, len(batch.tensor))
     with prepared_for_attribution(first.model), bound, bind_layout(first.layout):
-        resolved = first.resolve(target, len(batch.tensor))
+        resolved = first.resolve(target, batch.tensor)
         pairs = [(method, method.explained_target(resolved)) for method in methods]
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
         shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []

@@ -153,7 +153,7 @@ class RunOptions:
     model: str | nn.Module
     weights: str | None = "default"
     preprocess: PreprocessLike | None = None
-    categories: Sequence[str] | None = None
+    categories: Sequence[str] | Mapping[int, str] | None = None
     methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -193,12 +193,14 @@ class RunOptions:
 
         A run resumes only if they equal those in the folder. A method that is not in the folder has options of its own.
         """
+        names = self.categories
+        names = list(names) if isinstance(names, Sequence) else names
         values = {
             "model": self.model_name,
             "weights": self._weights(),
             "model source": self._source(),
             "preprocess": None if self.preprocess is None else without_address(self.preprocess),
-            "classes": None if self.categories is None else _sha256(str(list(self.categories)).encode()),
+            "classes": None if names is None else _sha256(str(names).encode()),
             "whole": self.whole,
             "target": self.target,
             **asdict(self.style),

@@ -130,7 +130,7 @@ def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], An
     return convert
 
 
-def _class_names(file: str) -> list[str]:
+def _class_names(file: str) -> list[str] | dict[int, str]:
     """Read class names: one per line, or JSON: a list, or an object with indices as keys or values, also "id2label"."""
     text = Path(file).read_text("utf-8-sig")
     if Path(file).suffix != ".json":
@@ -138,8 +138,9 @@ def _class_names(file: str) -> list[str]:
     names = json.loads(text)
     if isinstance(names, dict):
         pairs = (pair if pair[0].isdecimal() else pair[::-1] for pair in names.get("id2label", names).items())
-        by_index = {int(index): name for index, name in pairs}
-        names = [by_index[index] for index in range(len(by_index))]
+        by_index = {int(index): name[-1] if isinstance(name, list) else name for index, name in pairs}
+        has_gaps = set(by_index) != set(range(len(by_index)))
+        return by_index if has_gaps else [by_index[index] for index in range(len(by_index))]
     return [name[-1] if isinstance(name, list) else name for name in names]
 
 

@@ -202,6 +202,43 @@ def hides_operation(node: Any) -> bool:
     return len(others) != 1 or others[0][0] is None
 
 
+_PROBABILITIES = ("Sigmoid", "Softmax", "SafeSoftmax")
+# Operations that leave numbers of 0 to 1 what they are.
+_TRANSPARENT = (
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Split", "Unbind", "Alias"),
+    *(
+        "Clone",
+        "ToCopy",
+        "Permute",
+        "Transpose",
+        "T",
+        "Expand",
+        "Index",
+        "Cat",
+        "Stack",
+        "Clamp",
+        "ClampMin",
+        "ClampMax",
+    ),
+    *("UpsampleBilinear2D", "UpsampleNearest2D"),
+)
+
+
+def ends_in_probability(tensor: Tensor) -> bool:
+    """Return whether a sigmoid or softmax computed all numbers of a tensor, which only moved since then."""
+    ends = [tensor.grad_fn]
+    while ends:
+        node = ends.pop()
+        if node is None:
+            return False
+        kind = node.name().partition("Backward")[0]
+        if kind in _TRANSPARENT or is_module_hook(node):
+            ends += [function for function, _ in next_functions(node) if function is not None]
+        elif kind not in _PROBABILITIES:
+            return False
+    return True
+
+
 # Operators.
 
 

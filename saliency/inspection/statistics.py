@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import ImageError, LayerError, RenderError, TargetError, plural
-from ..hooks.autograd_graph import this_backward
+from ..hooks.autograd_graph import ends_in_probability, this_backward
 from ..hooks.manager import HookManager
 from ..hooks.model_state import categories_of, leaf
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
 from ..layers.layout import Grid, layout_from
 from ..render.figure import new_figure
-from ..targets.targets import Categories, OutputTarget, TargetLike, as_target
+from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
 from .arguments import Batches, LayersLike, ModelCall
 from .moments import Moments, moments, real_values
 from .record import Call, Recording
@@ -429,7 +429,8 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
         name, value = "loss", loss_or_target(output, *labels)
     else:
         target = as_target(loss_or_target, batch.size, categories)
-        name, value = "score", target.resolve_from(output)(output)
+        facts = OutputFacts(categories, lambda output: ends_in_probability(output_tensor(output)))
+        name, value = "score", target.resolve_from(output, facts)(output)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape not in ((), (1,), (batch.size,)):
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TargetError(f"the {name} is {got}; expected one float, or one for each of {plural(batch.size, 'image')}")

@@ -13,7 +13,7 @@ from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
-from ..targets.targets import ClassScore, OutputTarget, Probability, class_scores
+from ..targets.targets import ClassScore, OutputFacts, OutputTarget, Probability
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
 
@@ -135,7 +135,7 @@ class IDGI(SteppedAttribution):
         """Return the probability of a class instead of its logit."""
         if not isinstance(target.target, ClassScore):
             return target
-        return ResolvedTarget(_ProbabilityIfAny((target.target,)), target.images, target.categories)
+        return target.replaced(_ProbabilityIfAny((target.target,)))
 
     def explain_steps(self, passes: PassRunner, score: Tensor) -> ImageAttribution:
         """Divide the rise of each step in proportion to the squared gradient at its start."""
@@ -159,10 +159,10 @@ class IDGI(SteppedAttribution):
 class _ProbabilityIfAny(Probability):
     """Probability of a class, or the score itself if the model returns one number per image."""
 
-    def resolve_from(self, output: Any) -> OutputTarget:
+    def resolve_from(self, output: Any, facts: OutputFacts) -> OutputTarget:
         """Resolve the top class, if no class was named."""
-        score = self.scores[0].resolve_from(output)
-        return score if class_scores(output).shape[1] == 1 else Probability((score,))
+        score = self.scores[0].resolve_from(output, facts)
+        return score if score.link is None else Probability((score,))
 
 
 def _squared_shares(gradients: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class Subject(SharedResults):
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
         with prepared_for_attribution(reader.model), torch.no_grad():
-            return reader.resolve(self.scored_target, len(images))(run_model(reader.model, images))
+            return reader.resolve(self.scored_target, images)(run_model(reader.model, images))
 
     @property
     def method(self) -> Attribution:

@@ -119,6 +119,7 @@ class Walk:
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
         self._interleaved: set[Node] = set()
         self._arrived[source_edge(score)] = torch.ones_like(score)
+        self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
         with torch.no_grad():
             for node in self.nodes:
                 self._visit(node)
@@ -165,9 +166,15 @@ class Walk:
         return grad
 
     def _pass_on(self, visit: Visit, grads: Gradients, arrived: dict[Edge, Tensor]) -> None:
-        for (node, at), on_path, grad in zip(self.next[visit.node], visit.on_path, grads, strict=False):
+        # A target may compute the score of each image alone, and then put the scores together.
+        is_join = visit.operation is not None and visit.operation.name in ("cat", "stack")
+        is_joint = is_join and visit.grad.shape == (self.images,) == (len(grads),)
+        edges = zip(self.next[visit.node], visit.on_path, grads, strict=False)
+        for operand, ((node, at), on_path, grad) in enumerate(edges):
             if node is None or not on_path or grad is None:
                 continue
+            image = operand if is_joint else self._image.get(visit.node)
+            self._image[node] = image if self._image.get(node, image) == image else None
             # Like the engine of autograd: an operation leaves the sum over broadcast dimensions to its caller.
             fitted = result_spec(node, at).fitted(grad)
             known = arrived.get((node, at))
@@ -211,13 +218,15 @@ class Walk:
         values = at_least_float32(values)
         if self.images == 1:
             return values.sum().reshape(1)
+        if node is not None and (image := self._image.get(node)) is not None:
+            return values.new_zeros(self.images).index_fill(0, torch.tensor(image, device=values.device), values.sum())
         if node in self._interleaved:
             return values.reshape(-1, self.images, values[0].numel()).sum((0, 2))
         if node is not None and self._is_length_first(values.shape):
             values = values.transpose(0, 1)
-        if len(values) == 1:  # a product of the rows of all images at once, as in einsum
+        if values.shape[:1] == (1,):  # a product of the rows of all images at once, as in einsum
             values = values[0]
-        if len(values) % self.images:
+        if not values.dim() or len(values) % self.images:
             raise NotApplicableError(
                 f"the ledger cannot divide values {tuple(values.shape)} among {self.images} images, as in detectors or "
                 "einsum; explain one image at a time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import DualEncoder, GradCAM, ModelError, TargetError, VanillaGradient, similarity, text
+from saliency import DualEncoder, GradCAM, ModelError, SaliencyWarning, TargetError, VanillaGradient, similarity, text
 from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
 from tests.dual_encoders import MODELS
@@ -114,6 +115,20 @@ def test_a_prompt_is_encoded_once_until_the_weights_change(name: str, monkeypatc
     after = GradCAM(model).attribute(x, text("a dog"))
     assert spy.call_count == 3
     assert not torch.equal(before.scores, after.scores)
+
+
+@BY_NAME
+def test_a_text_that_is_too_long_warns_with_the_number_of_tokens_that_are_cut(name: str) -> None:
+    model, x = copy.deepcopy(MODELS[name]())
+    fits, too_long = "a photo of a red bus", "a photo of a red bus a cat a"  # six words, a start and an end
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scores = GradCAM(model).attribute(x, text(fits)).scores
+    with pytest.warns(SaliencyWarning, match='ignores the last 3 tokens of the text "a photo of a red bus a cat a"'):
+        cut = GradCAM(model).attribute(x, text(too_long)).scores
+    torch.testing.assert_close(cut, scores)
+    with pytest.warns(SaliencyWarning, match="ignores the last 1 token of"):
+        saliency.explain_text(model, x[:1], f"{fits} dog", "input_x_gradient")
 
 
 @BY_NAME
