@@ -60,7 +60,7 @@ def is_drawing(path: str) -> bool:
     Only files with such names, like NAME.METHOD.png or sheet.png, are opened.
     """
     stem = os.path.splitext(os.path.basename(path))[0]  # noqa: PTH119, PTH122 - called for every image
-    if "." not in stem and stem != "sheet":
+    if ("." not in stem and stem != "sheet") or not os.path.isfile(path):  # noqa: PTH113 - a FIFO would block
         return False
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - a path may hold undecodable bytes

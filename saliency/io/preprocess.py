@@ -87,9 +87,9 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
     if range is None:
         hint = "state the range of the pixels, preprocess=saliency.Preprocess(range=(low, high))"
         if image.mode == "F":
-            raise ImageError(f"floating-point pixels have no agreed range; {hint}")
+            raise ImageError(f"the image has floating-point pixels, which have no agreed range; {hint}")
         if least < 0 or most > _DEEPEST:
-            raise ImageError(f"its pixels lie in {least:.0f}..{most:.0f}, expected 0..{_DEEPEST}; {hint}")
+            raise ImageError(f"the image has pixels in {least:.0f}..{most:.0f}, expected 0..{_DEEPEST}; {hint}")
         if least < most < _DARK:
             warn(
                 f"a 16-bit image lies below {_DARK} of {_DEEPEST}, so the model sees it almost black; {hint}, for "
@@ -362,7 +362,7 @@ class TransformPreprocess:
             ImageError: The callable returned something else.
         """
         transform: Any = self.transform
-        if "pixel_values" in getattr(transform, "model_input_names", ()):  # an image processor of Hugging Face
+        if self.is_processor:
             if is_deep(picture):  # it reads images of 8 bits only
                 picture = _rounded(scaled_grey(picture, None))
             tensor = transform(images=picture, return_tensors="pt")["pixel_values"][0]
@@ -375,6 +375,11 @@ class TransformPreprocess:
             came = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
             raise ImageError(f"the preprocessing returned {came}; expected floating-point values of shape (C, H, W)")
         return tensor.detach()
+
+    @property
+    def is_processor(self) -> bool:
+        """Whether this is an image processor of Hugging Face."""
+        return "pixel_values" in getattr(self.transform, "model_input_names", ())
 
     @cached_property
     def input_range(self) -> tuple[float, float]:
@@ -409,7 +414,7 @@ def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box
     Warns:
         SaliencyWarning: A crop keeps less than half of the image's shorter edge.
     """
-    if isinstance(prepare, TransformPreprocess) and is_deep(image):
+    if isinstance(prepare, TransformPreprocess) and is_deep(image) and not prepare.is_processor:
         box = prepare.box(image.size, _highest(np.max(image)))
     else:
         box = prepare.box(image.size)

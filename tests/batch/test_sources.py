@@ -115,9 +115,10 @@ def test_overlays_are_recognised_by_their_metadata_in_every_format(tmp_path: Pat
     for name in ("cat", "my.cat", "sheet.of.music"):
         drawing.save(tmp_path / f"{name}.{suffix}")
     touch(tmp_path, "empty.image.png")
+    os.mkfifo(tmp_path / "no.file.png")  # opening it would block
     found, left_out = sources.find_images([tmp_path])
     assert names(found, tmp_path) == sorted(
-        [f"{name}.{suffix}" for name in ("cat", "my.cat", "sheet.of.music")] + ["empty.image.png"]
+        [f"{name}.{suffix}" for name in ("cat", "my.cat", "sheet.of.music")] + ["empty.image.png", "no.file.png"]
     )
     assert left_out == 2
     shell = [str(path) for path in tmp_path.iterdir()]  # as a shell expands a pattern

@@ -617,9 +617,12 @@ def test_a_function_receives_the_image_in_its_own_mode() -> None:
 
 def test_an_image_processor_of_hugging_face_receives_8_bits() -> None:
     processor: Any = Processor()
-    with pytest.warns(saliency.errors.SaliencyWarning, match=DARK):
+    with pytest.warns(saliency.errors.SaliencyWarning, match=DARK) as caught:
         batch = read(SCAN, processor)
+    assert len(caught) == 1
     assert batch.tensor.shape == (1, 3, 16, 16)
+    assert batch.frames[0] is not None
+    assert batch.frames[0].box == pytest.approx((0, 0, 60, 40), abs=1)
     assert torch.equal(read(SCAN * np.uint16(16), processor).tensor, as_preprocess(processor)(drawn(SCAN * 16.0))[None])
 
 
