@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from multiprocessing import get_context
@@ -445,25 +445,29 @@ def claims(title: str, scores: ByScore) -> str:
     best = [min(own) for own in zip(*(places[name] for name in CONTROLS), strict=True)]  # by score
     judged = {case: verdicts_in(case, scores) for case in scores["energy"]}
 
-    def listed(holds: Callable[[str], bool]) -> str:
-        names = [name for name in places if name not in CONTROLS and holds(name)]
+    methods = [name for name in places if name not in CONTROLS]
+
+    def listed(names: Iterable[str]) -> str:
         return ", ".join(map(label, names)) or "none"
 
-    def by_all(name: str, verdict: str) -> bool:
-        return all(set(own[name].values()) == {verdict} for own in judged.values() if name in own)
+    def is_better(name: str) -> bool:
+        return all(set(own[name].values()) == {"better"} for own in judged.values() if name in own)
 
     count = len(places)
+    first = listed(name for name in methods if max(places[name]) <= count / 2)
+    last = listed(name for name in methods if min(places[name]) > 0.75 * count)
+    after = listed(name for name in methods if all(map(float.__gt__, places[name], best)))
     lines = [
         f"## What holds by all scores: {title[0].lower()}{title[1:]}",
         "",
-        f"- Mean rank in the first half of {count}: {listed(lambda name: max(places[name]) <= count / 2)}.",
-        f"- Mean rank in the last quarter: {listed(lambda name: min(places[name]) > 0.75 * count)}.",
-        f"- Mean rank after the best control: {listed(lambda name: all(map(float.__gt__, places[name], best)))}.",
-        f"- Better than all controls in each case: {listed(lambda name: by_all(name, 'better'))}.",
+        f"- Mean rank in the first half of {count}: {first}.",
+        f"- Mean rank in the last quarter: {last}.",
+        f"- Mean rank after the best control: {after}.",
+        f"- Better than all controls in each case: {listed(filter(is_better, methods))}.",
     ]
     for case, own in judged.items():
-        worse = listed(lambda name, own=own: set(own.get(name, {}).values()) == {"worse"})
-        never = listed(lambda name, own=own: name in own and "better" not in own[name].values())
+        worse = listed(name for name in methods if set(own.get(name, {}).values()) == {"worse"})
+        never = listed(name for name in methods if name in own and "better" not in own[name].values())
         lines.append(
             f"- {case.task}, {case.network}: worse than the best control: {worse}. Better by no score: {never}."
         )

@@ -93,7 +93,7 @@ class ARCC(CombinedMetric):
         """Return the mean scores of the images (N,) without the first shares of their orders (N, H, W)."""
         images = [
             removed(x, place, self.shares, self.noise, subject.seed)
-            for x, place in zip(subject.images.split(1), places, strict=True)
+            for x, place in zip(subject.images[:, None], places, strict=True)
         ]
         scores = [subject.scores_of(batch).double() for batch in torch.stack(images, 1)]  # of (k, N, C, H, W)
         return torch.stack(scores).mean(0)

@@ -46,9 +46,9 @@ class Negative(Scaled):
 
 
 def network() -> nn.Module:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(300, 3, bias=False)).double()
-    net[1].weight.data.copy_(torch.stack([WEIGHT, 0.9 * WEIGHT, -WEIGHT]).flatten(1) / 8)
-    return net
+    head = nn.Linear(300, 3, bias=False).double()
+    head.weight.data.copy_(torch.stack([WEIGHT, 0.9 * WEIGHT, -WEIGHT]).flatten(1) / 8)
+    return nn.Sequential(nn.Flatten(), head)
 
 
 def measured(name: str, method: Attribution, **options: Any) -> Tensor:
