@@ -101,7 +101,7 @@ class Operation:
 
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        return _out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
+        return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
 
     def _values(self, args: dict[str, Any]) -> dict[str, Any]:
         return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value)) if self.is_weak else args
@@ -204,7 +204,7 @@ HOMOGENEOUS = {
 
 
 @cache
-def _out_of_place(op: Op) -> Op:
+def out_of_place(op: Op) -> Op:
     """Return the form of an operation that writes to none of its arguments; the same one if there is no other."""
     return cast("Op", getattr(getattr(torch.ops.aten, operator_name(op), None), op._overloadname, op))
 
@@ -216,7 +216,7 @@ def is_pointwise(op: Op) -> bool:
     if name in ("mul", "div", "clone", "neg", "addcdiv", "maximum", "minimum", *ADDITIVE):
         return False
     # PyTorch does not tag these.
-    return torch.Tag.pointwise in _out_of_place(op).tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
+    return torch.Tag.pointwise in out_of_place(op).tags or name in ("hardswish", "leaky_relu", "_prelu_kernel")
 
 
 @cache

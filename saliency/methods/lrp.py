@@ -20,7 +20,7 @@ from ..errors import LayerError, MethodError, did_you_mean, warn
 from ..hooks.operations import Keep
 from ..hooks.rectifiers import Coverage, nodes_between
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, scan_layers
+from ..layers.find import LayerLike, scan_layers, trace_layers
 from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import Composite, Propagation, Unknown, has_attention
 from ..relevance.rules import Contrast, Gamma, Rule, ZBox, divided
@@ -153,8 +153,9 @@ def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[
     values = at_least_float32(layout(relevance.detach())).sum(1, keepdim=True)
     above = [*nodes_between(grads.scores_in_graph, tensor), cast("Node", tensor.grad_fn)]
     ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
-    if layout.prefix:
-        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, : layout.prefix])
+    if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
+        others = [token for token in range(relevance.shape[1]) if token not in layout.tokens]
+        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, others])
     ledger["other paths"] = _total(walk.ledger) - _total(ledger)
     return values, ledger
 
@@ -294,7 +295,7 @@ class AttnLRP(RelevancePropagation):
         """Return the layer of the option, or that of the patches."""
         if self.layer is not None or self.at == "pixels":
             return self.layer
-        modules = {layer.name: self.model.get_submodule(layer.name) for layer in scan_layers(self.model, x).spatial}
+        modules = {layer.name: self.model.get_submodule(layer.name) for layer in trace_layers(self.model, x).spatial}
         for name, module in modules.items():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 return name
