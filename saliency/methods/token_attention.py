@@ -314,6 +314,9 @@ class GradECLIP(AttentionMap):
     patch, times the cosine of query and key, scaled to 0..1 over the patches. The cosine takes the place of the
     softmax, which is too sparse in CLIP.
 
+    The authors' code for CLIP computes the last attention again with a single head, and takes the cosine of query and
+    key after the output projection. Here the attention is the model's own, and query and key are those of its heads.
+
     Args:
         model: As for every method.
         **options: As for `saliency.Attribution`.

@@ -264,7 +264,9 @@ CASES: dict[str, Case] = {
         "norm",
         Layout("NHWC", (3, 5)),
     ),
-    "mixer_s16": Case(lambda: timm_model("mixer_s16_224", img_size=96), (96, 96), "norm", Layout("NTC", (6, 6), range(36))),
+    "mixer_s16": Case(
+        lambda: timm_model("mixer_s16_224", img_size=96), (96, 96), "norm", Layout("NTC", (6, 6), range(36))
+    ),
     "convnext_atto": Case(lambda: timm_model("convnext_atto"), (96, 160), "stages", Layout("NCHW", (3, 5))),
     "efficientnet_lite0": Case(
         lambda: timm_model("tf_efficientnet_lite0"), (160, 256), "bn2", Layout("NCHW", (5, 8)), 2
