@@ -77,7 +77,10 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     layout = layout_from(shape, len(x), size, channels_first=known)
     if layout is None or layout.kind != "NCHW":
         spatial = {layer.name: layer for layer in trace_layers(model, x).spatial if layer.shape[1:] == shape[1:]}
-        layout = spatial[name].layout if name in spatial and shape[0] == len(x) else None
+        if name in spatial and shape[0] != len(x):
+            problem = f'layer "{name}" returns {shape[0]} rows for {len(x)} images, so the model runs them in parts'
+            raise LayerError(f"{problem}; explain one image at a time")
+        layout = spatial[name].layout if name in spatial else None
     if layout is None:
         problem = f'the output of layer "{name}" has shape {shape}, which has no spatial extent'
         hint = "choose a layer with an output (N, K, h, w), (N, h, w, K) or (N, tokens, K)"

@@ -257,7 +257,7 @@ def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:
     cell = torch.cat([ordered.new_zeros(1), (ordered.diff() > _SAME).float()]).cumsum(0).long()
     count = int(cell[-1]) + 1
     even = (cell + 0.5) * (length / count) - 0.5
-    if float((ordered - even).abs().max()) > length / count:
+    if float((ordered - even).abs().max()) > 0.5 * length / count:
         return None
     return torch.empty_like(cell).scatter_(0, order, cell), count
 

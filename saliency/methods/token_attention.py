@@ -71,7 +71,7 @@ class TokenAttention:
         is_encoder = all(call.shape[3] == self.tokens for call in calls) and self.crosses in ([], [self.pooling])
         is_known = is_encoder or (decoders and self._has_decoder())
         if images != len(grads.x) or not self.blocks or not is_known or not is_chain(calls):
-            kinds = "windows, stages, channels, parallel branches, pooling of patches only"
+            kinds = "windows, stages, channels, parallel branches, pooling of patches only, images in parts"
             problem = f"the attention of {model} is not among all tokens in each block ({kinds})"
             raise NotApplicableError(f"{method}: {problem}, for which the method is not defined; {_INSTEAD}")
 

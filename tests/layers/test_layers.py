@@ -349,7 +349,7 @@ def test_the_map_of_the_layer_is_not_empty_and_fits_the_input(name: str) -> None
 class Unrolled(nn.Module):
     """Two stages of tokens in the order of Hiera: the four of each later cell lie apart, so that pooling is a maximum.
 
-    Only behind the pooling does the order of the tokens follow the picture.
+    Only after the pooling does the order of the tokens follow the picture.
     """
 
     def __init__(self) -> None:
@@ -368,12 +368,12 @@ class Unrolled(nn.Module):
         return out
 
 
-def test_tokens_in_an_order_of_their_own_are_not_taken_for_a_map() -> None:
+def test_tokens_in_an_order_of_their_own_are_read_in_that_of_the_image() -> None:
     model = Unrolled().eval()
     found = look(model, torch.randn(1, 3, 64, 64))
     assert found.default == "stage2"
-    assert misplaced(model, "stage2", (64, 64), 0) == []
-    assert "stage1" not in found.last_per_resolution()
+    assert found.last_per_resolution() == ("stage1", "stage2")
+    assert [each for stage in ("stage1", "stage2") for each in misplaced(model, stage, (64, 64), 0)] == []
 
 
 class Tabled(Small):
