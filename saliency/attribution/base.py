@@ -254,8 +254,16 @@ class Attribution(HasOptions, ABC):
         return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
-        """Return a checked result as an explanation. Raises NonFiniteError for NaN and infinity."""
+        """Return a checked result as an explanation.
+
+        Raises:
+            MethodError: There is not one map for each score.
+            NonFiniteError: Values are NaN or infinite.
+        """
         values = result.values.detach()
+        if len(values) != len(result.scores):
+            problem = f"{self.name or type(self).__name__} returned values {tuple(values.shape)}"
+            raise MethodError(f"{problem} for {len(result.scores)} images; expected one map for each")
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())

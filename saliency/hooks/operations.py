@@ -101,7 +101,7 @@ class Operation:
 
     def repeat(self, /, **changed: Any) -> Any:
         """Run the operation again with some other arguments, not in place."""
-        return _out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
+        return out_of_place(self.op)(**self._values({**self.kept_args, **changed}))
 
     def _values(self, args: dict[str, Any]) -> dict[str, Any]:
         return cast("dict[str, Any]", tree_map(args, WeakResult, WeakResult.value)) if self.is_weak else args
@@ -213,7 +213,7 @@ HOMOGENEOUS = {
 
 
 @cache
-def _out_of_place(op: Op) -> Op:
+def out_of_place(op: Op) -> Op:
     """Return the form of an operation that writes to none of its arguments; the same one if there is no other."""
     return cast("Op", getattr(getattr(torch.ops.aten, operator_name(op), None), op._overloadname, op))
 
@@ -223,7 +223,7 @@ def is_elementwise(op: Op) -> bool:
     """Return whether an operation computes each number of its result from one number of each operand."""
     # PyTorch does not tag these.
     untagged = ("hardswish", "leaky_relu", "_prelu_kernel", "_to_copy")
-    return torch.Tag.pointwise in _out_of_place(op).tags or operator_name(op) in untagged
+    return torch.Tag.pointwise in out_of_place(op).tags or operator_name(op) in untagged
 
 
 @cache

@@ -312,7 +312,7 @@ class _ActivationCollector(_Collector):
         elif shape[1:] in self._axes:
             return self._axes[shape[1:]]
         else:
-            layout = layout_from(shape, images, size, ()) if axes == 4 and size is not None else None
+            layout = layout_from(shape, images, size) if axes == 4 and size is not None else None
             return axes - 1 if axes == 3 or (layout is not None and layout.kind == "NHWC") else 1
         self._axes.setdefault(shape[1:], axis)
         return axis

@@ -25,7 +25,7 @@ from ..hooks.forward_args import bind_image
 from ..hooks.manager import HookManager
 from ..hooks.model_state import run_model
 from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Keep, Operation, is_batch_norm, is_view
-from ..layers.find import scan_layers
+from ..layers.find import trace_layers
 from ..layers.layout import layout_from
 from ..relevance.propagation import constant_part, holds_constant, kind_of
 
@@ -139,9 +139,12 @@ class _Terms:
             term = term.reshape(used_as)
         x = self._grads.x
         size = (int(x.shape[-2]), int(x.shape[-1]))
-        grids = scan_layers(self._model, x).grids if term.dim() == 3 else ()
         is_channels_first = operation.name in ("convolution", "native_group_norm") or is_batch_norm(operation.op)
-        layout = layout_from(term.shape, 1, size, grids, channels_first=is_channels_first)
+        layout = layout_from(term.shape, 1, size, channels_first=is_channels_first)
+        if term.dim() == 3:
+            layers = trace_layers(self._model, x).spatial
+            layouts = {layer.layout for layer in layers if len(layer.shape) == 3 and layer.shape[1] == term.shape[1]}
+            layout = layouts.pop() if len(layouts) == 1 else None
         if layout is not None and layout.grid != (1, 1):
             resized = F.interpolate(_scaled(layout(term)), size, mode="bilinear", align_corners=False)
             self.values = self.values + resized

@@ -13,7 +13,9 @@ from ..attribution.options import Option
 from ..attribution.resolved_target import ResolvedTarget
 from ..engine.estimates import Estimate, generator
 from ..engine.multi_pass import ImageAttribution, PassRunner, SampledAttribution, SteppedAttribution, from_estimate
-from ..targets.targets import ClassScore, OutputFacts, OutputTarget, Probability
+from ..errors import warn
+from ..targets.embedding import Similarity, TextSimilarity
+from ..targets.targets import ClassScore, FunctionTarget, OutputFacts, OutputTarget, Probability
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
 
@@ -117,6 +119,9 @@ class IDGI(SteppedAttribution):
     Values: (N, C, H, W), signed, in units of the probability, or of the target's score; they sum to that of the image
     less that of the baseline.
 
+    Warns:
+        SaliencyWarning: The target is a function or a similarity: then the map often shows the border of the image.
+
     Raises:
         MethodError: An option is invalid, or a baseline does not fit.
         TargetError: The target does not fit the model's output, or does not depend on the input.
@@ -133,6 +138,11 @@ class IDGI(SteppedAttribution):
 
     def explained_target(self, target: ResolvedTarget) -> ResolvedTarget:
         """Return the probability of a class instead of its logit."""
+        if isinstance(target.target, FunctionTarget | Similarity | TextSimilarity):
+            warn(
+                f"{self.name}: only classes are explained by their probability; this map may show stripes at "
+                "the border of the image; use integrated_gradients"
+            )
         if not isinstance(target.target, ClassScore):
             return target
         return target.replaced(_ProbabilityIfAny((target.target,)))

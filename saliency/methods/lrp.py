@@ -21,7 +21,7 @@ from ..hooks.autograd_graph import Gradients, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Keep, Operation
 from ..hooks.rectifiers import Coverage, nodes_between
 from ..io.preprocess import Preprocess
-from ..layers.find import LayerLike, named_layers, scan_layers
+from ..layers.find import LayerLike, named_layers, scan_layers, trace_layers
 from ..layers.layout import given_layout
 from ..relevance.composites import COMPOSITES
 from ..relevance.propagation import (
@@ -183,8 +183,9 @@ def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[
     values = at_least_float32(layout(relevance.detach())).sum(1, keepdim=True)
     above = [*nodes_between(grads.scores_in_graph, tensor), cast("Node", tensor.grad_fn)]
     ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
-    if layout.prefix:
-        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, : layout.prefix])
+    if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
+        others = [token for token in range(relevance.shape[1]) if token not in layout.tokens]
+        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, others])
     ledger["other paths"] = _total(walk.ledger) - _total(ledger)
     return values, ledger
 
@@ -215,7 +216,7 @@ def _find_patches(model: nn.Module, grads: TargetGradients, node: Node) -> _Patc
         shape = result_spec(node, 0).shape
         is_map = len(shape) == 4 and shape[0] == len(grads.x)  # not patches of patches, as in TNT
         return _Patches(node, name, None, lambda maps: maps) if is_map else None
-    layers = {layer.name: layer for layer in scan_layers(model, grads.x).spatial} if name is not None else {}
+    layers = {layer.name: layer for layer in trace_layers(model, grads.x).spatial} if name is not None else {}
     if name not in layers:
         return None
     layer = layers[name]
