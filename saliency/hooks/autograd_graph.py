@@ -206,33 +206,21 @@ _PROBABILITIES = ("Sigmoid", "Softmax", "SafeSoftmax")
 # Operations that leave numbers of 0 to 1 what they are.
 _TRANSPARENT = (
     *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Split", "Unbind", "Alias"),
-    *(
-        "Clone",
-        "ToCopy",
-        "Permute",
-        "Transpose",
-        "T",
-        "Expand",
-        "Index",
-        "Cat",
-        "Stack",
-        "Clamp",
-        "ClampMin",
-        "ClampMax",
-    ),
+    *("Clone", "ToCopy", "Permute", "Transpose", "T", "Expand", "Index", "Cat", "Stack"),
+    *("Clamp", "ClampMin", "ClampMax"),
     *("UpsampleBilinear2D", "UpsampleNearest2D"),
 )
 
 
 def ends_in_probability(tensor: Tensor) -> bool:
     """Return whether a sigmoid or softmax computed all numbers of a tensor, which only moved since then."""
-    ends = [tensor.grad_fn]
+    if not tensor.requires_grad:
+        return False
+    ends = [source_edge(tensor)[0]]
     while ends:
         node = ends.pop()
-        if node is None:
-            return False
         kind = node.name().partition("Backward")[0]
-        if kind in _TRANSPARENT or is_module_hook(node):
+        if kind in _TRANSPARENT:
             ends += [function for function, _ in next_functions(node) if function is not None]
         elif kind not in _PROBABILITIES:
             return False
