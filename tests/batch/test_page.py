@@ -286,23 +286,37 @@ def test_the_large_view_shows_the_trust_card_of_each_method(opened: Visit, tmp_p
         "error": 0.05,
         "higher_is_better": False,
         "controls": {"random": 0.6},
-        "control_errors": {"random": 0.1},
+        "control_ranges": {"random": [0.4, 0.8]},
+        "group": "marks what matters",
+        "is_worse": False,
     }
-    unclear = {**deletion, "is_clear": False, "verdict": "cannot be told from chance", "value": 0.8, "error": None}
-    files: Row = {"card": "trust/photo-0.grad_cam.html", "trust": {"deletion": deletion, "road": unclear}}
+    worse = {**deletion, "is_clear": False, "is_worse": True, "verdict": "worse", "value": 0.8, "error": None}
+    unclear = {**worse, "is_worse": False, "verdict": "cannot be told from chance", "group": "depends on the model"}
+    files: Row = {
+        "card": "trust/photo-0.grad_cam.html",
+        "trust": {"mprt": unclear, "deletion": deletion, "road": worse},
+    }
     lacking = {"error": "no trust card: out of memory", "error_kind": "OutOfMemoryError"}
     out = folder(tmp_path / "out", [row(0, **files), row(0, "layer_cam", **lacking)], pictures=True)
     page = opened.go(report(out), "#photo=0")
     card = page.locator(".trust")
-    assert card.locator("h4").inner_text() == "Trust card: 1 of 2 properties are clear"
+    assert card.locator("h5").all_inner_texts() == [
+        "depends on the model: 0 of 1 clear",
+        "marks what matters: 1 of 2 clear",
+    ]
     missing = card.locator(".legend").nth(1).inner_text()
-    assert missing.startswith("Not measured: depends on the weights (MPRT), depends on the class (random logit)")
+    assert missing.startswith("Not measured: depends on the class (random logit), stable under noise")
     assert "ROAD" not in missing
-    assert card.locator(".verdict").all_inner_texts() == ["the score falls faster", "cannot be told from chance"]
-    assert card.locator(".name").all_inner_texts() == ["✓ needed (deletion)\n0.1 ± 0.05", "? needed (deletion)\n0.8"]
-    assert page.get_by_role("img", name="random 0.6 ± 0.1, map 0.1 ± 0.05").count() == 1
+    assert card.locator(".verdict").all_inner_texts() == [
+        "cannot be told from chance",
+        "the score falls faster",
+        "worse",
+    ]
+    names = ["? needed (deletion)\n0.8", "✓ needed (deletion)\n0.1 ± 0.05", "✗ needed (deletion)\n0.8"]
+    assert card.locator(".name").all_inner_texts() == names
+    assert page.get_by_role("img", name="random 0.6 (0.4 to 0.8), map 0.1 (0 to 0.2)").count() == 1
     lefts = "[...document.querySelectorAll('.mark')].map(each => parseFloat(each.style.left))"
-    assert page.evaluate(lefts) == pytest.approx([25, 87.5, 50, 0])  # better values lie to the right
+    assert page.evaluate(lefts) == pytest.approx([50, 0, 25, 87.5, 50, 0])  # better values lie to the right
     assert page.get_by_role("link", name="Trust card").get_attribute("href") == "./trust/photo-0.grad_cam.html"
     # A method whose card failed keeps its overlay.
     assert page.locator(".panel.failed").count() == 0
