@@ -7,36 +7,38 @@ resumes, and rules can be compared without the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import saliency
 from saliency import METHODS, Explanation, generator
 from saliency.inspection.trust import OTHERS
+from saliency.metrics import Metric
 from saliency.metrics.agreement import RankCorrelation
-from saliency.metrics.base import CONTROLS, Metric, Outcome, SharedResults, Subject
+from saliency.metrics.base import DRAWS, ROUNDING, SharedResults, Subject
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics.randomisation import layers_from_the_top, randomise
 from saliency.metrics.road import ROAD
-from saliency.render.heatmap import smoothed
+from saliency.render.heatmap import reduced_maps, smoothed
 
 ASSETS, CACHE = Path(__file__).parent.parent / "assets", Path("build/trust")
 PHOTOS = ("camera", "chelsea", "coffee", "rocket", "astronaut")
 KNOWN = PHOTOS[:4]
 """The photos whose top class is right."""
 
-METRICS: list[Metric] = [
-    Deletion(steps=4),
-    Insertion(steps=4),
-    ROAD(shares=(0.2, 0.5)),
-    Infidelity(samples=60),
-]
+CURVES: list[Metric] = [Deletion(steps=4), Insertion(steps=4), ROAD(shares=(0.2, 0.5))]
+"""The metrics of a card that run the network for each map."""
+
 RIGHT: dict[str, dict[str, Any]] = {
     "grad_cam": {},
     "layer_cam": {},
@@ -45,10 +47,16 @@ RIGHT: dict[str, dict[str, Any]] = {
     "integrated_gradients": {},
     "input_x_gradient": {},
     "occlusion": {},
-    "rise": {"samples": 500},
-    "kernel_shap": {"samples": 300},
+    "rise": {"passes": 400},
+    "kernel_shap": {"passes": 300},
 }
+"""The methods whose maps are right, with their options."""
+
+ALTERED = ("shuffled", "negated", "inverted", "flipped", "upside down")
+"""What is done to maps of Grad-CAM, so that they are wrong."""
+
 EDGE = 224
+Record = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -134,7 +142,7 @@ def null_maps(photo: str, variant: int) -> Iterator[tuple[str, Tensor]]:
     yield "coarse noise", noise(*[(7, 14, 28, 56)[variant]] * 2)
     cells = (14, 16)[variant % 2]
     yield "blocks", noise(cells, cells).repeat_interleave(EDGE // cells, 0).repeat_interleave(EDGE // cells, 1)
-    yield "smooth noise", smooth(noise(EDGE, EDGE), (4, 8, 16, 32)[variant])
+    yield "smooth noise", smoothed(noise(1, EDGE, EDGE), (4, 8, 16, 22)[variant] / EDGE)[0]
     yield "blobs", blobs(EDGE, (1, 2, 4, 8)[variant], source)
     yield "coarse blobs", blobs((7, 7, 14, 14)[variant], (1, 3, 1, 3)[variant], source)
     image = METHODS["grad_cam"](network()).read(ASSETS / f"{photo}.jpg").tensor
@@ -146,27 +154,18 @@ def null_maps(photo: str, variant: int) -> Iterator[tuple[str, Tensor]]:
         explanation = METHODS[names[variant]](randomised(variant)).attribute(
             ASSETS / f"{photo}.jpg", base(photo).target[0]
         )
-        yield kind, saliency.heatmap(explanation, size=tuple(explanation.values.shape[2:]))[0]
+        yield kind, reduced_maps(explanation, None)[0]
     others = [other for other in PHOTOS if other != photo]
     name = ("grad_cam", "lrp", "occlusion", "layer_cam")[(PHOTOS.index(photo) + variant) % 4]
-    yield "other photos", saliency.metrics.base.reduced_maps(explained(others[variant], name), None)[0]
+    yield "other photos", reduced_maps(explained(others[variant], name), None)[0]
 
 
-def smooth(map_: Tensor, sigma: float) -> Tensor:
-    at = torch.arange(EDGE).float()
-    weights = (-0.5 * ((at - at[:, None]) / sigma) ** 2).softmax(1)
-    return weights @ map_ @ weights.T
-
-
-def altered(photo: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield maps of Grad-CAM that are made wrong."""
+def altered_maps(photo: str) -> dict[str, Tensor]:
+    """Return maps of Grad-CAM that are made wrong."""
     map_ = explained(photo, "grad_cam").values[0, 0]
     order = torch.randperm(map_.numel(), generator=generator(0))
-    yield "shuffled", map_.flatten()[order].view_as(map_)
-    yield "negated", -map_
-    yield "inverted", map_.max() - map_
-    yield "flipped", map_.flip(1)
-    yield "upside down", map_.flip(0)
+    maps = (map_.flatten()[order].view_as(map_), -map_, map_.max() - map_, map_.flip(1), map_.flip(0))
+    return dict(zip(ALTERED, maps, strict=True))
 
 
 def cases() -> Iterator[Case]:
@@ -178,30 +177,113 @@ def cases() -> Iterator[Case]:
         photo = KNOWN[variant]
         for name in RIGHT:
             yield Case("right", name, photo, 0, explained(photo, name))
-        for kind, map_ in altered(photo):
+        for kind, map_ in altered_maps(photo).items():
             yield Case("altered", kind, photo, 0, with_map(photo, map_))
 
 
 @cache
 def references(photo: str) -> list[Explanation]:
-    """Return the explanations with which the map is compared."""
+    """Return the explanations with which maps of a photo are compared."""
     return [METHODS[name](network()).attribute(ASSETS / f"{photo}.jpg") for name in OTHERS]
 
 
-def values(case: Case, shared: SharedResults, method: saliency.Attribution) -> dict[str, Any]:
-    """Return the values of all metrics for the map, its controls and the edges."""
-    context = {"method": method, "inputs": ASSETS / f"{case.photo}.jpg", "seed": case.seed}
-    subject = Controlled(case.explanation, shared=shared, **context)
-    outcomes: dict[Metric, Outcome] = METRICS[0].together(METRICS, subject)
-    rows = {
+def measured(case: Case, shared: SharedResults) -> Record:
+    """Return the values of all metrics for the map, its controls and the edges.
+
+    The random controls of metrics that run the network are left out, as NaN, where the map does not beat the others.
+    For altered maps all are measured.
+    """
+    context: dict[str, Any] = {
+        "method": METHODS["grad_cam"](network()),
+        "inputs": ASSETS / f"{case.photo}.jpg",
+        "seed": case.seed,
+        "shared": shared,
+    }
+    few, usual = (Controlled(case.explanation, draws=draws, **context) for draws in (0, DRAWS))
+    rows = {}
+    for metric, one in CURVES[0].together(CURVES, few).items():
+        own, *fixed = one.values[:3, 0].tolist() if metric.name in HIGHER else (-one.values[:3, 0]).tolist()
+        if own > max(fixed) or case.group == "altered":
+            rows |= _rows([metric], usual)
+        else:
+            values = one.values[:, 0].tolist()
+            rows[metric.name] = {"values": [*values[:3], *[math.nan] * DRAWS, values[3]], "errors": None}
+    rows |= _rows([Infidelity(samples=60)], usual)
+    others = [other for other in references(case.photo) if other.method != case.explanation.method]
+    subjects = [Controlled(case.explanation, reference=other, **context) for other in others]
+    each = [RankCorrelation().outcome(subject).values[:, 0] for subject in subjects]
+    rows["rank_correlation"] = {"values": torch.stack(each).mean(0).tolist(), "errors": None}
+    return {"group": case.group, "kind": case.kind, "photo": case.photo, "seed": case.seed, "rows": rows}
+
+
+def _rows(metrics: Sequence[Metric], subject: Subject) -> Record:
+    outcomes = metrics[0].together(metrics, subject)
+    return {
         metric.name: {
             "values": one.values[:, 0].tolist(),
             "errors": None if one.difference_error is None else one.difference_error[:, 0].tolist(),
-            "curves": None if one.curves is None else one.curves[:, 0].tolist(),
         }
         for metric, one in outcomes.items()
     }
-    others = [other for other in references(case.photo) if other.method != case.explanation.method]
-    each = [RankCorrelation().outcome(Controlled(case.explanation, reference=one, **context)).values for one in others]
-    rows["rank_correlation"] = {"values": torch.stack(each).mean(0)[:, 0].tolist(), "errors": None, "curves": None}
-    return {**case._replace(explanation=None)._asdict(), "controls": [*CONTROLS, "edges"], "rows": rows}
+
+
+def verdict(metric: str, row: Record, rule: str = "all draws") -> str:
+    """Return "clear", "worse" or "" for a row, by one of `RULES`. The values are those of the map and its controls."""
+    values = np.array(row["values"]) * (1 if metric in HIGHER else -1)
+    errors = np.zeros(len(values)) if row["errors"] is None else 2 * np.array(row["errors"])
+    own, random = values[0], values[3 : 3 + DRAWS]
+    fixed = [1, 2, len(values) - 1] if rule == "all draws, and the edges" else [1, 2]
+    if rule == "two standard deviations":
+        low, high = (random.mean() + sign * 2 * random.std(ddof=1) for sign in (-1, 1))
+    else:
+        low, high = (random - errors[3 : 3 + DRAWS]).min(), (random + errors[3 : 3 + DRAWS]).max()
+    if own > max(high, *(values + errors)[fixed]) and not np.isclose(own, high, **ROUNDING):
+        return "clear"
+    return "worse" if own < min(low, *(values - errors)[fixed]) and not np.isclose(own, low, **ROUNDING) else ""
+
+
+HIGHER = ("insertion", "rank_correlation")
+"""The metrics of which higher values are better."""
+
+RULES = ("all draws", "all draws, and the edges", "two standard deviations")
+
+
+def table(records: Sequence[Record]) -> None:
+    """Print how often each row is clear, by rule and group, and by kind."""
+    names = list(records[0]["rows"])
+    print(f"| maps | rule | {' | '.join(names)} | any of the five |\n|---|---|{'---|' * (len(names) + 1)}")
+    for group in ("null", "right"):
+        own = [record["rows"] for record in records if record["group"] == group]
+        for rule in RULES:
+            _print_rates(f"{len(own)} {group} | {rule}", names, own, rule)
+    print(f"\n| kind | {' | '.join(names)} | any of the five |\n|---|{'---|' * (len(names) + 1)}")
+    for kind in dict.fromkeys(record["kind"] for record in records if record["group"] != "altered"):
+        _print_rates(kind, names, [record["rows"] for record in records if record["kind"] == kind])
+    print("\n| map | clear rows of five | worse rows |\n|---|---|---|")
+    for kind in dict.fromkeys(["grad_cam", "lrp", "occlusion", *ALTERED]):
+        own = [record["rows"] for record in records if record["kind"] == kind]
+        verdicts = [[verdict(name, row) for name, row in rows.items()] for rows in own]
+        clear, worse = ([each.count(word) for each in verdicts] for word in ("clear", "worse"))
+        print(f"| {kind} | {', '.join(map(str, clear))} | {', '.join(map(str, worse))} |")
+
+
+def _print_rates(title: str, names: Sequence[str], own: Sequence[Record], rule: str = RULES[0]) -> None:
+    clear = np.array([[verdict(name, rows[name], rule) == "clear" for name in names] for rows in own])
+    rates = [*clear.mean(0), clear.any(1).mean()]
+    print(f"| {title} | {' | '.join(f'{rate:.2f}' for rate in rates)} |")
+
+
+def main() -> None:
+    """Measure all maps that are not stored yet, and print the tables."""
+    torch.set_num_threads(1)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    shared: dict[tuple[str, int], SharedResults] = defaultdict(SharedResults)
+    for case in cases():
+        file = CACHE / f"{case.group}.{case.kind.replace(' ', '_')}.{case.photo}.{case.seed}.json"
+        if not file.exists():
+            file.write_text(json.dumps(measured(case, shared[case.photo, case.seed])))
+    table([json.loads(file.read_text()) for file in sorted(CACHE.glob("*.json"))])
+
+
+if __name__ == "__main__":
+    main()

@@ -175,7 +175,7 @@ class Subject(SharedResults):
         require_explanation(explanation, "a metric")
         reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed, self.controls = explanation, seed, controls
-        self.draws = check_integer("draws", draws)
+        self.draws = check_integer("draws", draws, least=0)
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs, self._target = method, model, inputs, target

@@ -16,7 +16,7 @@ import saliency
 from saliency import InputXGradient, MethodError, VanillaGradient
 from saliency.attribution.base import Attribution, BatchAttribution
 from saliency.attribution.resolved_target import ResolvedTarget
-from saliency.inspection.trust import GROUPS, UNCLEAR, TrustCard, draw_trust, property_of, trust
+from saliency.inspection.trust import GROUPS, UNCLEAR, WORSE, TrustCard, draw_trust, property_of, trust
 from saliency.metrics import Control
 from saliency.metrics.agreement import RankCorrelation
 from saliency.testing import Snapshot, images, tiny_model
@@ -44,6 +44,39 @@ def test_a_verdict_needs_to_beat_all_draws_of_all_controls(card: TrustCard) -> N
 
 def test_a_constant_map_gets_no_verdict() -> None:
     assert [row.verdict for row in trust(Constant(tiny_model()), images(1), 1)] == [UNCLEAR] * 8
+
+
+class Signed(Attribution):
+    """Input x gradient, or its negative, which depends on the model and marks what matters least."""
+
+    sign_of_values = 1
+
+    def explain(self, x: Tensor, target: ResolvedTarget) -> BatchAttribution:
+        with torch.enable_grad():
+            leaf = x.clone().requires_grad_()
+            scores = target(self.model(leaf))
+        (gradient,) = torch.autograd.grad(scores.sum(), leaf)
+        return BatchAttribution(self.sign_of_values * x * gradient, scores.detach())
+
+
+class Negated(Signed):
+    sign_of_values = -1
+
+
+def test_a_map_with_the_wrong_sign_depends_on_the_model_and_is_worse_than_the_controls() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 256, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.rand(parameter.shape, generator=generator) - 0.1)
+    x = torch.rand(1, 3, 16, 16, generator=generator) - 0.5
+    right, wrong = (trust(method(model), x, 1) for method in (Signed, Negated))
+    order = ("deletion", "insertion", "infidelity")
+    assert all(right[name].is_clear for name in order)
+    assert all(wrong[name].is_worse and wrong[name].verdict == WORSE for name in order[:2])
+    assert wrong["mprt"].is_clear
+    assert wrong["mprt"].group == "depends on the model"
+    assert "; worse than all controls: needed for the score (deletion), enough" in wrong.summary
 
 
 def test_the_seed_determines_the_card(card: TrustCard) -> None:

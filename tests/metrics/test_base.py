@@ -13,6 +13,7 @@ from saliency.metrics import METRICS, Control, measure
 from saliency.metrics.base import control_maps
 from saliency.metrics.faithfulness import ABPC, Deletion, FaithfulnessEstimate, Infidelity, PixelFlipping
 from tests.metrics.maps import explanation_of
+from tests.models import FunctionModel
 
 
 class Linear(nn.Module):
@@ -142,3 +143,14 @@ def test_controls_without_a_draw_have_no_error_and_those_with_draws_have_their_r
     random = deletion.controls["random"]
     assert (random.low < random.values).all()
     assert (random.values < random.high).all()
+
+
+def test_random_blocks_are_seldom_better_than_all_controls() -> None:
+    def score(x: Tensor) -> Tensor:
+        return x[:, :, 14:, 14:].mean((1, 2, 3))
+
+    blocks = torch.randn(50, 4, 4, generator=torch.Generator().manual_seed(0))
+    explanation = explanation_of(blocks.repeat_interleave(6, 1).repeat_interleave(6, 2))
+    x = torch.ones(50, 1, 24, 24)
+    result = Deletion(steps=4).measure(explanation, model=FunctionModel(score), inputs=x, score="explained")
+    assert result.beats_controls.double().mean() <= 0.08  # 0.4 if the controls are shuffled pixels
