@@ -29,12 +29,12 @@ saliency.draw_trust(cards["coffee"])
 
 # %% [markdown]
 # **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: a constant, a spot
-# at the centre, the map itself at random places (the bar is the range of 19 draws), and for the first three rows noise and
-# the edges of the image. Better values lie to the right. Green means clear, red worse than all controls.
+# at the centre, the map itself at random places (the bar is the range of 19 draws), and for the first three rows noise
+# and the edges of the image. Better values lie to the right. Green means clear, red worse than all controls.
 #
-# The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable under
-# noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much. Deletion
-# and ROAD are clear. Insertion is not: some copies of the map at other places do as well.
+# The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
+# under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much.
+# Deletion and ROAD are clear. Insertion is not: some copies of the map at other places do as well.
 #
 # ## Three photos
 #

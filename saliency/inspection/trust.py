@@ -80,8 +80,7 @@ class Property:
         value: Its value.
         error: The standard error of the value; NaN if the metric does not sample.
         controls: The mean value of each map that ignores the prediction.
-        control_ranges: The lowest and the highest draw of each of them, widened by two standard errors of the
-            difference to the value if the metric samples.
+        control_ranges: The range of each of them, as of `saliency.metrics.Control`.
         higher_is_better: Whether higher values are better.
         verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is at
             the wrong end.
@@ -99,12 +98,12 @@ class Property:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the value is better than every draw of every control."""
+        """Whether the value is better than the ranges of all controls."""
         return self.verdict not in (UNCLEAR, WORSE)
 
     @property
     def is_worse(self) -> bool:
-        """Whether the value is worse than every draw of every control."""
+        """Whether the value is worse than the ranges of all controls."""
         return self.verdict == WORSE
 
 
@@ -128,7 +127,7 @@ _COLUMNS: tuple[Column[Property], ...] = (
     Column("verdict", lambda row: row.verdict, "left"),
     Column("value", lambda row: _plus_minus(row.value, row.error), hint="with its standard error, if it samples"),
     Column("better", lambda row: "higher" if row.higher_is_better else "lower", "left"),
-    Column("controls", _controls, "left", "with their ranges, by two errors wider if the metric samples"),
+    Column("controls", _controls, "left", "with the ranges of their draws or samples"),
 )
 
 
@@ -238,14 +237,14 @@ def trust(
 
     Each property is measured next to maps that ignore the prediction. It is clear only where the map is better than all
     of them: for deletion, insertion, ROAD, infidelity and agreement, these are a constant, a spot at the centre and 19
-    copies of the map at random places. Of maps that ignore the prediction, about 1 of 20 is the best of those.
+    copies of the map at random places.
 
     Args:
         method: The method.
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
         seconds: A limit of time. Fewer samples are drawn if more would not fit, and metrics that call the method are
-            left out if two calls would not fit. Without it, the card is the same for the same seed: about 210
+            left out if two calls would not fit. Without it, the card is the same for the same seed: about 240
             forwards and 20 calls of the method.
         seed: The seed of all draws.
         shared: The scores of perturbed images that cards of other methods in the same call share with this one.
@@ -355,8 +354,8 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
         "clear: better than all controls, maps that ignore the prediction: a constant, a spot at the centre, and the "
         "map itself at 19 random places; for the first three rows a constant, noise and the edges of the image",
-        "worse: worse than all of them; ±: a standard error; in brackets: the range of the draws, widened by two "
-        "standard errors if the metric samples",
+        "worse: worse than all of them; ±: a standard error; in brackets: all draws and 90 % of such draws, or two "
+        "standard errors of the difference if the metric samples",
     ]
     if missing := _missing(measured):
         notes.append(f"not measured: {', '.join(missing)}")

@@ -43,8 +43,11 @@ class Control(NamedTuple):
     """Values of a map that ignores the prediction, or of several draws of such a map."""
 
     values: Tensor  # (N,) the mean over the draws
-    low: Tensor  # (N,) the lowest draw, less two standard errors of its difference to the map if the metric samples
-    high: Tensor  # (N,) the highest draw, and two errors
+    low: Tensor  # (N,) the end of its range: see `high`
+    high: (
+        Tensor  # (N,) the highest draw, at least the value that 5 % of such draws exceed by Student's t; for a control
+    )
+    # without draws its value, and two standard errors of the difference to the map if the metric samples
 
 
 class Outcome(NamedTuple):
@@ -92,15 +95,12 @@ class Measurement:
 
     @property
     def beats_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is better than every draw of every control.
-
-        If the metric samples, it is better by more than two standard errors of the difference.
-        """
+        """(N,) of bool: whether the value is better than the range of every control, as of `Control`."""
         return self._is_beyond(bool(self.higher_is_better))
 
     @property
     def loses_to_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is worse than every draw of every control, as for `beats_controls`."""
+        """(N,) of bool: whether the value is worse than the range of every control."""
         return self._is_beyond(not self.higher_is_better)
 
     def _is_beyond(self, above: bool) -> Tensor:
@@ -413,7 +413,23 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
 
 
 def _control(outcome: Outcome, rows: list[int]) -> Control:
-    """Return the control that some rows are the draws of."""
+    """Return the control that some rows are the draws of.
+
+    The errors of one row are those of the samples. Draws have the same samples as the map, and need none.
+    """
     values = outcome.values[rows]
-    errors = torch.zeros_like(values) if outcome.difference_error is None else 2 * outcome.difference_error[rows]
-    return Control(values.mean(0), (values - errors).amin(0), (values + errors).amax(0))
+    mean, draws = values.mean(0), len(rows)
+    if draws > 1:
+        spread = _student(draws - 1) * (1 + 1 / draws) ** 0.5 * values.std(0)
+    else:
+        spread = torch.zeros_like(mean) if outcome.difference_error is None else 2 * outcome.difference_error[rows[0]]
+    return Control(mean, torch.minimum(values.amin(0), mean - spread), torch.maximum(values.amax(0), mean + spread))
+
+
+def _student(freedom: int) -> float:
+    """Return the value that Student's t exceeds with a probability of 5 %.
+
+    Source: Goldberg and Levine, "Approximate Formulas for the Percentage Points and Normalization of t and χ²" (1946),
+        https://doi.org/10.1214/aoms/1177730985.
+    """
+    return 1.645 + 1.524 / freedom + 1.420 / freedom**2

@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(folder(tmp_path_factory.mktemp("run") / "out", rows, pictures=True))
 
 
-CURVES = {"at": [0.0, 1.0], "map": [0.9, 0.1], "random": [0.9, 0.4]}
+CURVES = {"at": [0.0, 1.0], "map": [0.9, 0.1], "centre": [0.9, 0.4], "random": [0.9, 0.4]}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,13 @@ def compared(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = []
     for at, (method, shift) in product(range(12), {"grad_cam": 0.5, "layer_cam": 0.1, "lrp": -0.2}.items()):
         value = shift + at * 7 % 12 / 100
-        deletion = Result(f"photo-{at}", method, "deletion", value, {"random": 0.3}, False, shift + 1, CURVES)
-        results += [deletion, Result(f"photo-{at}", method, "gini", -value, {"random": 0.0}, None, shift + 1)]
+        deletion = Result(
+            f"photo-{at}", method, "deletion", value, {"centre": 0.3, "random": 0.3}, False, shift + 1, CURVES
+        )
+        results += [
+            deletion,
+            Result(f"photo-{at}", method, "gini", -value, {"centre": 0.0, "random": 0.0}, None, shift + 1),
+        ]
     Comparison(results).save(out / "evaluation.json")
     return report(out)
 
@@ -339,14 +344,18 @@ def test_the_comparison_is_a_table_that_any_column_sorts(opened: Visit, compared
     until(page, "document.documentElement.dataset.tab === 'comparison'")
     assert not page.locator(".card").first.is_visible()
     methods = page.locator("#comparison tbody th")
-    assert methods.all_inner_texts() == ["lrp", "layer_cam", "grad_cam", "random"]
+    assert methods.all_inner_texts() == ["lrp", "layer_cam", "grad_cam", "centre"]
     first = page.locator("#comparison tbody tr").first.locator("td").all_inner_texts()
-    assert [" ".join(each.split()) for each in first] == ["−0.145 ± 0.0104 rank 1", "0.145 ± 0.0104", "0.8"]
+    assert [" ".join(each.split()) for each in first] == [
+        "−0.145 ± 0.0104 rank 1, random 0.3",
+        "0.145 ± 0.0104 random 0",
+        "0.8",
+    ]
     assert "sign-flip test" in page.locator("#comparison p").nth(2).inner_text()
     for column, expected in {
-        "deletion": ["lrp", "layer_cam", "random", "grad_cam"],
-        "Method": ["grad_cam", "layer_cam", "lrp", "random"],
-        "Seconds": ["lrp", "layer_cam", "grad_cam", "random"],
+        "deletion": ["lrp", "layer_cam", "centre", "grad_cam"],
+        "Method": ["centre", "grad_cam", "layer_cam", "lrp"],
+        "Seconds": ["lrp", "layer_cam", "grad_cam", "centre"],
     }.items():
         head = page.get_by_role("columnheader", name=column)
         head.get_by_role("button").press("Enter")
@@ -363,7 +372,7 @@ def test_a_cell_leads_to_its_curves_and_to_its_images_worst_first(opened: Visit,
     page = opened.go(compared, "#tab=comparison")
     page.locator("tr[data-name=grad_cam] a").first.press("Enter")
     dialog = page.get_by_role("dialog", name="grad_cam by deletion")
-    assert dialog.get_by_role("img", name="Curves of layer_cam, lrp, random, grad_cam").count() == 1
+    assert dialog.get_by_role("img", name="Curves of layer_cam, lrp, centre, random, grad_cam").count() == 1
     assert dialog.locator(".chart .own").get_attribute("points") == "2.0,4.0 338.0,148.0"
     assert dialog.locator(".chart span").all_inner_texts() == ["0.9", "0.1", "0", "1"]
     difference = dialog.locator("table tbody tr").first.inner_text().split()
