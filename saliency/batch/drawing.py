@@ -40,7 +40,10 @@ from .run_options import OverlayStyle, RunOptions
 PREVIEW_SIDE = 640  # longest side, in pixels, of the preview that the page shows
 PREVIEW_QUALITY, HEAT_QUALITY = 85, 80
 CARD_SUFFIXES = ("html", "png")  # files of a trust card of a run without a manifest
-CARD_FACTS = ("title", "is_clear", "verdict", "value", "error", "controls", "control_errors", "higher_is_better")
+CARD_FACTS = (
+    *("title", "group", "is_clear", "is_worse", "verdict"),
+    *("value", "error", "controls", "control_ranges", "higher_is_better"),
+)
 CELL_PIXELS = 16  # pixels of the heat image per cell of the map; more pixels add no detail
 MAX_COARSENESS = 3  # largest number of preview pixels per heat image pixel, along one side
 

@@ -21,7 +21,7 @@ from ..errors import did_you_mean
 MODEL = "efficientnet_lite0"
 METHOD = "grad_cam"
 ALL = "all"  # every method
-SECONDS = 10.0  # for a trust card
+SECONDS = 15.0  # for a trust card
 
 
 class Parser(argparse.ArgumentParser):
@@ -221,7 +221,7 @@ OPTIONS: dict[str, list[Option]] = {
         _option("--gradients", "also print gradients of the score of one class"),
         _option("--html FILE", "also write everything to an HTML page", type=Path),
         _option("--png FILE", "also draw everything as a figure", type=Path),
-        _option("--seconds NUMBER", "limit of time for a trust card (default: 10)", type=_seconds, default=SECONDS),
+        _option("--seconds NUMBER", "time limit for a trust card (default: 15)", type=_seconds, default=SECONDS),
         _option("--seed N", "seed of all draws (default: 0)", type=int, default=0),
     ],
     "model, method and target": [

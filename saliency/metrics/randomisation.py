@@ -101,7 +101,7 @@ class MPRT(MethodMetric):
         for begin, end in pairwise(ends):
             if self.order == "independent":
                 restore(method.model, subject.method.model)
-            randomise(method.model, names[begin:end], subject.seed + draw)
+            randomise(method.model, names[begin:end], subject.seed, draw)
             yield method
 
 
@@ -220,11 +220,17 @@ def _note(began: list[str], name: str, args: object, kwargs: object) -> None:
     began.append(name)
 
 
-def randomise(model: nn.Module, names: list[str], seed: int) -> None:
-    """Permute the values of all parameters and buffers of some modules in place."""
+def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
+    """Permute the values of all parameters and buffers of some modules in place.
+
+    Args:
+        model: The model.
+        names: The names of the modules.
+        *seed: The seed, and the number of the draw if there are several.
+    """
     for name in names:
         for number, tensor in enumerate(_tensors(model.get_submodule(name))):
-            source = generator(seed, *name.encode(), number)
+            source = generator(*seed, *name.encode(), number)
             order = torch.randperm(tensor.numel(), generator=source, device="cpu").to(tensor.device)
             with torch.no_grad():
                 tensor.copy_(tensor.flatten().index_select(0, order).view_as(tensor))
