@@ -244,7 +244,9 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     (rows, height), (columns, width) = cast("list[tuple[Tensor, int]]", axes)
     numbers = rows * width + columns
     order = numbers.argsort()
-    if height * width != len(tokens) or not torch.equal(numbers[order], torch.arange(len(tokens)).to(numbers)):
+    if height * width != len(tokens) or not torch.equal(
+        numbers[order], torch.arange(len(tokens), device=numbers.device)
+    ):
         return None
     cells = tokens[order].tolist()
     is_range = cells == list(range(cells[0], cells[0] + len(cells)))
