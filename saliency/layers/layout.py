@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import LayerError, MethodError
@@ -42,8 +43,10 @@ class Layout:
             return tensor
         if self.kind == "NHWC":
             return tensor.permute(0, 3, 1, 2)
-        tokens = self.tokens
-        cells = tensor[:, tokens.start : tokens.stop] if isinstance(tokens, range) else tensor[:, list(tokens)]
+        if isinstance(self.tokens, range):
+            cells = tensor[:, self.tokens.start : self.tokens.stop]
+        else:
+            cells = tensor[:, torch.tensor(self.tokens, device=tensor.device)]
         return cells.transpose(1, 2).reshape(len(cells), -1, *self.grid)  # (N, K, h, w)
 
 

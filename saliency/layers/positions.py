@@ -135,12 +135,12 @@ class PositionTrace(DispatchMode):
         """Run an operation, and place its results."""
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
-        operands = list(tree_tensors((args, kwargs)))
+        operands = list(filter(_is_plain, tree_tensors((args, kwargs))))
         addresses = {_address(tensor) for tensor in operands}
         is_traced = any(map(self._memory, operands)) or torch.Tag.nondeterministic_seeded in op.tags
         named = named_arguments(op, args, kwargs)
         for number, tensor in enumerate(as_results(result)):
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or not _is_plain(tensor):
                 continue
             if _address(tensor) in addresses and not writes_operand(op):
                 self._view(op, named, number, tensor)
@@ -170,7 +170,7 @@ class PositionTrace(DispatchMode):
     def _of_result(self, op: Op, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
         """Return the positions of the first result of an operation, which expand to (2, *shape); None if unknown."""
         name = operator_name(op)
-        known = [part for part in map(self.positions, tree_tensors(named)) if part is not None]
+        known = [part for part in map(self.positions, filter(_is_plain, tree_tensors(named))) if part is not None]
         if not known or name in ("fill", "zero"):
             return None
         if name == "copy":
@@ -244,7 +244,9 @@ def grid_of(positions: Tensor, size: Grid) -> tuple[Grid, Sequence[int]] | None:
     (rows, height), (columns, width) = cast("list[tuple[Tensor, int]]", axes)
     numbers = rows * width + columns
     order = numbers.argsort()
-    if height * width != len(tokens) or not torch.equal(numbers[order], torch.arange(len(tokens)).to(numbers)):
+    if height * width != len(tokens) or not torch.equal(
+        numbers[order], torch.arange(len(tokens), device=numbers.device)
+    ):
         return None
     cells = tokens[order].tolist()
     is_range = cells == list(range(cells[0], cells[0] + len(cells)))
@@ -260,6 +262,10 @@ def _cells(values: Tensor, length: int) -> tuple[Tensor, int] | None:
     if float((ordered - even).abs().max()) > 0.5 * length / count:
         return None
     return torch.empty_like(cell).scatter_(0, order, cell), count
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _address(tensor: Tensor) -> int:

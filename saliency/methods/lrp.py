@@ -185,7 +185,9 @@ def _read(walk: Walk, grads: TargetGradients, layer: str) -> tuple[Tensor, dict[
     ledger = {"layer": walk.per_image(values), **walk.absorbed(above)}
     if layout.kind == "NTC" and len(layout.tokens) < relevance.shape[1]:
         others = [token for token in range(relevance.shape[1]) if token not in layout.tokens]
-        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(relevance[:, others])
+        ledger["tokens"] = ledger.get("tokens", 0) + walk.per_image(
+            relevance[:, torch.tensor(others, device=relevance.device)]
+        )
     ledger["other paths"] = _total(walk.ledger) - _total(ledger)
     return values, ledger
 
