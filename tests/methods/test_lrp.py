@@ -290,7 +290,7 @@ def test_a_linear_patch_embedding_is_one() -> None:
     patches, pixels = (AttnLRP(model, at=at).attribute(x, 1) for at in (None, "pixels"))
     assert patches.layer == "embed"
     assert_same(patches.values, F.avg_pool2d(pixels.values.sum(1, keepdim=True), 4) * 16)
-    given = AttnLRP(model, layout=lambda tokens: tokens.mT.unflatten(2, (4, 4)).flip(3)).attribute(x, 1)
+    given = AttnLRP(model, layout=lambda tokens: tokens.mT.reshape(len(tokens), -1, 4, 4).flip(3)).attribute(x, 1)
     assert_same(given.values, patches.values.flip(3))
 
 
