@@ -110,7 +110,8 @@ def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
     """
     if not is_deep(image):
         return image
-    least, most = float(np.min(image)), float(np.max(image))
+    values = np.asarray(image)
+    least, most = float(values.min()), float(values.max())
     is_dark = image.mode != "F" and 0 <= least < most < _DARK
     grey = scaled_grey(image, (least, most) if range is None and is_dark else range)
     return _rounded(grey)
@@ -415,7 +416,7 @@ def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box
         SaliencyWarning: A crop keeps less than half of the image's shorter edge.
     """
     if isinstance(prepare, TransformPreprocess) and is_deep(image) and not prepare.is_processor:
-        box = prepare.box(image.size, _highest(np.max(image)))
+        box = prepare.box(image.size, _highest(float(np.asarray(image).max())))
     else:
         box = prepare.box(image.size)
     left, top, right, bottom = box
@@ -544,8 +545,7 @@ class _Probe:
     """
 
     def __init__(self, preprocess: TransformPreprocess, picture_size: tuple[int, int], highest: int | None) -> None:
-        self.picture_size = picture_size
-        self._transformed = lambda values: _transform_grey(preprocess, values, picture_size, highest)
+        self.preprocess, self.picture_size, self.highest = preprocess, picture_size, highest
         self.black = self._transformed([[0]])
         self.scale = self._transformed([[1]]) - self.black
         if not np.isfinite(self.scale).all() or not self.scale.any():
@@ -554,6 +554,9 @@ class _Probe:
         usual = [np.median(channel[channel != 0]) for channel in self.scale]
         deviation = np.abs(self.scale / np.reshape(usual, (-1, 1, 1)) - 1)
         self.content = (deviation < 0.02).all(axis=0)  # (h, w)
+
+    def _transformed(self, values: Any) -> _Array:
+        return _transform_grey(self.preprocess, values, self.picture_size, self.highest)
 
     def span(self, axis: int) -> tuple[float, float]:
         """Return where the output begins and ends on the image, along one axis of (C, h, w)."""

@@ -178,7 +178,8 @@ def _font_file(letters: frozenset[str]) -> str:
     visible = [ord(letter) for letter in letters if letter.isprintable()]
 
     def missing(file: str) -> int:
-        return [FT2Font(file).get_char_index(code) for code in visible].count(0)
+        font = FT2Font(file)
+        return sum(font.get_char_index(code) == 0 for code in visible)
 
     own = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
     if not missing(own):

@@ -125,7 +125,7 @@ def test_letters_of_other_alphabets_are_drawn_on_sheets_and_ledgers(name: str) -
 
     def drawn(name: str) -> list[bytes]:
         explanation = explained(torch.ones(1, 2, 2).cumsum(2), whole(noise(50, 50)), name=name)
-        ledger = {"ledger": torch.ones(1, 1), "ledger_names": ("input",), "residual": torch.zeros(1)}
+        ledger: dict[str, Any] = {"ledger": torch.ones(1, 1), "ledger_names": ("input",), "residual": torch.zeros(1)}
         return [contact_sheet([[explanation]]).tobytes(), draw_ledger(replace(explanation, **ledger)).tobytes()]
 
     for shown, boxes in zip(drawn(name), drawn(unassigned), strict=True):
