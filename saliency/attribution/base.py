@@ -12,6 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError
+from ..errors import MethodError, NonFiniteError, warn
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.operations import Keep
@@ -34,6 +35,10 @@ from .forward import SharedForward, TargetGradients
 from .options import ConvertedOption, HasOptions, Option, PerImage, PositionalOption, RunStats, declared_options
 from .resolved_target import ResolvedTarget, has_batch_statistics, warn_of_coupled_images
 from .spellings import refuse_unknown_keywords
+
+PER_UNIT = "score per unit of normalised input"
+# Units of values that are in proportion to the score.
+_IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
 METHODS: Registry[type[Attribution]] = Registry("method")
 """All methods by name. A class with a `name` is registered when it is defined."""
@@ -84,6 +89,8 @@ class Attribution(HasOptions, ABC):
     """Units of the values. Values in score units are drawn as zero if the rounding error of the score exceeds them."""
     is_complete: ClassVar[bool] = True
     """Whether the values and the residual, if any, sum to the score minus a constant, such as a baseline's score."""
+    ignores_sign: ClassVar[bool] = False
+    """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
     needs_attention: ClassVar[bool] = False
     """Whether the method only works on networks in which every token attends to all tokens."""
     quick_options: ClassVar[Mapping[str, Any]] = {}
@@ -254,11 +261,14 @@ class Attribution(HasOptions, ABC):
         return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
-        """Return a checked result as an explanation.
+        """Return a checked result as an explanation, with its notes.
 
         Raises:
             MethodError: There is not one map for each score.
-            NonFiniteError: Values are NaN or infinite.
+            NonFiniteError: A value is NaN or infinite.
+
+        Warns:
+            SaliencyWarning: A map is 0 everywhere, or below the rounding error of the score.
         """
         values = result.values.detach()
         if len(values) != len(result.scores):
@@ -268,7 +278,7 @@ class Attribution(HasOptions, ABC):
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {self.name} are NaN or infinite")
-        return Explanation(
+        explanation = Explanation(
             **result._replace(values=values, scores=result.scores.detach())._asdict(),
             method=self.name or type(self).__name__,
             settings=self.settings,
@@ -279,6 +289,19 @@ class Attribution(HasOptions, ABC):
             frames=batch.frames,
             sign=self.sign,
         )
+        return replace(explanation, notes=tuple(map(self._note, explanation)))
+
+    def _note(self, explanation: Explanation) -> str:
+        """Return what limits the map of one image, and warn if it shows nothing."""
+        name, largest = explanation.target_names[0], float(explanation.values.abs().max())
+        if largest <= rounding_error(explanation):
+            score = f"the rounding error of a score of {float(explanation.scores[0]):.4g}"
+            what = f"is at most {largest:.2g}, below {score}" if largest else "is 0 everywhere"
+            warn(note := f"the {self.name} map for {name} {what}")
+            return note
+        if self.ignores_sign and " rather than " in name:
+            return f"{self.name} gives a contrast and its opposite the same map"
+        return ""
 
     def __repr__(self) -> str:
         """Return the method, the model and the options."""
@@ -347,6 +370,26 @@ def read_one_forward(
             results.append([m.explain_gradients(grads, names) for m, names in zip(methods, layers, strict=True)])
         grads.forget()
     return results
+
+
+def rounding_error(explanation: Explanation) -> float:
+    """Return the rounding error of the score of one image; 0 if its values have other units, or relative errors.
+
+    It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
+    itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at most
+    0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of 1 - 1e-6 the
+    maps are still correct, and their largest values are at least 2.8 times this error. float16 and bfloat16 count as
+    float32: the errors of their gradients are relative, and far below the rounding error of the score.
+
+    It is 0 for shares of a ledger, as in LRP. Their errors are relative too: where biases absorb all but 1e-4 of the
+    score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to 7e-2
+    with epsilon and alpha-beta.
+    """
+    units = getattr(METHODS.get(explanation.method), "units", "")
+    if units not in _IN_SCORE or explanation.ledger is not None:
+        return 0.0
+    kind = torch.float64 if explanation.values.dtype == torch.float64 else torch.float32
+    return torch.finfo(kind).eps / 2 * abs(float(explanation.scores[0]))
 
 
 def get_method(name: object) -> type[Attribution]:

@@ -288,7 +288,8 @@ def _compact(positions: Tensor) -> Tensor:
 
 def _several(positions: Tensor) -> Tensor | None:
     """Return the positions if there are several; None for a single one, as after a mean over the image."""
-    known = positions.flatten(1)[:, ~positions[0].isnan().flatten()]
+    flat = positions.reshape(2, -1)
+    known = flat[:, ~flat[0].isnan()]
     return positions if known.shape[1] and bool((known.amax(1) - known.amin(1) > _SAME).any()) else None
 
 

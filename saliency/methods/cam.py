@@ -292,6 +292,7 @@ class EigenCAM(LayerCombination):
     """
 
     name = "eigen_cam"
+    ignores_sign = True
     units = "activation"
     gradients = "none"
     cost = "1 forward"

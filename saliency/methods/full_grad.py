@@ -63,6 +63,7 @@ class FullGrad(Attribution):
     """
 
     name = "full_grad"
+    ignores_sign = True
     cost = "1 forward, 1 backward"
     units = "shares of each layer's largest"
     sign = "absolute"

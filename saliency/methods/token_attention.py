@@ -199,6 +199,7 @@ class AttentionRollout(AttentionMap):
     """
 
     name = "attention_rollout"
+    ignores_sign = True
     cost = "1 forward"
     units = "share of 1"
 
@@ -249,6 +250,7 @@ class GradientRollout(AttentionRollout):
     """
 
     name = "gradient_rollout"
+    ignores_sign = False
     cost = "1 forward, 1 backward"
     backwards = 2
 
