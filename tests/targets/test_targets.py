@@ -776,8 +776,7 @@ def test_each_image_has_its_own_target_in_every_method(kind: str, name: str) -> 
         batch = method.attribute(x, targets)
     except SaliencyError as error:
         with pytest.raises(type(error)):  # the reason is not the list
-            for image, target in zip(x, targets, strict=True):
-                method.attribute(image, target)
+            [method.attribute(image, target) for image, target in zip(x, targets, strict=True)]
         return
     for own, image, target in zip(batch, x, targets, strict=True):
         alone = method.attribute(image, target)
