@@ -25,7 +25,7 @@ from saliency import METHODS, Explanation, generator
 from saliency.inspection.trust import OTHERS
 from saliency.metrics import Metric
 from saliency.metrics.agreement import RankCorrelation
-from saliency.metrics.base import DRAWS, ROUNDING, SPREAD, SharedResults, Subject
+from saliency.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics.randomisation import layers_from_the_top, randomise
 from saliency.metrics.road import ROAD
@@ -245,7 +245,11 @@ def verdict(metric: str, row: Record, rule: str = RULES[0]) -> str:
         (random.min(), random.max()) if rule == "all draws" else (random.mean() - spread, random.mean() + spread)
     )
     low, high = min(low, *(values - errors)[fixed]), max(high, *(values + errors)[fixed])
-    if np.isnan(random).any() or np.isclose(own, low, **ROUNDING) or np.isclose(own, high, **ROUNDING):
+    if (
+        np.isnan(random).any()
+        or np.isclose(own, low, rtol=RELATIVE, atol=ABSOLUTE)
+        or np.isclose(own, high, rtol=RELATIVE, atol=ABSOLUTE)
+    ):
         return ""
     return "clear" if own > high else "worse" if own < low else ""
 

@@ -35,8 +35,8 @@ SPREAD = 1.645
 CENTRE_WIDTH = 0.25
 """The standard deviation of the Gaussian control, as a share of each edge."""
 
-ROUNDING = {"rtol": 1e-6, "atol": 1e-12}
-"""Values that are closer, as of `isclose`, are called equal."""
+RELATIVE, ABSOLUTE = 1e-6, 1e-12
+"""The tolerances of `isclose` at which values are called equal."""
 
 METRICS: Registry[type[Metric]] = Registry("metric")
 """All metrics by name. A class with a `name` is registered when it is defined."""
@@ -111,9 +111,9 @@ class Measurement:
             return torch.zeros_like(self.values, dtype=torch.bool)
         if above:
             limit = torch.stack([control.high for control in self.controls.values()]).amax(0)
-            return (self.values > limit) & ~torch.isclose(self.values, limit, **ROUNDING)
+            return (self.values > limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
         limit = torch.stack([control.low for control in self.controls.values()]).amin(0)
-        return (self.values < limit) & ~torch.isclose(self.values, limit, **ROUNDING)
+        return (self.values < limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
         """Return one line: the mean over the images, and those of the controls."""
