@@ -25,7 +25,7 @@ from saliency import METHODS, Explanation, generator
 from saliency.inspection.trust import OTHERS
 from saliency.metrics import Metric
 from saliency.metrics.agreement import RankCorrelation
-from saliency.metrics.base import DRAWS, ROUNDING, SharedResults, Subject
+from saliency.metrics.base import ABSOLUTE, DRAWS, RELATIVE, SPREAD, SharedResults, Subject
 from saliency.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.metrics.randomisation import layers_from_the_top, randomise
 from saliency.metrics.road import ROAD
@@ -227,25 +227,31 @@ def _rows(metrics: Sequence[Metric], subject: Subject) -> Record:
     }
 
 
-def verdict(metric: str, row: Record, rule: str = "all draws") -> str:
+HIGHER = ("insertion", "rank_correlation")
+"""The metrics of which higher values are better."""
+
+RULES = ("1.645 deviations", "1.645 deviations, and the edges", "2 deviations", "all draws")
+"""Rules for random controls; the first is that of the card. The second has the edges of the image as a control."""
+
+
+def verdict(metric: str, row: Record, rule: str = RULES[0]) -> str:
     """Return "clear", "worse" or "" for a row, by one of `RULES`. The values are those of the map and its controls."""
     values = np.array(row["values"]) * (1 if metric in HIGHER else -1)
     errors = np.zeros(len(values)) if row["errors"] is None else 2 * np.array(row["errors"])
     own, random = values[0], values[3 : 3 + DRAWS]
-    fixed = [1, 2, len(values) - 1] if rule == "all draws, and the edges" else [1, 2]
-    if rule == "two standard deviations":
-        low, high = (random.mean() + sign * 2 * random.std(ddof=1) for sign in (-1, 1))
-    else:
-        low, high = (random - errors[3 : 3 + DRAWS]).min(), (random + errors[3 : 3 + DRAWS]).max()
-    if own > max(high, *(values + errors)[fixed]) and not np.isclose(own, high, **ROUNDING):
-        return "clear"
-    return "worse" if own < min(low, *(values - errors)[fixed]) and not np.isclose(own, low, **ROUNDING) else ""
-
-
-HIGHER = ("insertion", "rank_correlation")
-"""The metrics of which higher values are better."""
-
-RULES = ("all draws", "all draws, and the edges", "two standard deviations")
+    fixed = [1, 2, len(values) - 1] if "edges" in rule else [1, 2]
+    spread = (2 if rule.startswith("2") else SPREAD) * random.std(ddof=1)
+    low, high = (
+        (random.min(), random.max()) if rule == "all draws" else (random.mean() - spread, random.mean() + spread)
+    )
+    low, high = min(low, *(values - errors)[fixed]), max(high, *(values + errors)[fixed])
+    if (
+        np.isnan(random).any()
+        or np.isclose(own, low, rtol=RELATIVE, atol=ABSOLUTE)
+        or np.isclose(own, high, rtol=RELATIVE, atol=ABSOLUTE)
+    ):
+        return ""
+    return "clear" if own > high else "worse" if own < low else ""
 
 
 def table(records: Sequence[Record]) -> None:

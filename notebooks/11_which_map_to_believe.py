@@ -34,7 +34,7 @@ saliency.draw_trust(cards["coffee"])
 #
 # The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
 # under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much.
-# Deletion and ROAD are clear. Insertion is not: some copies of the map at other places do as well.
+# On this photo, all properties are clear.
 #
 # ## Three photos
 #
@@ -61,9 +61,10 @@ for photo, card in cards.items():
     print(f"{photo}: {sum(row.is_clear for row in card)} of {len(card)} properties are clear")
 
 # %% [markdown]
-# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, one
-# is clear, on the coffee alone. **What to beware of.** A light cell does not mean that the map is wrong. It says that
-# this measurement cannot tell it from a map that knows nothing.
+# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the others, all
+# are clear on the coffee, and only the agreement with other methods on the rocket. **What to beware of.** A light cell
+# does not mean that the map is wrong. It says that this measurement cannot tell it from a map that ignores the
+# prediction.
 #
 # ## A method that fails
 #

@@ -27,7 +27,7 @@ from ..engine.estimates import tied_ranks
 from ..errors import ImageError, MethodError, plural
 from ..io.atomic_write import atomic_write
 from ..io.inputs import ImageLike, open_picture
-from ..metrics.base import ROUNDING, Measurement, Metric, SharedResults, measure, resolve_metrics
+from ..metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 from ..targets.targets import TargetLike
 from ..validation import check_choice
 from .tables import Column, Table, number
@@ -222,7 +222,12 @@ class Comparison(Table[ComparisonRow]):
         for result in results:
             del result["curves"]
         differences = [asdict(row) | {"is_significant": row.is_significant} for row in self.differences]
-        content = {"rows": rows, "differences": differences, "notes": self.notes, "curves": self._curves}
+        content: dict[str, Any] = {
+            "rows": rows,
+            "differences": differences,
+            "notes": self.notes,
+            "curves": self._curves,
+        }
         content["agreement"] = self.agreement
         content["results"] = results
         return json.dumps(content, indent=1) + "\n"
@@ -322,7 +327,7 @@ def _tested(metrics: Sequence[_MetricValues], seed: int) -> list[DifferenceRow]:
 
 def _difference(first: _Array, second: _Array) -> _Array:
     """Return the difference of values (n,), and zero where only rounding tells them apart."""
-    return np.where(np.isclose(first, second, **ROUNDING), 0.0, first - second)
+    return np.where(np.isclose(first, second, rtol=RELATIVE, atol=ABSOLUTE), 0.0, first - second)
 
 
 def _mean(values: _Array) -> tuple[float, float | None]:

@@ -354,7 +354,7 @@ def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
     notes = [
         "clear: better than all controls, maps that ignore the prediction: a constant, a spot at the centre, and the "
         "map itself at 19 random places; for the first three rows a constant, noise and the edges of the image",
-        "worse: worse than all of them; ±: a standard error; in brackets: all draws and 90 % of such draws, or two "
+        "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
         "standard errors of the difference if the metric samples",
     ]
     if missing := _missing(measured):

@@ -27,13 +27,16 @@ Score = Literal["probability", "explained"]
 _T = TypeVar("_T")
 
 DRAWS = 19
-"""The number of random controls, so that a map that is one of them is the best with a probability of 1/20."""
+"""The number of random controls."""
+
+SPREAD = 1.645
+"""The standard deviations above their mean that 5 % of normal draws exceed; for error rates see docs/trust.md."""
 
 CENTRE_WIDTH = 0.25
 """The standard deviation of the Gaussian control, as a share of each edge."""
 
-ROUNDING = {"rtol": 1e-6, "atol": 1e-12}
-"""Values that are closer, as of `isclose`, are called equal."""
+RELATIVE, ABSOLUTE = 1e-6, 1e-12
+"""The tolerances of `isclose` at which values are called equal."""
 
 METRICS: Registry[type[Metric]] = Registry("metric")
 """All metrics by name. A class with a `name` is registered when it is defined."""
@@ -43,11 +46,10 @@ class Control(NamedTuple):
     """Values of a map that ignores the prediction, or of several draws of such a map."""
 
     values: Tensor  # (N,) the mean over the draws
-    low: Tensor  # (N,) the end of its range: see `high`
-    high: (
-        Tensor  # (N,) the highest draw, at least the value that 5 % of such draws exceed by Student's t; for a control
-    )
-    # without draws its value, and two standard errors of the difference to the map if the metric samples
+    # The range: the mean and `SPREAD` standard deviations of the draws to each side. For a control without draws its
+    # value, and two standard errors of the difference to the map if the metric samples.
+    low: Tensor  # (N,)
+    high: Tensor  # (N,)
 
 
 class Outcome(NamedTuple):
@@ -109,9 +111,9 @@ class Measurement:
             return torch.zeros_like(self.values, dtype=torch.bool)
         if above:
             limit = torch.stack([control.high for control in self.controls.values()]).amax(0)
-            return (self.values > limit) & ~torch.isclose(self.values, limit, **ROUNDING)
+            return (self.values > limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
         limit = torch.stack([control.low for control in self.controls.values()]).amin(0)
-        return (self.values < limit) & ~torch.isclose(self.values, limit, **ROUNDING)
+        return (self.values < limit) & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
         """Return one line: the mean over the images, and those of the controls."""
@@ -413,23 +415,11 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
 
 
 def _control(outcome: Outcome, rows: list[int]) -> Control:
-    """Return the control that some rows are the draws of.
-
-    The errors of one row are those of the samples. Draws have the same samples as the map, and need none.
-    """
+    """Return the control that some rows are the draws of. Draws have the same samples as the map."""
     values = outcome.values[rows]
-    mean, draws = values.mean(0), len(rows)
-    if draws > 1:
-        spread = _student(draws - 1) * (1 + 1 / draws) ** 0.5 * values.std(0)
+    mean = values.mean(0)
+    if len(rows) > 1:
+        spread = SPREAD * values.std(0)
     else:
         spread = torch.zeros_like(mean) if outcome.difference_error is None else 2 * outcome.difference_error[rows[0]]
-    return Control(mean, torch.minimum(values.amin(0), mean - spread), torch.maximum(values.amax(0), mean + spread))
-
-
-def _student(freedom: int) -> float:
-    """Return the value that Student's t exceeds with a probability of 5 %.
-
-    Source: Goldberg and Levine, "Approximate Formulas for the Percentage Points and Normalization of t and χ²" (1946),
-        https://doi.org/10.1214/aoms/1177730985.
-    """
-    return 1.645 + 1.524 / freedom + 1.420 / freedom**2
+    return Control(mean, mean - spread, mean + spread)
