@@ -11,16 +11,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import LayerError, TargetError, closest
 from ..hooks.autograd_graph import unique_modules
 from ..hooks.forward_args import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model
+from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
-from .layout import GIVE_LAYOUT, Grid, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
-from .positions import PositionTrace
+from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
+from .positions import Grid, PositionTrace
 
 LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the default layer."""
@@ -229,10 +230,12 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
             callback(name, tensor)
 
     modules = dict(model.named_modules())
-    with HookManager() as hooks, torch.no_grad():
+    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
+    forget = saved_tensors_hooks(lambda tensor: None, lambda packed: packed)
+    with HookManager() as hooks, torch.enable_grad(), forget:
         for name in names:
             hooks.observe(modules[name], partial(on_output, name))
-        return run_model(model, x)
+        return run_model(model, leaf(x))
 
 
 def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
