@@ -144,7 +144,8 @@ class LayerTrace:
 class LayerScan:
     """The default layer of a model, and its candidates."""
 
-    candidates: _Layers  # in the order in which they finished
+    spatial: _Layers  # in the order in which they finished
+    candidates: _Layers  # for the default layer
     default: str | None  # None also if it depends on the target, as for a detector
     has_gradient: bool  # whether the score has a gradient at the default layer
 
@@ -186,7 +187,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None:
             with bind_image(0):
-                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x).candidates)
+                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x))
         # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan
@@ -268,13 +269,14 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     return LayerTrace(spatial, _candidates(model, inner, classes), attention)
 
 
-def _scan(model: nn.Module, x: Tensor, candidates: _Layers) -> LayerScan:
+def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
+    candidates = trace.candidates
     try:
         last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten().max(0).values)
     except TargetError:
-        return LayerScan(candidates, None, has_gradient=True)
+        return LayerScan(trace.spatial, candidates, None, has_gradient=True)
     default = last or (candidates[-1] if candidates else None)
-    return LayerScan(candidates, default.name if default else None, has_gradient=last is not None)
+    return LayerScan(trace.spatial, candidates, default.name if default else None, has_gradient=last is not None)
 
 
 def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Layers:
