@@ -278,18 +278,27 @@ def is_wrapped(tensor: Tensor) -> bool:
 # Edges of one call.
 
 Gradients = tuple[Tensor | None, ...]  # of the operands, or of the results, of one operation
-_Edges = tuple[tuple[Node | None, int], ...]
 
 
-def next_functions(node: Any) -> _Edges:
+def next_functions(node: Any) -> tuple[tuple[Node | None, int], ...]:
     """Return the operations to which a node passes its gradient, with the index of their result.
 
     Full backward hooks of modules are stepped over.
+
+    Call this for every node that Python code accesses. PyTorch frees a graph without recursion, except for nodes with a
+    Python object: a deep graph of these would overflow the stack. Therefore the metadata of a node holds the next
+    nodes: Python frees nested dictionaries and tuples of any depth.
     """
-    functions = _next_nodes(node)
-    if any(isinstance(function, _HOOK_NODE) for function, _ in functions):
-        functions = tuple(_without_hooks(*edge) for edge in functions)
+    functions: tuple[tuple[Node | None, int], ...] = node.metadata.get("saliency.next_functions", ())
+    if not functions and (functions := node.next_functions):
+        if _HOOK_NODE in [type(function) for function, _ in functions]:
+            functions = tuple(_without_hook(*edge) for edge in functions)
+        node.metadata["saliency.next_functions"] = functions
     return functions
+
+
+def _without_hook(node: Node | None, at: int) -> tuple[Node | None, int]:
+    return next_functions(node)[at] if isinstance(node, _HOOK_NODE) else (node, at)
 
 
 def source_edge(tensor: Tensor) -> tuple[Node, int]:
@@ -297,27 +306,8 @@ def source_edge(tensor: Tensor) -> tuple[Node, int]:
 
     Full backward hooks of modules are stepped over.
     """
-    node, at = get_gradient_edge(tensor)[:2]
-    return cast("tuple[Node, int]", _without_hooks(node, at))
-
-
-def _without_hooks(node: Node | None, at: int) -> tuple[Node | None, int]:
-    while isinstance(node, _HOOK_NODE):
-        node, at = _next_nodes(node)[at]
-    return node, at
-
-
-def _next_nodes(node: Any) -> _Edges:
-    """Return the nodes to which a node passes its gradient, with the index of their result.
-
-    Call this for every node that Python code accesses. PyTorch frees a graph without recursion, except for nodes with a
-    Python object: a deep graph of these would overflow the stack. Therefore the metadata of a node holds the next
-    nodes: Python frees nested dictionaries and tuples of any depth.
-    """
-    functions: _Edges = node.metadata.get("saliency.next_functions", ())
-    if not functions and (functions := node.next_functions):
-        node.metadata["saliency.next_functions"] = functions
-    return functions
+    source = get_gradient_edge(tensor)
+    return cast("tuple[Node, int]", _without_hook(source.node, source.output_nr))
 
 
 class InputEdge(NamedTuple):
@@ -332,7 +322,7 @@ def edge(tensor: Tensor) -> GradientEdge | None:
     if not tensor.requires_grad:
         return None
     result = get_gradient_edge(tensor)
-    _next_nodes(result.node)
+    next_functions(result.node)
     return result
 
 
@@ -346,7 +336,7 @@ def is_recorded_since(tensor: Tensor, since: int) -> bool:
     node = tensor.grad_fn
     if node is None:
         return False
-    _next_nodes(node)
+    next_functions(node)
     return sequence_nr(node) >= since
 
 
@@ -372,7 +362,8 @@ def input_edges(outputs: Iterable[Tensor], inputs: Sequence[GradientEdge | None]
             continue
         seen.add(node)
         operands: dict[int, list[int]] = {}
-        for operand, (function, number) in enumerate(_next_nodes(node)):
+        next_functions(node)
+        for operand, (function, number) in enumerate(node.next_functions):  # the call may begin with a hook
             if function is None:
                 continue
             for at in wanted.get((function, number), ()):

@@ -25,7 +25,8 @@ from ..hooks.manager import HookManager
 from ..hooks.model_state import categories_of, leaf
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..hooks.rectifiers import differentiate
-from ..layers.layout import Grid, layout_from
+from ..layers.layout import layout_from
+from ..layers.positions import Grid
 from ..render.figure import new_figure
 from ..targets.targets import Categories, OutputFacts, OutputTarget, TargetLike, as_target, output_tensor
 from .arguments import Batches, LayersLike, ModelCall

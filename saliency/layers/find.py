@@ -11,16 +11,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import LayerError, TargetError, closest
 from ..hooks.autograd_graph import unique_modules
 from ..hooks.forward_args import bind_image, cache_of, has_forward_args
 from ..hooks.manager import HookManager
-from ..hooks.model_state import run_model
+from ..hooks.model_state import leaf, run_model
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..targets.targets import output_tensor
-from .layout import GIVE_LAYOUT, Grid, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
-from .positions import PositionTrace
+from .layout import GIVE_LAYOUT, Layout, given_layout, is_channels_first, layout_from, token_layout, traced_layout
+from .positions import Grid, PositionTrace
 
 LayerLike = str | nn.Module | None
 """A dotted name, the module itself, or None for the default layer."""
@@ -143,7 +144,8 @@ class LayerTrace:
 class LayerScan:
     """The default layer of a model, and its candidates."""
 
-    candidates: _Layers  # in the order in which they finished
+    spatial: _Layers  # in the order in which they finished
+    candidates: _Layers  # for the default layer
     default: str | None  # None also if it depends on the target, as for a detector
     has_gradient: bool  # whether the score has a gradient at the default layer
 
@@ -185,7 +187,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None:
             with bind_image(0):
-                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x).candidates)
+                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x))
         # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan
@@ -229,10 +231,12 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
             callback(name, tensor)
 
     modules = dict(model.named_modules())
-    with HookManager() as hooks, torch.no_grad():
+    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
+    forget = saved_tensors_hooks(lambda tensor: None, lambda packed: packed)
+    with HookManager() as hooks, torch.enable_grad(), forget:
         for name in names:
             hooks.observe(modules[name], partial(on_output, name))
-        return run_model(model, x)
+        return run_model(model, leaf(x))
 
 
 def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
@@ -265,13 +269,14 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     return LayerTrace(spatial, _candidates(model, inner, classes), attention)
 
 
-def _scan(model: nn.Module, x: Tensor, candidates: _Layers) -> LayerScan:
+def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
+    candidates = trace.candidates
     try:
         last = _last_with_gradient(model, x, candidates, lambda output: output_tensor(output).flatten().max(0).values)
     except TargetError:
-        return LayerScan(candidates, None, has_gradient=True)
+        return LayerScan(trace.spatial, candidates, None, has_gradient=True)
     default = last or (candidates[-1] if candidates else None)
-    return LayerScan(candidates, default.name if default else None, has_gradient=last is not None)
+    return LayerScan(trace.spatial, candidates, default.name if default else None, has_gradient=last is not None)
 
 
 def _candidates(model: nn.Module, spatial: _Layers, classes: int | None) -> _Layers:

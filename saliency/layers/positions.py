@@ -54,7 +54,7 @@ class _Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Geometry:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the part (2, *shape) of a memory (2, numbers)."""
@@ -69,10 +69,14 @@ class _Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._numbers, self._device = storage.nbytes() // tensor.element_size(), tensor.device
         self._known: dict[_Geometry, Tensor] = {}
         self._whole: Tensor | None = None  # (2, numbers), once a tensor is not known
+
+    def is_freed(self) -> bool:
+        """Return whether the memory is that of no tensor any more."""
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
 
     def read(self, geometry: _Geometry) -> Tensor:
         """Return the positions of a tensor in this memory, which expand to (2, *shape)."""
@@ -117,7 +121,8 @@ class PositionTrace(DispatchMode):
         self.queries: list[Tensor] = []
         self._memories: dict[int, _Memory] = {}  # by address
         rows, columns = (torch.arange(length, device=x.device, dtype=torch.float32) for length in x.shape[-2:])
-        self._place(x, torch.stack(torch.broadcast_tensors(rows[:, None], columns))[:, None, None])
+        size = x.shape[-2:]
+        self._place(x, torch.stack([rows[:, None].expand(size), columns.expand(size)])[:, None, None])
 
     def positions(self, tensor: Tensor) -> Tensor | None:
         """Return rows and columns (2, ...) of the numbers of a tensor, NaN for those without; None for constants.
@@ -129,7 +134,7 @@ class PositionTrace(DispatchMode):
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
         memory = self._memories.get(_address(tensor))
-        return None if memory is None or memory.storage.expired() else memory
+        return None if memory is None or memory.is_freed() else memory
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and place its results."""
@@ -152,7 +157,7 @@ class PositionTrace(DispatchMode):
         """Store the positions of a result; None if they are not known."""
         memory = self._memory(tensor)
         if memory is None:
-            self._memories = {at: memory for at, memory in self._memories.items() if not memory.storage.expired()}
+            self._memories = {at: memory for at, memory in self._memories.items() if not memory.is_freed()}
             self._memories[_address(tensor)] = memory = _Memory(tensor)
         memory.write(_Geometry.of(tensor), _unknown(tensor) if positions is None else positions)
 

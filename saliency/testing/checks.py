@@ -72,8 +72,8 @@ def _compiled(case: MethodCase) -> Explanation:
 def _observed(observe: Callable[[nn.Module], object], case: MethodCase) -> Explanation:
     model = case.model()
     for module in model.modules():
-        if hasattr(module, "inplace"):
-            module.inplace = False  # PyTorch refuses backward hooks on modules in place
+        if "inplace" in vars(module):
+            vars(module)["inplace"] = False  # PyTorch refuses backward hooks on modules in place
         observe(module)
     before = Snapshot(model=model)
     with warnings.catch_warnings():

@@ -147,7 +147,8 @@ def test_tokens_that_are_not_one_for_each_patch_are_refused_with_the_cures(move:
 
 def test_images_with_different_orders_are_refused() -> None:
     class Ordered(OnePatch):
-        def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        def forward(self, x: Tensor, *orders: Tensor) -> Tensor:
+            order = orders[0]
             self.move = lambda patches: patches.gather(
                 1, order[..., None].expand(-1, -1, patches.shape[2])[: len(patches)]
             )

@@ -497,7 +497,7 @@ class InParts(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.inner(part) for part in x.split(2)])
+        return torch.cat([self.inner(part) for part in x.chunk(2)])
 
 
 @pytest.mark.parametrize("name", METHODS)
