@@ -293,7 +293,7 @@ def _compact(positions: Tensor) -> Tensor:
 
 def _several(positions: Tensor) -> Tensor | None:
     """Return the positions if there are several; None for a single one, as after a mean over the image."""
-    flat = positions.reshape(2, -1)
+    flat = positions.reshape(len(positions), -1)
     known = flat[:, ~flat[0].isnan()]
     return positions if known.shape[1] and bool((known.amax(1) - known.amin(1) > _SAME).any()) else None
 
