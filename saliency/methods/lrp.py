@@ -502,7 +502,6 @@ class ExcitationBackprop(RelevancePropagation):
     """
 
     name = "excitation_backprop"
-    ignores_sign = True
     cost = "1 forward, 1 to 1.5 backward"
     sign: ClassVar[Sign] = "positive"
     units = "share of 1"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 import saliency
 from saliency import BatchAttribution, GradCAM, ImageError, TargetError, overlay
@@ -70,6 +71,28 @@ def test_a_row_repeats_the_facts_of_the_explanation(source: Path, tmp_path: Path
     assert row["box"] == pytest.approx(list(alone.frames[0].box) if alone.frames[0] else [])
     assert row["limit"] == pytest.approx(saliency.shared_limit(alone))
     assert (row["sign"], row["units"], row["colormap"]) == ("positive", "score", "inferno")
+
+
+class Binary(Tiny):
+    """A model of one probability per image, that of the second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.categories = ("healthy", "sick")  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 0].sigmoid()
+
+
+def test_the_rows_of_a_binary_model_have_the_probability_of_the_named_class(source: Path, tmp_path: Path) -> None:
+    for target in ("sick", "healthy", None):
+        quick(source, tmp_path / f"{target}", model=Binary(), target=target, methods=("vanilla_gradient",))
+    parts = [rows(tmp_path / f"{target}") for target in ("sick", "healthy", None)]
+    for sick, healthy, top in zip(*parts, strict=True):
+        assert (sick["name"], healthy["name"], top["name"]) == ("sick", "healthy", ["healthy", "sick"][top["target"]])
+        assert sick["probability"] == sick["score"]
+        assert healthy["probability"] == pytest.approx(1 - sick["probability"])
+        assert top["probability"] == pytest.approx(max(sick["probability"], healthy["probability"]))
 
 
 def test_a_row_accounts_for_the_score_and_says_what_was_treated(

@@ -70,7 +70,8 @@ class Flat(nn.Module):
         self.features = nn.Conv2d(3, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return 1000 + self.scale * self.features(x).relu().mean((2, 3))
+        scores: Tensor = 1000 + self.scale * self.features(x).relu().mean((2, 3))
+        return scores
 
 
 @pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "input_x_gradient", "layer_cam", "hires_cam"])

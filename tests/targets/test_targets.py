@@ -549,8 +549,8 @@ def test_a_class_that_the_model_sees_nowhere_has_no_region_of_its_own() -> None:
 def test_the_region_of_one_channel_is_its_foreground(categories: Any, is_sigmoid: bool, name: str) -> None:
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
-    def mask(scores: dict[str, Tensor]) -> Tensor:
-        logits = scores["out"][:, :1] + 0.2
+    def mask(scores: Any) -> Tensor:
+        logits: Tensor = scores["out"][:, :1] + 0.2
         return logits.sigmoid() if is_sigmoid else logits
 
     model = Packed(mask, Segmenter()).eval()
