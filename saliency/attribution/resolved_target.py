@@ -18,7 +18,7 @@ from ..hooks.dual_encoder import DualEncoder
 from ..hooks.forward_args import bind_forward_args, cache_of
 from ..hooks.model_state import run_model, unique_modules
 from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tensors, tree_with_children, trees_agree
-from ..targets.targets import Categories, FunctionTarget, TargetLike, as_target, one_score_each
+from ..targets.targets import Categories, FunctionTarget, Prompt, TargetLike, as_target, one_score_each
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -48,7 +48,7 @@ class ResolvedTarget:
             read: Returns a reference image as the model's input (1, C, H, W).
         """
 
-        def encode_text(texts: Sequence[str]) -> tuple[Tensor, float]:
+        def encode_text(texts: Sequence[Prompt]) -> tuple[Tensor, float]:
             if not isinstance(model, DualEncoder):
                 hint = "use a DualEncoder, such as saliency.load('open_clip/ViT-B-32')"
                 raise TargetError(f"{type(model).__name__} has no text encoder, so it cannot explain a text; {hint}")

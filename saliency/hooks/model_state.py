@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -168,11 +169,21 @@ def prepared_for_attribution(model: nn.Module) -> Iterator[None]:
 def run_model(model: nn.Module, x: Tensor) -> Any:
     """Return the model's output for a batch and the bound `forward_args`. The model may change its input in place.
 
+    The image is the first argument; of a model of Hugging Face that takes `input_ids` first, it is `pixel_values`.
+
     Raises:
         ModelError: As for `call`.
     """
     args, kwargs = forward_args(x)
+    if _takes_words_first(type(model)):
+        return call(model, tuple(args), {**kwargs, "pixel_values": x.clone()})
     return call(model, (x.clone(), *args), kwargs)
+
+
+@lru_cache
+def _takes_words_first(kind: type[nn.Module]) -> bool:
+    names = list(inspect.signature(kind.forward).parameters)
+    return names[1:2] == ["input_ids"] and "pixel_values" in names
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -23,7 +23,8 @@ from .preprocess import Frame, Preprocess, PreprocessLike, TransformPreprocess, 
 
 Bytes = bytes | bytearray | memoryview
 ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
-ImagesLike = ImageLike | Sequence[ImageLike]
+ImagesLike = ImageLike | Sequence[ImageLike] | Mapping[str, Any]
+"""An image, several, or a BatchFeature of Hugging Face."""
 Prepare = Preprocess | TransformPreprocess | None
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
@@ -266,6 +267,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
 def _as_items(images: ImagesLike) -> list[ImageLike]:
     """Split the images into items: a uint8 tensor (N, C, H, W) is N items, a float tensor is one item."""
+    if isinstance(images, Mapping) and "pixel_values" in images:
+        return [_pixel_values(images)]
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
             raise ImageError("a list inside the list of images; expected one flat list")
@@ -277,6 +280,16 @@ def _as_items(images: ImagesLike) -> list[ImageLike]:
     if not items:
         raise ImageError("there is no image: the list or batch is empty")
     return items
+
+
+def _pixel_values(features: Mapping[str, Any]) -> Tensor:
+    """Return the model's input of a BatchFeature, which processors of Hugging Face return."""
+    others = [name for name in features if name != "pixel_values"]
+    if others:
+        hint = "pass pixel_values as the image, and the rest that the model needs as forward_args={name: value}"
+        raise ImageError(f"a {type(features).__name__} that also has {', '.join(others)}; {hint}")
+    values = features["pixel_values"]
+    return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
 
 
 def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
