@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from ..targets.targets import Prompt
 from .autograd_graph import tensor_version
-from .model_state import prepared_for_attribution
+from .model_state import model_attribute, prepared_for_attribution
 
 # By model: the state of its weights, and the embeddings of its prompts in that state.
 _encoded: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Tensor]]] = WeakKeyDictionary()
@@ -37,17 +37,19 @@ class DualEncoder(nn.Module):
         ModelError: The model has none of these methods, or does not take images (N, C, H, W).
 
     Example:
-        >>> network, _, transform = open_clip.create_model_and_transforms("ViT-B-32", "openai")  # doctest: +SKIP
+        >>> network = open_clip.create_model("ViT-B-32", "openai")  # doctest: +SKIP
         >>> model = saliency.DualEncoder(network, open_clip.get_tokenizer("ViT-B-32"))  # doctest: +SKIP
-        >>> model.preprocess = transform  # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         super().__init__()
         self.model: Any = model
         self.tokenizer = tokenizer
+        preprocess = model_attribute("preprocess", model)
         if hasattr(tokenizer, "image_processor"):  # a processor of transformers
-            self.tokenizer, self.preprocess = tokenizer.tokenizer, tokenizer.image_processor
+            self.tokenizer, preprocess = tokenizer.tokenizer, tokenizer.image_processor
+        if preprocess is not None:
+            self.preprocess = preprocess
         name = type(model).__name__
         for kind in ("text", "image"):
             if not hasattr(model, f"get_{kind}_features") and not hasattr(model, f"encode_{kind}"):

@@ -302,8 +302,10 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
     try:
         picture = open_picture(image)
         if prepare is None:
-            hint = "preprocess=saliency.Preprocess(size=(224, 224), resize=256)"
-            raise ImageError(f"this model has no preprocessing; pass for example {hint}, or a float tensor")
+            described = "saliency.Preprocess(size=..., resize=..., mean=..., std=...)"
+            known = f"weights.transforms() of torchvision, an image processor of Hugging Face, or {described}"
+            wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {known}"
+            raise ImageError(f"this model has no preprocessing; {wanted}")
         return Frame(picture, prepare.box(picture.size)), prepare(picture)[None]
     except ImageError as error:
         raise ImageError(f"{name}{error}") from error

@@ -9,7 +9,7 @@ import traceback
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -237,13 +237,9 @@ class OpenClip:
 
     def facts(self, model: nn.Module, name: str, _weights: str) -> ModelInfo:
         """Return the preprocessing of the model's `preprocess_cfg`, and its tokenizer."""
-        config: Any = model.get_submodule("visual").preprocess_cfg
-        size = config["size"] if isinstance(config["size"], Sequence) else (config["size"],) * 2
-        mode = {"shortest": "center"}.get(config["resize_mode"], config["resize_mode"])
-        preprocess = {**config, "input_size": size, "crop_pct": 1.0, "crop_mode": mode}
         with downloading(name, None):  # some tokenizers are on the hub
             tokenizer = _open_clip().get_tokenizer(name)
-        return ModelInfo(preprocess, None, None, tokenizer)
+        return ModelInfo(model_attribute("preprocess", model), None, None, tokenizer)
 
 
 class HuggingFace:
