@@ -152,6 +152,16 @@ class Attribution(HasOptions, ABC):
         name = type(self).__name__
         raise TypeError(f"{name} is called by its method attribute: {name}(model).attribute(inputs, target)")
 
+    def __enter__(self) -> NoReturn:
+        """Raise TypeError: hooks last for one call."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} needs no with block, its hooks last for one call: {name}(model).attribute(inputs, target)"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing; a with block ends at its start."""
+
     @refuse_unknown_keywords
     def attribute(
         self, inputs: ImagesLike, target: TargetLike = None, *, baselines: Any = None, forward_args: ForwardArgs = ()
@@ -272,8 +282,9 @@ class Attribution(HasOptions, ABC):
         )
 
     def __repr__(self) -> str:
-        """Return the method, the model and the options."""
-        options = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+        """Return the method, the model, the layer or layers if given, and the options."""
+        read = {name: value for name in ("layer", "layers") if (value := getattr(self, name, None))}
+        options = "".join(f", {name}={value!r}" for name, value in (read | dict(self.settings)).items())
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
 
 

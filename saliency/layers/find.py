@@ -20,8 +20,8 @@ from ..hooks.pytree import first_tensor
 from ..targets.targets import output_tensor
 from .layout import GIVE_LAYOUT, Grid, Layout, given_layout, is_channels_first, is_channels_first_map, layout_from
 
-LayerLike = str | nn.Module | None
-"""A dotted name, the module itself, or None for the default layer."""
+LayerLike = str | nn.Module | list[str | nn.Module] | None
+"""A dotted name, the module itself, a list with one of these, or None for the default layer."""
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
