@@ -455,7 +455,8 @@ def downloading(model: str, url: str | None) -> Iterator[None]:
         # The libraries raise whatever their network, cache and file readers raise.
         raise ModelError(
             f"the pretrained weights of {model} could not be loaded: {type(error).__name__}: {error}; with no network, "
-            f'use weights=None, a local file as in weights="{model}.safetensors", or the model "efficientnet_lite0"'
+            f'use weights=None (--weights none), a local file as in weights="{model}.safetensors", or the model '
+            '"efficientnet_lite0"'
         ) from error
 
 
