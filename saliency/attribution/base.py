@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, NonFiniteError
+from ..errors import MethodError, NonFiniteError, plural
 from ..hooks.forward_args import ForwardArgs, bind_forward_args
 from ..hooks.model_state import model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..hooks.operations import Keep
@@ -263,7 +263,13 @@ class Attribution(HasOptions, ABC):
         return read(inputs, self.preprocess, like=reference_tensor(self.model))
 
     def explanation(self, result: BatchAttribution, target: ResolvedTarget, batch: Batch) -> Explanation:
-        """Return a checked result as an explanation. Raises NonFiniteError for NaN and infinity."""
+        """Return a checked result as an explanation.
+
+        Raises:
+            MethodError: The method returned something else than one map and one score per image.
+            NonFiniteError: Values are NaN or infinite.
+        """
+        _require_maps(type(self).__name__, result, len(batch.tensor))
         values = result.values.detach()
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(float(values.sum())) and not torch.isfinite(values).all():
@@ -286,6 +292,17 @@ class Attribution(HasOptions, ABC):
         read = {name: value for name in ("layer", "layers") if (value := getattr(self, name, None))}
         options = "".join(f", {name}={value!r}" for name, value in (read | dict(self.settings)).items())
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
+
+
+def _require_maps(name: str, result: Any, images: int) -> None:
+    """Raise MethodError unless a method returned one map (C, H, W) and one score for each image."""
+    expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
+    if not isinstance(result, BatchAttribution):
+        raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
+    shapes = [tuple(getattr(part, "shape", ())) for part in result[:2]]
+    if len(shapes[0]) != 4 or shapes[0][0] != images or shapes[1] != (images,):
+        got = f"values {shapes[0]} and scores {shapes[1]} for {plural(images, 'image')}"
+        raise MethodError(f"{name} returned {got}; expected {expected}")
 
 
 class TracedAttribution(Attribution):
@@ -402,7 +419,9 @@ def explain_together(
         traced = [method for method, own in pairs if isinstance(method, TracedAttribution) and own is resolved]
         shared = read_one_forward(traced, batch.tensor, [resolved])[0] if traced else []
         by_id = dict(zip(map(id, traced), shared, strict=True))
-        results = [by_id.get(id(method)) or method.explain(batch.tensor, own) for method, own in pairs]
+        results = [
+            by_id[id(method)] if id(method) in by_id else method.explain(batch.tensor, own) for method, own in pairs
+        ]
     return [method.explanation(result, own, batch) for result, (method, own) in zip(results, pairs, strict=True)]
 
 
