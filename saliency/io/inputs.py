@@ -289,7 +289,7 @@ def _pixel_values(features: Mapping[str, Any]) -> Tensor:
         hint = "pass pixel_values as the image, and the rest that the model needs as forward_args={name: value}"
         raise ImageError(f"a {type(features).__name__} that also has {', '.join(others)}; {hint}")
     values = features["pixel_values"]
-    return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values), device="cpu")
 
 
 def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
