@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from saliency import METHODS
 from saliency.metrics import METRICS
@@ -12,7 +13,7 @@ from saliency.metrics import METRICS
 @contextmanager
 def restored_registry() -> Iterator[None]:
     """Remove the methods and metrics that the block defines."""
-    before = [(registry, dict(registry)) for registry in (METHODS, METRICS)]
+    before: list[tuple[Any, Any]] = [(registry, dict(registry)) for registry in (METHODS, METRICS)]
     try:
         yield
     finally:

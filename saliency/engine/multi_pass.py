@@ -527,7 +527,7 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
     return ImageAttribution(estimate.mean.to(like.dtype), error, estimate.agreement, layer=layer)
 
 
-def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
+def stack_images(images: Sequence[Any], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
     """Stack the attributions of single images into that of a batch."""
     for image in images:
         if not isinstance(image, ImageAttribution) or image.values.dim() != 3:

@@ -199,7 +199,7 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
 
 
 @lru_cache
-def _takes_words_first(kind: type[nn.Module]) -> bool:
+def _takes_words_first(kind: Any) -> bool:
     forward = getattr(kind, "forward", None)  # a ScriptModule's belongs to the object
     names = [] if forward is None else list(inspect.signature(forward).parameters)
     return names[1:2] == ["input_ids"] and "pixel_values" in names

@@ -267,7 +267,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
 def _as_items(images: ImagesLike) -> list[ImageLike]:
     """Split the images into items: a uint8 tensor (N, C, H, W) is N items, a float tensor is one item."""
-    if isinstance(images, Mapping) and "pixel_values" in images:
+    if isinstance(images, Mapping):
         return [_pixel_values(images)]
     if isinstance(images, Sequence) and not isinstance(images, str | Bytes):
         if any(isinstance(image, list | tuple) for image in images):
@@ -284,6 +284,8 @@ def _as_items(images: ImagesLike) -> list[ImageLike]:
 
 def _pixel_values(features: Mapping[str, Any]) -> Tensor:
     """Return the model's input of a BatchFeature, which processors of Hugging Face return."""
+    if "pixel_values" not in features:
+        raise ImageError(f"{type(features).__name__} is not an image; expected pixel_values in it, or no mapping")
     others = [name for name in features if name != "pixel_values"]
     if others:
         hint = "pass pixel_values as the image, and the rest that the model needs as forward_args={name: value}"

@@ -139,7 +139,7 @@ def _as_prompt(prompt: str | Sequence[str]) -> Prompt:
 
 def _is_embedding(reference: Any) -> bool:
     """Return whether a reference is an embedding (D,) or (1, D); an image of one row has whole numbers."""
-    shape = getattr(reference, "shape", ())
+    shape: tuple[int, ...] = getattr(reference, "shape", ())
     return len(shape) == 1 or (len(shape) == 2 and shape[0] == 1 and "float" in str(reference.dtype))
 
 

@@ -179,10 +179,12 @@ def test_a_drawing_method_of_a_result_is_answered_by_the_function(name: str, hin
 
 
 def test_a_list_with_one_layer_is_that_layer_and_is_shown() -> None:
-    for layer in (MODEL.features, "features", [MODEL.features], ["features"]):
+    forms: list[Any] = [MODEL.features, "features", [MODEL.features], ["features"]]
+    for layer in forms:
         assert repr(saliency.GradCAM(MODEL, layer)) == "GradCAM(PooledNet, layer='features')"
     assert "layers=('features',)" in repr(saliency.FusedCAM(MODEL, layers=["features"]))
-    for layers in ([], ["features", "head"]):
+    several: list[Any] = [[], ["features", "head"]]
+    for layers in several:
         with pytest.raises(saliency.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
             saliency.GradCAM(MODEL, layers)
 

@@ -531,7 +531,7 @@ def test_what_makes_no_batch_is_refused_in_words(images: Any, words: str) -> Non
 
 
 def test_a_picture_without_preprocessing_is_an_error_that_names_the_cure() -> None:
-    with pytest.raises(ImageError, match=r"pass for example preprocess=saliency.Preprocess"):
+    with pytest.raises(ImageError, match=r"as preprocess=: .*saliency\.Preprocess\(size=..., "):
         read(gradient())
 
 

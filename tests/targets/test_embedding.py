@@ -102,12 +102,13 @@ def test_many_others_are_counted_in_the_name(clip: tuple[Any, Tensor]) -> None:
 
 @BY_NAME
 def test_a_list_of_texts_is_their_mean_direction(name: str) -> None:
+    model: Any
     model, x = MODELS[name]()
     dogs = ["a photo of a dog", "a dog"]
     found = GradCAM(model).attribute(x, text(["a photo of a cat", "a cat"], against=[dogs, "a bus"]))
     encoded = {one: model.encode_tokens(model.tokenize(one)) for one in ("a photo of a cat", "a cat", *dogs, "a bus")}
     cat, dog, bus = (
-        F.normalize(sum(F.normalize(encoded[one]) for one in several))
+        F.normalize(torch.stack([F.normalize(encoded[one]) for one in several]).sum(0))
         for several in (["a photo of a cat", "a cat"], dogs, ["a bus"])
     )
     logits = model.logit_scale * F.normalize(model(x)["image_embeds"]) @ torch.cat([cat, dog, bus]).mT
@@ -249,7 +250,7 @@ def test_an_image_and_words_are_passed_by_name_to_a_model_that_takes_the_words_f
 
 
 def test_the_text_tower_of_siglip_attends_to_the_padding() -> None:
-    model, _ = MODELS["transformers SigLIP"]()
+    model: Any = MODELS["transformers SigLIP"]()[0]
     assert list(model.tokenize("a cat")) == ["input_ids"]
 
 
