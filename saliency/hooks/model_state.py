@@ -193,7 +193,8 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
         ModelError: As for `call`.
     """
     args, kwargs = forward_args(x)
-    if _takes_words_first(type(model)):
+    kind: Any = type(model)
+    if _takes_words_first(kind):
         return call(model, tuple(args), {**kwargs, "pixel_values": x.clone()})
     return call(model, (x.clone(), *args), kwargs)
 
